@@ -31,6 +31,7 @@ from absorbed_mla.generation.blocks import (
     place_drafts,
     register_blocks_once,
 )
+from absorbed_mla.generation.free_blocks import resume_with_cached_blocks
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.ranks import require_divided
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
@@ -62,6 +63,7 @@ def host_engine(
     config.pg_collection = _groups_of_steps(model, options)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
+    resume_with_cached_blocks(context)
     place_drafts(context)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer

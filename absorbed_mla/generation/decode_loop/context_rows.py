@@ -106,21 +106,18 @@ class ContextRows:
     def may_follow(self, ended: Collection[int]) -> bool:
         """Whether :meth:`follow` can be called: requests that go on get the blocks that they need.
 
-        False where that is not certain: blocks that requests share are counted once by Megatron,
-        and those of requests that end are not counted as free.
+        False where that is not certain: blocks of requests that end are not counted as free.
         """
         kept = [row for row in range(self.count) if row not in ended]
-        full = self._are_full()[kept]
-        allocator, needed = self._context.kv_block_allocator, int(full.sum())
-        if allocator.total_avail < needed:
-            return False
-        counts = self._of["request_kv_block_counts"][kept]
-        if not needed or counts.sum() + needed <= allocator.active_count:
+        allocator, needed = self._context.kv_block_allocator, int(self._are_full()[kept].sum())
+        if not needed:
             return True
-        if not allocator.enable_prefix_caching:
-            return False
-        used = (allocator.block_ref_counts.numpy() > 0).sum()
-        return bool(used + counts[full].sum() + needed <= allocator.active_count)
+        # Blocks that requests share are counted for each of them.
+        used = self._of["request_kv_block_counts"][kept].sum()
+        if used + needed > allocator.active_count and allocator.enable_prefix_caching:
+            used = (allocator.block_ref_counts.numpy() > 0).sum()
+        fits = used + needed <= allocator.active_count
+        return bool(fits) and allocator.is_memory_available(needed)
 
     def has_size_for(self, count: int) -> bool:
         """Whether Megatron would pad a decode step of so many rows to the size of this step."""

@@ -98,8 +98,8 @@ MUTATIONS = {
     ),
     "decode_loop_takes_blocks_that_are_not_there": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "+ needed <= allocator.active_count:\n            return True",
-        "+ needed > 0:\n            return True",
+        "fits = used + needed <= allocator.active_count\n        return bool(fits)",
+        "return True",
     ),
     "decode_loop_hides_new_blocks": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
@@ -148,8 +148,26 @@ MUTATIONS = {
     ),
     "decode_loop_waits_where_all_end": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "if allocator.total_avail < needed:",
-        "if not kept or allocator.total_avail < needed:",
+        "if not needed:\n            return True",
+        "if not kept:\n            return False",
+    ),
+    "cached_blocks_are_no_reserve": Mutation(
+        "absorbed_mla/generation/host.py", "    resume_with_cached_blocks(context)\n", ""
+    ),
+    "shared_blocks_count_for_each_request": Mutation(
+        "absorbed_mla/generation/free_blocks.py",
+        "used += int((~in_use[blocks]).sum())",
+        "used += len(blocks)",
+    ),
+    "evicting_one_request_is_enough": Mutation(
+        "absorbed_mla/generation/free_blocks.py",
+        "    while evicted is not None and",
+        "    while False and",
+    ),
+    "decode_loop_stops_where_blocks_are_cached": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "allocator.is_memory_available(needed)",
+        "allocator.total_avail >= needed",
     ),
     "decode_loop_runs_a_step_of_nobody": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
