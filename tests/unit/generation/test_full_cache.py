@@ -120,11 +120,19 @@ class TestSharedBlocks:
 
     @pytest.mark.parametrize("decode_loop", [True, False])
     def test_an_eviction_that_frees_nothing(self, model, decode_loop):
-        """All three need a block at once; two of them have no block of their own."""
-        requests = [Request(prompt(64, 1), 5), Request(prompt(128), 5), Request(prompt(128), 5)]
-        run = generate(engine_of(model, blocks=3, **LRU, decode_loop=decode_loop), requests)
-        assert run.statistics.evicted
-        assert run.tokens == tokens_without_sharing(model, requests)
+        """All three need a block at once; the last one has no block of its own."""
+        requests = [Request(prompt(64, 1), 70), Request(prompt(128), 70), Request(prompt(128), 5)]
+        with engine_of(model, blocks=5, step_tokens=256, **LRU, decode_loop=decode_loop) as engine:
+            for step in range(1000):
+                if step in (0, 64):
+                    for one in requests[:2] if step == 0 else requests[2:]:
+                        engine.add_request(one.prompt, one.sampling())
+                if not engine.is_busy():
+                    break
+                engine.step()
+            assert engine.statistics.evicted == 2 and engine.statistics.prefix_blocks >= 2
+            found = [engine.results[number].tokens for number in range(3)]
+        assert found == tokens_without_sharing(model, requests)
 
 
 def random_case(seed: int) -> tuple[dict, list[Request]]:
