@@ -28,6 +28,7 @@ from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.packed_roll import correct_packed_roll, require_packed_roll
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
 BACKENDS = ("local", "transformer_engine")
@@ -50,6 +51,7 @@ class LayerParts:
         self.backend = _checked(backend)
         self.options = AbsorbedMLAOptions.coerce(options)
         self.provider: BackendSpecProvider = get_backend(self.backend)
+        correct_packed_roll()  # Here, because every stage of a model with these layers comes by.
 
     @property
     def norm(self) -> type:
@@ -106,7 +108,11 @@ class LayerParts:
 
         Args:
             inner: The transformer layer inside of it; None where the host builds it.
+
+        Raises:
+            ValueError: If this Megatron's MTP cannot be corrected for padded packs.
         """
+        require_packed_roll()
         spec = get_mtp_layer_spec_for_backend(inner, self.provider)
         norms = {"enorm": self.norm, "hnorm": self.norm, "layer_norm": self.norm}
         return replace(spec, submodules=replace(spec.submodules, **norms))

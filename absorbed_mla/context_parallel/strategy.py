@@ -57,22 +57,10 @@ class ContextParallel:
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The ranks of one call, None if it is not cut.
 
-        ``local_cp_size`` and ``cp_group`` of the call (Megatron's dynamic context parallelism)
-        stand in for the layer's group.
-
         Raises:
-            ValueError: If they contradict each other, or there is no such group.
+            ValueError: As :func:`group_of_call`.
         """
-        size, group = getattr(params, "local_cp_size", None), getattr(params, "cp_group", None)
-        size = None if size is None else int(size)
-        if group is None:
-            group = self.group if size is None else _group_of_size(size, self.group)
-        elif size is not None and group.size() != size:
-            raise ValueError(
-                f"packed_seq_params.local_cp_size is {size}, but packed_seq_params.cp_group has "
-                f"{group.size()} ranks"
-            )
-        return group if group is not None and group.size() > 1 else None
+        return group_of_call(params, self.group)
 
     def keys(
         self,
@@ -169,6 +157,33 @@ def _require_supported(cp_comm_type: str | None) -> str:
         f"config names one for each layer), got {cp_comm_type!r}: a2a and a2a+p2p cut keys by "
         "heads, and the latent is one head for all"
     )
+
+
+def group_of_call(
+    params: PackedSeqParams | None, own: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """The context-parallel ranks of one call, None if it is not cut.
+
+    ``local_cp_size`` and ``cp_group`` of the call (Megatron's dynamic context parallelism) stand in
+    for the model's group.
+
+    Args:
+        params: The call's pack, or None.
+        own: The model's group, or None.
+
+    Raises:
+        ValueError: If they contradict each other, or there is no such group.
+    """
+    size, group = getattr(params, "local_cp_size", None), getattr(params, "cp_group", None)
+    size = None if size is None else int(size)
+    if group is None:
+        group = own if size is None else _group_of_size(size, own)
+    elif size is not None and group.size() != size:
+        raise ValueError(
+            f"packed_seq_params.local_cp_size is {size}, but packed_seq_params.cp_group has "
+            f"{group.size()} ranks"
+        )
+    return group if group is not None and group.size() > 1 else None
 
 
 def _group_of_size(size: int, own: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from checks.mutations import (
     kernels,
     layer,
     sparse_attention,
+    training,
 )
 from checks.mutations.mutation import Mutation
 
@@ -23,6 +24,7 @@ _PARTS = (
     sparse_attention,
     inference,
     generation,
+    training,
 )
 MUTATIONS: dict[str, Mutation] = {
     name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()

@@ -220,7 +220,7 @@ LEVELS = [
     {"dsa"},
     {"host_interface"},
     {"attention"},
-    {"cpu_host", "generation", "packed_router", "standard_dsa", "standard_mla"},
+    {"cpu_host", "generation", "packed_roll", "packed_router", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
     {"llm", "export", "bridge"},

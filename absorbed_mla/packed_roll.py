@@ -1,0 +1,130 @@
+"""Megatron's shift by one token for multi-token prediction (MTP), corrected for padded packs.
+
+Megatron's ``roll_tensor`` cuts a pack by ``cu_seqlens_q``, in which the padding between documents
+does not count, so everything behind the first padding is shifted across the wrong boundaries.
+:func:`correct_packed_roll` puts a right one in its place, for the layers of MTP (tokens, positions,
+padding mask) and for their loss (labels, loss mask); packs without padding stay Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction as host
+from torch import Tensor
+
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
+from absorbed_mla.context_parallel.strategy import group_of_call
+from absorbed_mla.inference.token_shares import gather
+from absorbed_mla.sequences import SequenceLayout
+
+_megatrons_roll = getattr(host, "roll_tensor", None)
+
+
+def correct_packed_roll() -> None:
+    """Have Megatron's MTP in this process shift padded packs by :func:`roll_tensor`.
+
+    All pipeline stages need it: the loss is the last one's, also where that has no layer of MTP.
+    """
+    if _megatrons_roll is not None and host.roll_tensor is _megatrons_roll:
+        host.roll_tensor = roll_tensor
+
+
+def require_packed_roll() -> None:
+    """Refuse MTP with a Megatron whose shift cannot be replaced.
+
+    Raises:
+        ValueError: If it has no ``roll_tensor``.
+    """
+    if _megatrons_roll is None:
+        raise ValueError(
+            f"mtp_num_layers needs a Megatron with {host.__name__}.roll_tensor, as 0.19 has, "
+            "which is corrected for packs with padding between documents; this one has none"
+        )
+
+
+def roll_tensor(
+    tensor: Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: dist.ProcessGroup | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Megatron's function of this name; packs with ``cu_seqlens_q_padded`` by :func:`next_tokens`.
+
+    Returns:
+        What was shifted, and its sum; both None for None.
+
+    Raises:
+        ValueError: If the boundaries are malformed or do not cover the tokens.
+    """
+    padded = packed_seq_params is not None and packed_seq_params.cu_seqlens_q_padded is not None
+    if tensor is None or not padded:
+        assert _megatrons_roll is not None
+        return _megatrons_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+    assert shifts == -1 and dims in (-1, tensor.ndim - 1), "MTP shifts tokens by one"
+    rolled = next_tokens(tensor, packed_seq_params, group_of_call(packed_seq_params, cp_group))
+    return rolled, rolled.sum()
+
+
+def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGroup | None) -> Tensor:
+    """For every token the value of the next token of its document.
+
+    The last token of a document gets 0, as it does where the document is alone. So does padding,
+    but for a padding mask, whose padding stays padding.
+
+    Args:
+        values: [..., S / cp] of this context-parallel rank's tokens. Bool ones are a padding mask,
+            True for padding.
+        params: Boundaries of the whole pack.
+        group: Context-parallel ranks, which exchange their values; None for one.
+
+    Returns:
+        In the shape and dtype of ``values``.
+    """
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    layout = SequenceLayout.from_host(params, values.shape[-1] * size)
+    step = layout.tables.get(
+        ("next tokens", size, rank, values.device),
+        lambda: _step(layout, size, rank, values.device),
+    )
+    whole = values if group is None else _of_all_ranks(values, group)
+    found = whole[..., step.source].masked_fill(step.ends, 0)
+    return found | (values & step.padding) if values.dtype is torch.bool else found
+
+
+class _Step(NamedTuple):
+    """Where the next token of every token of a rank is.
+
+    Attributes:
+        source: int64 [S / cp], among the tokens of rank 0, of rank 1, ...
+        ends: Bool, whether there is none in the document.
+        padding: Bool, whether the token is padding itself.
+    """
+
+    source: Tensor
+    ends: Tensor
+    padding: Tensor
+
+
+def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) -> _Step:
+    # A table made under inference mode must serve training as well.
+    with torch.inference_mode(False):
+        own = places = torch.arange(layout.num_tokens)
+        if size > 1:
+            part = ContextParallelLayout.of(layout, size, rank)
+            own, places = part.tokens(), part.sequence_order()
+        lengths = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.slots))
+        left = (lengths - layout.positions(torch.device("cpu")))[own]
+        source = places[(own + 1).clamp(max=layout.num_tokens - 1)]
+        return _Step(source.to(device), (left <= 1).to(device), (left <= 0).to(device))
+
+
+def _of_all_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., S], the tokens of rank 0, of rank 1, ..."""
+    # As bytes, since not all process groups exchange all dtypes.
+    found = gather(values.reshape(-1).view(torch.uint8), group).view(values.dtype)
+    return found.view(group.size(), *values.shape).movedim(0, -2).flatten(-2)
