@@ -59,7 +59,7 @@ class AbsorbedMLATransformerLayer(TransformerLayer):
             number = config.num_layers
         elif add_layer_offset:
             number += get_transformer_layer_offset(config, vp_stage, get_pg_rank(pg_collection.pp))
-        layer = parts.layer(config, moe=moe_layers(config)[number - 1])
+        layer = parts.layer(config, moe=moe_layers(config)[number - 1], mtp=is_mtp_layer)
         super().__init__(
             config,
             layer.submodules,
@@ -80,6 +80,7 @@ class AbsorbedMLAAttentionLayer(TransformerLayer):
         layer_number: As of Megatron's layer.
         parts: What it is made of.
         submodules: Not used: the parts are.
+        is_mtp_layer: Whether it is inside of a layer of multi-token prediction.
         host: The other arguments of Megatron's layer.
 
     Raises:
@@ -93,10 +94,11 @@ class AbsorbedMLAAttentionLayer(TransformerLayer):
         *,
         parts: LayerParts,
         submodules: TransformerLayerSubmodules | None = None,
+        is_mtp_layer: bool = False,
         **host: Any,
     ) -> None:
-        attention = TransformerLayerSubmodules(**parts.attention(config))
-        super().__init__(config, attention, layer_number, **host)
+        attention = TransformerLayerSubmodules(**parts.attention(config, mtp=is_mtp_layer))
+        super().__init__(config, attention, layer_number, is_mtp_layer=is_mtp_layer, **host)
 
 
 def spec_by_config(layer: type, parts: LayerParts) -> ModuleSpec:

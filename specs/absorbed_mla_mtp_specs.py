@@ -39,7 +39,7 @@ def mtp_block_of(
     parts: LayerParts, config: MLATransformerConfig, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """:func:`get_absorbed_mla_mtp_block_spec` of the parts that a decoder was made of."""
-    layer = parts.layer(config, moe=moe_layers(config)[-1])
+    layer = parts.layer(config, moe=moe_layers(config)[-1], mtp=True)
     block = get_gpt_mtp_block_spec_for_backend(config, layer, parts.provider, vp_stage=vp_stage)
     if block is None:
         return None

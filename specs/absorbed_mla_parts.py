@@ -65,21 +65,28 @@ class LayerParts:
         """Of a ModuleSpec, for :func:`parts_of`."""
         return {_PARTS: self}
 
-    def layer(self, config: MLATransformerConfig, *, moe: bool) -> ModuleSpec:
-        """Attention and MLP as one layer, dense or a mixture of experts."""
+    def layer(self, config: MLATransformerConfig, *, moe: bool, mtp: bool = False) -> ModuleSpec:
+        """Attention and MLP as one layer, dense or a mixture of experts.
+
+        Args:
+            config: Of the model.
+            moe: Whether it is a mixture of experts.
+            mtp: Whether it is inside of a layer of multi-token prediction.
+        """
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                **self.attention(config), **self.mlp(moe=moe, grouped_gemm=config.moe_grouped_gemm)
+                **self.attention(config, mtp=mtp),
+                **self.mlp(moe=moe, grouped_gemm=config.moe_grouped_gemm),
             ),
             metainfo=self.metainfo,
         )
 
-    def attention(self, config: MLATransformerConfig) -> dict[str, Any]:
+    def attention(self, config: MLATransformerConfig, *, mtp: bool = False) -> dict[str, Any]:
         """The fields of ``TransformerLayerSubmodules`` up to the first residual connection."""
         return {
             "input_layernorm": self.norm,
-            "self_attention": self._self_attention(config),
+            "self_attention": self._self_attention(config, self._core_attention(config, mtp)),
             "self_attn_bda": get_bias_dropout_add,
         }
 
@@ -117,7 +124,9 @@ class LayerParts:
         norms = {"enorm": self.norm, "hnorm": self.norm, "layer_norm": self.norm}
         return replace(spec, submodules=replace(spec.submodules, **norms))
 
-    def _self_attention(self, config: MLATransformerConfig) -> ModuleSpec:
+    def _self_attention(
+        self, config: MLATransformerConfig, core_attention: ModuleSpec | type
+    ) -> ModuleSpec:
         column = self.provider.column_parallel_linear()
         one_per_rank = self.options.down_projection == "column_parallel"
         down = column if one_per_rank else self._duplicated_linear()
@@ -138,19 +147,21 @@ class LayerParts:
                 kv_layernorm=latent_norm,
                 linear_k_up_proj=HeadwiseUpProjection,
                 linear_v_up_proj=HeadwiseUpProjection,
-                core_attention=self._core_attention(config),
+                core_attention=core_attention,
                 linear_proj=self.provider.row_parallel_linear(),
             ),
         )
 
-    def _core_attention(self, config: MLATransformerConfig) -> ModuleSpec | type:
+    def _core_attention(self, config: MLATransformerConfig, mtp: bool) -> ModuleSpec | type:
         if config.experimental_attention_variant != "dsa":
             return LatentCoreAttention
         linear = self._duplicated_linear()
         layers = IndexerSubmodules(linear, linear, LayerNorm, linear)
         indexer = ModuleSpec(module=Indexer, submodules=layers)
         return ModuleSpec(
-            module=SparseCoreAttention, submodules=SparseCoreAttentionSubmodules(indexer)
+            module=SparseCoreAttention,
+            params={"is_mtp_layer": mtp},
+            submodules=SparseCoreAttentionSubmodules(indexer),
         )
 
     def _duplicated_linear(self) -> type:

@@ -81,6 +81,8 @@ class SparseCoreAttention(LatentCoreAttention):
         cp_comm_type: ``"all_gather"``.
         pg_collection: Process groups; ``tp`` and ``cp`` are used.
         name: Name of the module instance, or None.
+        is_mtp_layer: Whether it is in a layer of multi-token prediction. Those have numbers of
+            their own, from 1, and each has an indexer.
 
     Attributes:
         indexer: None in a layer that shares the selection of an earlier one.
@@ -106,6 +108,7 @@ class SparseCoreAttention(LatentCoreAttention):
         cp_comm_type: str,
         pg_collection: ProcessGroupCollection,
         name: str | None = None,
+        is_mtp_layer: bool = False,
     ) -> None:
         refuse_other_variant(config, self)
         causal = attn_mask_type in CAUSAL_MASKS
@@ -113,7 +116,10 @@ class SparseCoreAttention(LatentCoreAttention):
         options = options.replace(form="absorbed")
         super().__init__(config, dims, attn_mask_type, softmax_scale, options)
         self.dsa = DSAConfig.from_config(config)
+        if is_mtp_layer:
+            self.dsa = replace(self.dsa, topk_freq=1)
         self.layer_number = layer_number
+        self.is_mtp_layer = is_mtp_layer
         pp_group = getattr(pg_collection, "pp", None)
         self.selection = LayerSelection(config, self.dsa, layer_number, pp_group)
         layers = range(1, config.num_layers + 1)
@@ -279,13 +285,22 @@ class SparseCoreAttention(LatentCoreAttention):
             relu=dsa.scoring_relu,
             tp_group=self._tp_group,
         )
+        place, places = self._place_in_log()
         return report_loss(
-            core_out,
-            loss,
-            layer_number=self.layer_number,
-            num_layers=self._config.num_layers,
-            cp_group=plan.keys.group,
+            core_out, loss, layer_number=place, num_layers=places, cp_group=plan.keys.group
         )
+
+    def _place_in_log(self) -> tuple[int, int]:
+        """This layer's place, from 1, and how many there are.
+
+        Layers of multi-token prediction follow the decoder's, as in Megatron's log of its routers.
+        """
+        decoder, mtp = self._config.num_layers, self._config.mtp_num_layers or 0
+        place = self.layer_number
+        if self.is_mtp_layer:
+            # A HybridModel's may have several layers of attention, numbered within.
+            place = decoder + min(place, mtp)
+        return place, decoder + mtp
 
     def _supports(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
         """The keys of the loss, and whether the attention was over them."""

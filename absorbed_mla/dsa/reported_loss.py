@@ -29,8 +29,8 @@ def report_loss(
     Args:
         output: Of the attention.
         loss: From ``indexer_loss``.
-        layer_number: Counted from 1.
-        num_layers: Of the whole model.
+        layer_number: Counted from 1, layers of multi-token prediction behind the decoder's.
+        num_layers: Of the whole model, with those.
         cp_group: Context-parallel ranks, over which Megatron's log sums the shares.
 
     Returns:

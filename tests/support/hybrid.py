@@ -9,13 +9,20 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from absorbed_mla.checkpoint.hybrid_names import to_hybrid_state_dict
 from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
+from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import TOKENS, VOCAB
 
 
 def hybrid_model(
-    pattern: str = "+-", *, seed: int = 0, spec=None, dtype=torch.float32, **config_changes
+    pattern: str = "+-",
+    *,
+    mla: OracleMLA = TINY,
+    seed: int = 0,
+    spec=None,
+    dtype=torch.float32,
+    **config_changes,
 ) -> HybridModel:
     """A model on this process's device; ``seed`` determines its weights.
 
@@ -28,7 +35,7 @@ def hybrid_model(
         "moe_layer_freq": 1,
         "mtp_num_layers": len(mtp) or None,
     }
-    config = config_for(TINY, dtype, **{**config_changes, **by_pattern})
+    config = config_for(mla, dtype, **{**config_changes, **by_pattern})
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     model = HybridModel(
