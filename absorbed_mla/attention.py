@@ -279,7 +279,8 @@ class AbsorbedMLASelfAttention(HostInterface):
         kv, *query, q_down = offload("qkv_linear", project, hidden_states)
         # Sparse attention only: the indexer's choice of keys here, its loss below.
         query_latent = partial(self._query_latent, q_down)
-        plan = self.core_attention.choose_keys(plan, hidden_states, query_latent, cos, sin)
+        choose, trained = self.core_attention.choose_keys, w_uk.requires_grad
+        plan = choose(plan, hidden_states, query_latent, cos, sin, trained=trained)
         attend = partial(self._core_attention, plan, w_uk, w_uv)
         recomputed = (kv, *query) if up_project else ()
         core_out, lse = offload("core_attn", attend, kv, *query, kept=recomputed)

@@ -198,6 +198,8 @@ class LatentCoreAttention(nn.Module):
         query_latent: Callable[[], Tensor],
         cos: Tensor,
         sin: Tensor,
+        *,
+        trained: bool,
     ) -> AttentionPlan:
         """The plan with the keys that every query attends to; here all that it sees.
 
@@ -207,6 +209,7 @@ class LatentCoreAttention(nn.Module):
             query_latent: Makes the normalised latent of the query, of the same tokens.
             cos: fp32 [S, R / 2], for the positions of the tokens.
             sin: Likewise.
+            trained: Whether the attention's own weights are trained, and not only an indexer.
         """
         return plan
 

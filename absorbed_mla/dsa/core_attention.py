@@ -27,6 +27,7 @@ from absorbed_mla.dsa.cached_attention import OverCachedKeys
 from absorbed_mla.dsa.cached_index import CachedIndex
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.indexer import Indexer
+from absorbed_mla.dsa.recomputation import is_never_recomputed
 from absorbed_mla.dsa.reported_loss import report_loss
 from absorbed_mla.dsa.sharing import LayerSelection
 from absorbed_mla.dsa.sparse_reference import latent_inputs
@@ -86,6 +87,7 @@ class SparseCoreAttention(LatentCoreAttention):
 
     Attributes:
         indexer: None in a layer that shares the selection of an earlier one.
+        input_needs_gradient: Whether ``warm_up.require_embedding_gradient`` has seen to it.
         sequence_parallel: Whether a rank gets its own part of the tokens; Megatron's name, which it
             switches for batches of its static engine.
 
@@ -120,6 +122,7 @@ class SparseCoreAttention(LatentCoreAttention):
             self.dsa = replace(self.dsa, topk_freq=1)
         self.layer_number = layer_number
         self.is_mtp_layer = is_mtp_layer
+        self.input_needs_gradient = False
         pp_group = getattr(pg_collection, "pp", None)
         self.selection = LayerSelection(config, self.dsa, layer_number, pp_group)
         layers = range(1, config.num_layers + 1)
@@ -169,11 +172,13 @@ class SparseCoreAttention(LatentCoreAttention):
         query_latent: Callable[[], Tensor],
         cos: Tensor,
         sin: Tensor,
+        *,
+        trained: bool,
     ) -> SparsePlan:
         """See ``LatentCoreAttention``; with the selection, and the index vectors for their loss."""
         assert isinstance(plan, SparsePlan)
         request = self._request(hidden_states)
-        learns = self._learns()
+        learns = self._learns(only_indexer=not trained)
 
         @functools.cache
         def index() -> IndexVectors:
@@ -310,9 +315,29 @@ class SparseCoreAttention(LatentCoreAttention):
         supports = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
         return supports, plan.chosen is None
 
-    def _learns(self) -> bool:
-        wanted = self.indexer is not None and self.dsa.loss_coefficient > 0
-        return wanted and self.training and torch.is_grad_enabled()
+    def _learns(self, *, only_indexer: bool) -> bool:
+        """Whether this forward has a loss of the indexer.
+
+        Raises:
+            ValueError: If it should have one in a warm-up, and recomputation leaves it out.
+        """
+        if self.indexer is None or self.dsa.loss_coefficient == 0 or not self.training:
+            return False
+        # Where other weights are trained, such a forward may be one without gradients.
+        frozen = only_indexer and self._is_trained() and not self.input_needs_gradient
+        if frozen and is_never_recomputed():
+            raise ValueError(
+                f"the indexer of layer {self.layer_number} would get no gradient: all before it is "
+                "frozen, and recomputation goes back only to layers whose input needs a gradient. "
+                "Freeze with absorbed_mla.dsa.warm_up.train_only_indexer(model), or call "
+                "require_embedding_gradient(model) from there; call model.eval() for a forward "
+                "that trains nothing"
+            )
+        return torch.is_grad_enabled()
+
+    def _is_trained(self) -> bool:
+        assert self.indexer is not None
+        return any(parameter.requires_grad for parameter in self.indexer.parameters())
 
     def _index_vectors(
         self,

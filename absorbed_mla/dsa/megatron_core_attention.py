@@ -142,6 +142,8 @@ class MegatronCoreAttention(nn.Module):
         query_latent: Callable[[], Tensor],
         cos: Tensor,
         sin: Tensor,
+        *,
+        trained: bool,
     ) -> MegatronPlan:
         """See ``LatentCoreAttention``; it chooses in :meth:`forward`."""
         return replace(plan, x=hidden_states, qr=query_latent())

@@ -12,6 +12,7 @@ from torch import nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.dsa.recall import Recall, measure_recall
+from absorbed_mla.dsa.warm_up import INDEXER
 from benchmarks.kit import provenance
 from sparse.stages import Settings, Stage
 from training import distributed
@@ -23,7 +24,7 @@ from training.loop import global_batch_loss
 from training.metrics import read_metrics, series
 from training.model import build_config, build_model, unwrap
 from training.model_options import resolve_model
-from training.sparse_stage import INDEXER, stage_fields
+from training.sparse_stage import stage_fields
 from training.tokenizers import build_tokenizer
 from training.validation import validate_arguments
 

@@ -21,12 +21,12 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
+from absorbed_mla.dsa.warm_up import INDEXER
 from training import checkpoint_folder, distributed
 from training.checkpoint_args import checkpoint_args
 from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
-from training.sparse_stage import INDEXER
 from training.start import Start, run_options
 
 

@@ -17,13 +17,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.dsa.warm_up import train_only_indexer
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.fp8 import fp8_fields
 from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset
-from training.sparse_stage import train_only_indexer
 
 # Fields of a preset that are no fields of Megatron's config.
 _NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}

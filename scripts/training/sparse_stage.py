@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
@@ -13,9 +12,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.dsa.config import DSAConfig
 from training.presets import ModelPreset
-
-# In the names of an indexer's parameters, and of nothing else.
-INDEXER = ".indexer."
 
 
 def stage_model(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
@@ -34,22 +30,6 @@ def stage_fields(args: argparse.Namespace, model: ModelPreset) -> dict[str, obje
         "dsa_indexer_loss_coeff": args.dsa_indexer_loss_coeff,
         "dsa_indexer_use_sparse_loss": args.dsa_indexer_use_sparse_loss,
     }
-
-
-def train_only_indexer(gpt: GPTModel) -> None:
-    """Freeze all that is no indexer, the biases that balance experts included."""
-    for name, parameter in gpt.named_parameters():
-        parameter.requires_grad_(INDEXER in name)
-    for module in gpt.modules():
-        if hasattr(module, "frozen_expert_bias"):
-            module.frozen_expert_bias = True
-    if gpt.pre_process:
-        # Megatron's recomputation gives parameters a gradient only if its input needs one.
-        gpt.embedding.register_forward_hook(_with_gradient)
-
-
-def _with_gradient(embedding, inputs, output):
-    return output if output.requires_grad else output.detach().requires_grad_()
 
 
 def mean_indexer_loss(config: MLATransformerConfig, tokens: int) -> float | None:

@@ -122,12 +122,12 @@ MUTATIONS = {
         "if cu_seqlens.is_inference():",
     ),
     "warm_up_moves_expert_biases": Mutation(
-        "scripts/training/sparse_stage.py", "module.frozen_expert_bias = True", "pass"
+        "absorbed_mla/dsa/warm_up.py", "module.frozen_expert_bias = True", "pass"
     ),
     "recomputed_warm_up_stands_still": Mutation(
-        "scripts/training/sparse_stage.py",
-        "gpt.embedding.register_forward_hook(_with_gradient)",
-        "pass",
+        "absorbed_mla/dsa/warm_up.py",
+        "            module.register_forward_hook(_with_gradient)",
+        "            pass",
     ),
     "micro_batches_overwritten": Mutation(
         "absorbed_mla/batch_invariant/te_gemm.py",

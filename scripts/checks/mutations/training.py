@@ -21,4 +21,15 @@ MUTATIONS = {
     "mtp_shift_not_corrected": Mutation(
         "specs/absorbed_mla_parts.py", "        correct_packed_roll()  # Here", "        # Here"
     ),
+    "indexer_loss_of_mtp_in_the_decoders": Mutation(
+        "absorbed_mla/dsa/core_attention.py", "place = decoder + min(place, mtp)", "pass"
+    ),
+    "mtp_shares_a_selection": Mutation(
+        "absorbed_mla/dsa/core_attention.py",
+        "self.dsa = replace(self.dsa, topk_freq=1)",
+        "pass",
+    ),
+    "frozen_warm_up_not_refused": Mutation(
+        "absorbed_mla/dsa/recomputation.py", "not any(ctx.needs_input_grad)", "False"
+    ),
 }

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
+from absorbed_mla.dsa.warm_up import INDEXER
 from counting import count_from
 from tests.support import world
 from tests.support.generate import Done, train
@@ -23,7 +24,6 @@ from training.checkpoint_folder import find_checkpoint
 from training.metrics import read_metrics, series
 from training.model import build_config, build_model, unwrap
 from training.model_options import resolve_model
-from training.sparse_stage import INDEXER
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 LENGTH, TOPK = 32, 4
