@@ -15,7 +15,7 @@ from absorbed_mla.registry import (
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
-MUON_KV_UP = ("combined", "split", "per_head")
+MUON_KV_UP = ("auto", "combined", "split", "per_head")
 LATENT_CACHE_DTYPES = ("model", "fp8")
 # Of the files that are there; a program may register more.
 CORE_ATTENTION_BACKENDS = ("auto", *ATTENTION_BACKENDS.names())
@@ -65,7 +65,9 @@ class AbsorbedMLAOptions:
             training, prefill and decode, whatever else is in the batch. Absorbed form throughout.
         muon_kv_up: What Muon orthogonalises as one matrix (docs/muon.md): ``"combined"`` the K and
             V up-projections of all heads together, as in standard MLA; ``"split"`` each of the two;
-            ``"per_head"`` each head's rows of each. Other optimizers do not read it.
+            ``"per_head"`` each head's rows of each. ``"auto"`` is combined, but for a Megatron
+            whose Muon cannot be made to follow, where it is logged; the layer refuses other values
+            there. Other optimizers do not read it.
         sparse_attention_backend: With DeepSeek Sparse Attention, the implementation of the
             attention over chosen keys, one of the files in ``dsa/backends``; ``"auto"`` takes the
             fastest that can run.
@@ -88,7 +90,7 @@ class AbsorbedMLAOptions:
     latent_cache_dtype: str = "model"
     train_on_cached_latents: bool = False
     batch_invariant: bool = False
-    muon_kv_up: str = "combined"
+    muon_kv_up: str = "auto"
     sparse_attention_backend: str = "auto"
     indexer_backend: str = "auto"
 

@@ -18,16 +18,30 @@ from absorbed_mla.muon.step import Step
 
 logger = logging.getLogger(__name__)
 _FOLLOWS = "follows_muon_kv_up"
+_MEGATRON_MODULE = "megatron.core.optimizer.emerging_optimizers"
 # Megatron's optimizers that orthogonalise, by their names in its registry.
 _MEGATRON_NAMES = ("muon", "adaptive_muon")
 
 
 def mark_kv_up(w_uk: nn.Parameter, w_uv: nn.Parameter, layer: KVUp) -> None:
-    """Mark one layer's weights [heads * head_dim, C], and have Megatron's Muon follow the marks."""
+    """Mark one layer's weights [heads * head_dim, C], and have Megatron's Muon follow the marks.
+
+    Raises:
+        ValueError: If Megatron's Muon cannot, and the choice is explicit.
+    """
     for part, weight in enumerate((w_uk, w_uv)):
         setattr(weight, MARK, Mark(layer, part))
-    if layer.update != "split":
-        _follow_in_megatron()
+    if layer.update == "split":
+        return
+    why_not = _follow_in_megatron()
+    if why_not is None:
+        return
+    if layer.update != "auto":
+        raise ValueError(
+            f"muon_kv_up={layer.update!r} needs a Megatron whose Muon can be made to follow it, as "
+            f"0.19's: {why_not}; use 'auto' or 'split', which leave it alone"
+        )
+    log_once(logger, "Megatron's Muon does not follow muon_kv_up", why_not)
 
 
 def follow_kv_up_marks(optimizer: Optimizer) -> None:
@@ -69,18 +83,21 @@ def _follow(optimizer: Optimizer) -> None:
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _follow_in_megatron() -> None:
-    """Let every Muon that Megatron makes from now on follow the marks."""
+def _follow_in_megatron() -> str | None:
+    """Let every Muon that Megatron makes from now on follow the marks; or say why it cannot."""
     try:
-        module = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+        module = importlib.import_module(_MEGATRON_MODULE)
+    except ImportError:
+        return None  # A release without Muon: there is nothing to follow.
+    try:
         entries = [module._EMERGING_OPTIMIZERS[name] for name in _MEGATRON_NAMES]
-    except (ImportError, AttributeError, KeyError) as error:
-        # Of another release; most models are trained by another optimizer.
-        log_once(logger, "Megatron's Muon does not follow muon_kv_up", repr(error))
-        return
-    for entry in entries:
-        if not hasattr(entry.optimizer_cls, _FOLLOWS):
-            entry.optimizer_cls = _following(entry.optimizer_cls)
+        classes = [entry.optimizer_cls for entry in entries]
+    except (AttributeError, KeyError) as error:
+        return f"{_MEGATRON_MODULE} has another registry ({error!r})"
+    for entry, optimizer_class in zip(entries, classes):
+        if not hasattr(optimizer_class, _FOLLOWS):
+            entry.optimizer_cls = _following(optimizer_class)
+    return None
 
 
 def _following(optimizer_class: type[Optimizer]) -> Callable[..., Optimizer]:

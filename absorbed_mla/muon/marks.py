@@ -15,7 +15,7 @@ class KVUp:
     """One layer's choice.
 
     Attributes:
-        update: Value of ``muon_kv_up``.
+        update: Value of ``muon_kv_up``; ``"auto"`` is combined.
         head_dims: Rows per head of ``linear_k_up_proj`` and of ``linear_v_up_proj``.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.muon import follow_kv_up_marks
 from absorbed_mla.muon.marks import MARK
-from absorbed_mla.muon.matrices import Combined
+from absorbed_mla.muon.matrices import Combined, matrices_of
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import PARAMETERS, Setup
 from tests.support.muon import ReferenceMuon, update_of
@@ -249,7 +250,7 @@ def test_marks_are_kept_when_weights_are_replaced():
 class TestRefusals:
     def test_unknown_choice(self):
         for value in ("fused", None):
-            with refusal("muon_kv_up", "combined, split, per_head", repr(value)):
+            with refusal("muon_kv_up", "auto, combined, split, per_head", repr(value)):
                 AbsorbedMLAOptions(muon_kv_up=value)
 
     def test_another_models_optimizer(self):
@@ -282,13 +283,43 @@ class TestRefusals:
             optimizer.step()
 
 
-def test_a_megatron_with_another_registry(monkeypatch, caplog):
-    """An attention is built all the same: most models are trained by another optimizer."""
-    from megatron.core.optimizer import emerging_optimizers
+@pytest.mark.parametrize("missing", ["registry", "name", "class"])
+class TestAMegatronWithAnotherRegistry:
+    @pytest.fixture(autouse=True)
+    def other(self, missing, monkeypatch):
+        from megatron.core.optimizer import emerging_optimizers
 
-    times_logged.cache_clear()
-    monkeypatch.delattr(emerging_optimizers, "_EMERGING_OPTIMIZERS")
-    with caplog.at_level(logging.INFO):
-        absorbed()
-        absorbed()
-    assert caplog.text.count("Megatron's Muon does not follow muon_kv_up") == 1
+        times_logged.cache_clear()
+        if missing == "registry":
+            monkeypatch.delattr(emerging_optimizers, "_EMERGING_OPTIMIZERS")
+        elif missing == "name":
+            monkeypatch.delitem(emerging_optimizers._EMERGING_OPTIMIZERS, "muon")
+        else:
+            entry = emerging_optimizers._EMERGING_OPTIMIZERS["muon"]
+            monkeypatch.delattr(entry, "optimizer_cls")
+
+    def test_by_default_the_attention_is_built(self, caplog):
+        """Most models are trained by another optimizer."""
+        with caplog.at_level(logging.INFO):
+            absorbed("auto")
+            absorbed("auto")
+        assert caplog.text.count("Megatron's Muon does not follow muon_kv_up") == 1
+
+    def test_a_choice_is_refused(self):
+        for choice in ("combined", "per_head"):
+            with refusal(f"muon_kv_up={choice!r}", "another registry", "'auto' or 'split'"):
+                absorbed(choice)
+        absorbed("split")
+
+
+def test_a_megatron_without_muon(monkeypatch):
+    """A program's own optimizer follows any choice."""
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer.emerging_optimizers", None)
+    absorbed("per_head")
+
+
+def test_auto_is_combined():
+    attention = absorbed("auto")
+    mark = getattr(attention.linear_k_up_proj.weight, MARK)
+    weights = {0: attention.linear_k_up_proj.weight, 1: attention.linear_v_up_proj.weight}
+    assert [type(one) for one in matrices_of(mark.layer, weights)] == [Combined]
