@@ -57,23 +57,28 @@ class HostInterface(Attention):
         the largest scores over data- and context-parallel ranks before.
 
         Raises:
-            ValueError: If ``qk_clip`` is off, or there was no training forward since the last call.
+            ValueError: If ``qk_clip`` is off, there was no training forward since the last call, or
+                an adapter adds to what would be scaled.
         """
         check_config(self.config)
         max_logits = self.core_attention.current_max_attn_logits
         if max_logits is None:
             raise ValueError("clip_qk() needs a training forward since the last call, got none")
+        weights = self.qk_clip_weights()
         self.core_attention.current_max_attn_logits = None
         gamma = clip_factors(max_logits, self.config.qk_clip_threshold)
         if bool((gamma != 1).any()):
-            SHARDS.ask(self.qk_clip_weights())
+            SHARDS.ask(weights)
             self.scale_qk(gamma)
 
     def qk_clip_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """What QK-clip scales: the weight that makes queries of all heads, and W_UK."""
-        no_compression = self.dims.q_lora_rank is None
-        query = self.linear_q_proj if no_compression else self.linear_q_up_proj
-        return query.weight, self.linear_k_up_proj.weight
+        """What QK-clip scales: the weight that makes queries of all heads, and W_UK.
+
+        Raises:
+            ValueError: If one of the two layers has more parameters, as with an adapter.
+        """
+        query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
+        return _only_weight(self, query), _only_weight(self, "linear_k_up_proj")
 
     def scale_qk(self, gamma: Tensor) -> None:
         """Scale query and key weights by gamma [N], a factor of every head's scores."""
@@ -90,3 +95,16 @@ class HostInterface(Attention):
         query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
         for name in (query, *self.down_layers, "linear_proj"):
             getattr(self, name).backward_dw()
+
+
+def _only_weight(attention: nn.Module, name: str) -> nn.Parameter:
+    """The weight of a layer that makes its output from nothing else."""
+    layer = getattr(attention, name)
+    others = sorted({own for own, _ in layer.named_parameters()} - {"weight", "bias"})
+    if others:
+        raise ValueError(
+            f"QK-clip scales the weight of {name}, but an adapter makes part of its output "
+            f"({type(layer).__name__} has {', '.join(others)}): merge it first, or set "
+            "qk_clip=False"
+        )
+    return layer.weight

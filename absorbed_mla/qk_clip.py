@@ -47,8 +47,8 @@ def clip_qk(
         ``log_max_attention_logit`` off it may be an upper bound where it is below the threshold.
 
     Raises:
-        ValueError: If ``qk_clip`` is off and ``log_max_only`` is too, or the weights' fp32 copies
-            cannot be reached.
+        ValueError: If ``qk_clip`` is off and ``log_max_only`` is too, the weights' fp32 copies
+            cannot be reached, or an adapter adds to the output of a layer that would be scaled.
     """
     chunks = [model] if isinstance(model, nn.Module) else model
     layers = [m for chunk in chunks for m in chunk.modules() if _has_max_logits(m)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from megatron.core.dist_checkpointing.mapping import (
     ReplicaId,
+    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -46,6 +47,9 @@ def standard_sharded_state_dict(
         tp_rank: Rank in the attention's tensor-parallel group.
         fused_norms: Whether the backend's standard layers have their norms fused into the linear
             layers (TransformerEngine); those fused norms have no extra states.
+
+    Raises:
+        ValueError: If an adapter wraps ``linear_k_up_proj`` or ``linear_v_up_proj``.
     """
     result = dict(own)
     combined = prefix + KV_UP.removeprefix(ATTENTION)
@@ -55,14 +59,18 @@ def standard_sharded_state_dict(
     }
     for name, (first_row, head_dim) in parts.items():
         key = f"{prefix}{name}.weight"
+        if key not in own:
+            raise ValueError(
+                f"{prefix}{name} has no weight of its own (is it wrapped by an adapter?): the "
+                "attention multiplies by that weight itself, so only other layers can be wrapped"
+            )
         result[key] = _kv_up_factory(
             own[key], combined, first_row, head_dim, sharded_offsets, dims=dims, tp_rank=tp_rank
         )
     _separate_down_projections(result, prefix, sharded_offsets, dims=dims, tp_rank=tp_rank)
     # Standard layers keep one (empty) extra state for the combined up-projection.
-    extra = result[prefix + "linear_kv_down_proj" + EXTRA_STATE]
     key = prefix + "linear_kv_up_proj" + EXTRA_STATE
-    result[key] = replace(extra, key=key, data=None)
+    result[key] = replace(_any_extra_state(result, prefix), key=key, data=None)
     if fused_norms:
         for rename in CHECKPOINT_LAYOUTS["fused_norms"].renames:
             ours = prefix + rename.default.removeprefix(ATTENTION)
@@ -71,6 +79,15 @@ def standard_sharded_state_dict(
                 result[ours] = replace(result[ours], key=fused)
             result.pop(ours.removesuffix(".weight") + EXTRA_STATE, None)
     return result
+
+
+def _any_extra_state(entries: dict, prefix: str) -> ShardedObject:
+    """That of a linear layer, which all have alike; a wrapped one has it under another name."""
+    return next(
+        entry
+        for key, entry in entries.items()
+        if key.startswith(prefix + "linear_") and key.endswith(EXTRA_STATE)
+    )
 
 
 def _separate_down_projections(

@@ -32,4 +32,15 @@ MUTATIONS = {
     "frozen_warm_up_not_refused": Mutation(
         "absorbed_mla/dsa/recomputation.py", "not any(ctx.needs_input_grad)", "False"
     ),
+    "muon_choice_dropped": Mutation(
+        "absorbed_mla/muon/follow.py", 'if layer.update != "auto":', "if False:"
+    ),
+    "clipped_below_an_adapter": Mutation(
+        "absorbed_mla/host_interface.py", "    if others:\n", "    if False:\n"
+    ),
+    "extra_state_of_a_wrapped_layer": Mutation(
+        "absorbed_mla/checkpoint/sharded.py",
+        'key.startswith(prefix + "linear_") and key',
+        'key.startswith(prefix + "linear_kv_down_proj._") and key',
+    ),
 }

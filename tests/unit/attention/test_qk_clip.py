@@ -22,6 +22,7 @@ from absorbed_mla.core_attention.selection import Candidates
 from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
 from tests.support import needs, world
+from tests.support.adapters import wrap
 from tests.support.cases import TINY, random_weights
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights, module_table
@@ -261,6 +262,27 @@ class TestRefused:
         forward(attention)
         with refusal("qk_clip_threshold must be positive, got 0.0"):
             attention.clip_qk()
+
+    @pytest.mark.parametrize("mla", [TINY, replace(TINY, q_lora_rank=None)], ids=["q_lora", "q"])
+    def test_an_adapter_on_what_it_scales(self, mla):
+        """Its part of the query would stay as large as it is."""
+        name = "linear_q_up_proj" if mla.q_lora_rank else "linear_q_proj"
+        attention, _ = clipping(mla, setup=Setup())
+        wrap(attention, name)
+        forward(attention)
+        for clip in (attention.clip_qk, lambda: clip_qk(_Wrapped(attention))):
+            with refusal("QK-clip", f"the weight of {name}", "LoRA has down, to_wrap.weight, up"):
+                clip()
+        assert clip_qk(_Wrapped(attention), log_max_only=True) > 0
+
+    def test_no_adapter_elsewhere(self):
+        """What latents are made by does not matter: the score is a product of what is scaled."""
+        attention, _ = clipping(setup=Setup())
+        wrap(attention, "linear_q_down_proj")
+        forward(attention)
+        assert clip_qk(_Wrapped(attention)) > TAU
+        forward(attention)
+        assert clip_qk(_Wrapped(attention)) <= TAU * 1.001
 
 
 def test_the_largest_score_is_held():

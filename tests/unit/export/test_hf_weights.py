@@ -16,6 +16,7 @@ import absorbed_mla.export.live as live
 from absorbed_mla.checkpoint.distributed import save_model_weights
 from absorbed_mla.export import hf_weight_shapes, hf_weights
 from checkpoint_conversion.convert import convert
+from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.mapping import hugging_face_shapes
@@ -23,6 +24,7 @@ from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
 from tests.conversion.support import load_all, tiny_config
+from tests.support.adapters import wrap
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
 
@@ -248,3 +250,11 @@ def test_config_of_another_model_is_refused_at_the_call():
         hf_weights(made(), hf_config=tiny_config(**SAME, num_hidden_layers=2).hugging_face)
     with refusal("linear_kv_down_proj.weight has shape (32, 32); expected (40, 32)"):
         hf_weights(made(), hf_config=tiny_config(**SAME, kv_lora_rank=32).hugging_face)
+
+
+@pytest.mark.parametrize("name", ["linear_q_up_proj", "linear_kv_down_proj"])
+def test_layers_that_an_adapter_wraps(name):
+    model = made()
+    wrap(model.decoder.layers[0].self_attention, name)
+    with pytest.raises(CheckpointError, match=f"{name}.to_wrap.weight"):
+        [*hf_weights(model)]
