@@ -34,6 +34,7 @@ from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
+from absorbed_mla.dsa.unused_indexer import with_zero_gradients
 from absorbed_mla.inference.step import InferenceStep
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS, Registry
@@ -269,7 +270,9 @@ class SparseCoreAttention(LatentCoreAttention):
         """See ``LatentCoreAttention``: the KL divergence of the indexer from the attention."""
         assert isinstance(plan, SparsePlan)
         if plan.index is None:
-            return core_out
+            unused = self.training and self.indexer is not None
+            parameters = self.indexer.parameters() if unused else ()
+            return with_zero_gradients(core_out, parameters)
         dsa = self.dsa
         with torch.no_grad():
             [block] = plan.keys.blocks(kv, keep=False)

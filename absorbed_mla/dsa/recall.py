@@ -113,7 +113,9 @@ def _places(indices: Tensor, keys: VisibleKeys) -> Tensor:
 def measure_recall(model: nn.Module, *, attend_to_all: bool = False) -> Iterator[dict[str, Recall]]:
     """Measure the recall of every indexer in the forwards inside of the ``with`` block.
 
-    Run them without gradients. Context- and data-parallel ranks count their own queries.
+    Run them without gradients and without an inference context: a step of generation has the
+    queries of a few tokens, and is refused. Context- and data-parallel ranks count their own
+    queries.
 
     Args:
         model: A model with sparse attention, or its wrapper.
@@ -155,7 +157,7 @@ def measure_recall(model: nn.Module, *, attend_to_all: bool = False) -> Iterator
 
 
 class _Probe:
-    """Stands in for two methods of a layer: where keys are chosen, and where they were used."""
+    """Stands in for methods of a layer: where keys are chosen, and where they were used."""
 
     def __init__(
         self,
@@ -171,11 +173,13 @@ class _Probe:
         found[name] = Recall()
         layer.selection.get = self._choose  # type: ignore[method-assign]
         layer.learn_choice = self._compare  # type: ignore[method-assign]
+        layer.choose_cached_keys = _refuse_cached  # type: ignore[method-assign]
 
     def remove(self) -> None:
         # The class's own methods are seen again.
         del self._layer.selection.get
         del self._layer.learn_choice
+        del self._layer.choose_cached_keys
 
     def _choose(
         self, select: Callable[[], Tensor | None], shape: Any, device: torch.device
@@ -201,3 +205,10 @@ class _Probe:
             )
             self._chosen = None
         return self._learn(plan, core_out, lse, query, kv)
+
+
+def _refuse_cached(*args: Any) -> None:
+    raise ValueError(
+        "measure_recall is for forwards without an inference_context: give the model whole texts, "
+        "prompt and answer, instead of generating inside of it"
+    )
