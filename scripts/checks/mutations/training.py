@@ -43,4 +43,35 @@ MUTATIONS = {
         'key.startswith(prefix + "linear_") and key',
         'key.startswith(prefix + "linear_kv_down_proj._") and key',
     ),
+    "indexer_without_a_loss_unseen": Mutation(
+        "absorbed_mla/dsa/unused_indexer.py", "if held and torch.is_grad_enabled()", "if False"
+    ),
+    "recall_in_a_step_of_generation": Mutation(
+        "absorbed_mla/dsa/recall.py",
+        "        layer.choose_cached_keys = _refuse_cached  # type",
+        "        layer.choose_cached_keys = layer.choose_cached_keys  # type",
+    ),
+    "recall_of_one_ranks_heads": Mutation(
+        "absorbed_mla/dsa/recall.py",
+        "            dist.all_reduce(mass, group=tp_group)",
+        "            pass",
+    ),
+    "relu_gradient_at_zero": Mutation(
+        "absorbed_mla/dsa/scores.py", "(products > 0)", "(products >= 0)"
+    ),
+    "relu_gradient_at_zero_of_visible_keys": Mutation(
+        "absorbed_mla/kernels/dsa/index_gradient.py",
+        "tl.where(found > 0, of_products, 0.0)",
+        "tl.where(found >= 0, of_products, 0.0)",
+    ),
+    "relu_gradient_at_zero_of_chosen_keys": Mutation(
+        "absorbed_mla/kernels/dsa/index_chosen.py",
+        "tl.where(found > 0, of_products, 0.0)",
+        "tl.where(found >= 0, of_products, 0.0)",
+    ),
+    "index_key_gradients_in_bf16": Mutation(
+        "absorbed_mla/dsa/indexer_loss.py",
+        "torch.zeros_like(key, dtype=weights.dtype)",
+        "torch.zeros_like(key, dtype=kept)",
+    ),
 }

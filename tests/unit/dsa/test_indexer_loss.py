@@ -73,6 +73,9 @@ def lse_of(inputs: AttentionInputs, seen: Tensor) -> Tensor:
 @pytest.mark.parametrize("stage", ["warm_up", "sparse"])
 def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
     """Whatever the size of a chunk; queries and keys are different tokens."""
+    with torch.no_grad():
+        # Products of 0, where a ReLU has no gradient.
+        index.query[1, :, 2], index.query[5, 0] = 0.0, 0.0
     if stage == "warm_up":
         seen = visible(SPANS, QUERIES, KEYS).expand(BATCH, -1, -1)
         supports = visible_keys(SPANS, BATCH, world.device(), elements)
@@ -153,6 +156,29 @@ def test_half_precision(index, inputs, dtype):
     for own, grad, true in zip(half, grads, truths, strict=True):
         assert grad.dtype == own.dtype
         assert relative_error(grad, true) < 2 * torch.finfo(own.dtype).eps + 1e-5
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
+def test_keys_sum_their_gradients_in_fp32(stage):
+    """A key has a part from every chunk of queries; only their sum is rounded to bf16."""
+    queries, keys = 400, 4
+    shapes = (queries, 1, 2, 8), (keys, 1, 8), (queries, 1, 2)
+    query, key, weights = (torch.randn(shape) for shape in shapes)
+    half = IndexVectors(query.bfloat16(), key.bfloat16(), weights)
+    inputs = latent_inputs(
+        *(torch.randn(queries, 1, 2, n) for n in (6, 2)), torch.randn(keys, 1, 8)
+    )
+    found = []
+    for index in (half, IndexVectors(*(x.double() for x in half))):
+        index.key.requires_grad_()
+        supports = visible_keys(Spans([Span(0, queries, 0, keys, None)]), 1, world.device(), 1)
+        if stage == "sparse":
+            every = torch.arange(keys, dtype=torch.int32).expand(queries, 1, keys)
+            supports = chosen_keys(every.contiguous(), 8, 1)
+        scales = {"attention_scale": SCALE, "factor": FACTOR, "relu": True}
+        loss = indexer_loss(index, inputs, None, supports, **scales)
+        found += torch.autograd.grad(loss, index.key)
+    assert relative_error(*found) < torch.finfo(torch.bfloat16).eps / 2
 
 
 def test_small_gradients_in_fp16(index, inputs):

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla import SamplingParams
 from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
 from absorbed_mla.dsa.recall import Recall, measure_recall, selection_recall
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.sequences import SequenceLayout
-from tests.support.dsa_models import DSA, dsa_model
+from tests.support.dsa_models import DSA, dsa_model, generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import call, gpt_model
+from tests.support.refusal import refusal
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
 
@@ -141,6 +144,16 @@ class TestModel:
         inputs = latent_inputs(*query, kv)
         spans = recorded["plan"].keys.spans()
         assert selection_recall(best, inputs, spans, layer.softmax_scale).share == 1.0
+
+    def test_while_generating(self):
+        """A step has the queries of a few tokens; afterwards the engine goes on."""
+        sampling = SamplingParams(max_tokens=3, temperature=0)
+        model = generating_model(**generating_fields())
+        engine, untouched = engine_of(model, max_requests=2), engine_of(model, max_requests=2)
+        with refusal("measure_recall", "inference_context"), measure_recall(model):
+            engine.generate([prompt(7, 1)], sampling)
+        found, expected = (e.generate([prompt(7, 1)], sampling) for e in (engine, untouched))
+        assert found == expected and len(found[0].tokens) == 3
 
     def test_a_dense_model(self):
         refused = pytest.raises(ValueError, match="no layer with an indexer")
