@@ -52,6 +52,7 @@ from absorbed_mla.unsupported import (
     refuse_unsupported_config,
     refuse_unsupported_inference,
     refuse_unsupported_input,
+    refuse_whole_iterations,
 )
 
 
@@ -223,7 +224,8 @@ class AbsorbedMLASelfAttention(HostInterface):
                 under sequence parallelism. dtype of the parameters. Under context parallelism, S
                 counts this rank's chunks (``context_parallel.layout``).
             attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S * cp], or None. It hides
-                keys in addition to those that ``attn_mask_type`` hides.
+                keys in addition to those that ``attn_mask_type`` hides; beside a pack, and with
+                sparse attention, it must hide no more, which is looked up once for all layers.
             inference_context: Megatron's static or dynamic context, which keeps the latents of
                 earlier tokens; ``inference_params`` is its former name.
             packed_seq_params: Megatron's boundaries of packed sequences (``thd``), of the whole
@@ -254,6 +256,7 @@ class AbsorbedMLASelfAttention(HostInterface):
         if inference_context is not None:
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
+            refuse_whole_iterations(self.config)
             attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in

@@ -31,10 +31,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
     "transformer_impl": (("local", "transformer_engine"), "it has one implementation"),
-    "cuda_graph_impl": (
-        ("none", "local", "transformer_engine"),
-        "graphs of a whole iteration were not tried",
-    ),
     "hierarchical_context_parallel_sizes": (
         (None,),
         "latents are exchanged within one flat context-parallel group",
@@ -67,10 +63,27 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "
             f"(MLA has no query groups), got {config.num_query_groups}"
         )
+    if not getattr(config, "cache_mla_latents", False):
+        refuse_whole_iterations(config)  # Otherwise it generates, and may never train.
     if getattr(config, "fp8_param", False) and config.use_cpu_initialization:
         raise ValueError(
             "fp8_param=True needs use_cpu_initialization=False: TransformerEngine would read the "
             "CPU's memory on the GPU"
+        )
+
+
+def refuse_whole_iterations(config: MLATransformerConfig) -> None:
+    """Refuse Megatron's graphs of whole iterations of training; generation takes no notice of them.
+
+    Raises:
+        ValueError: If the config asks for them.
+    """
+    if config.cuda_graph_impl == "full_iteration":
+        raise ValueError(
+            "AbsorbedMLASelfAttention does not support cuda_graph_impl='full_iteration' in "
+            "training: graphs of a whole iteration were not tried; set it to 'none', or to "
+            "'local' or 'transformer_engine' (a model that only generates may have it, with "
+            "cache_mla_latents=True)"
         )
 
 
@@ -186,7 +199,7 @@ def refuse_unsupported_inference(
             "tokens are whose"
         )
     static = getattr(context, "is_static_batching", lambda: False)()
-    if static and config.cuda_graph_impl != "none":
+    if static and config.cuda_graph_impl not in ("none", "full_iteration"):
         # A replayed graph would write every token to the cache position of the captured one.
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} cannot capture steps of a "

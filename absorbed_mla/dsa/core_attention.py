@@ -156,13 +156,12 @@ class SparseCoreAttention(LatentCoreAttention):
         """See ``LatentCoreAttention``; the attention over all visible keys.
 
         Raises:
-            ValueError: If there is a mask.
+            ValueError: If there is a mask that hides more keys than the causal one.
         """
         if attention_mask is not None:
-            raise ValueError(
-                "attention_mask must be None for experimental_attention_variant='dsa', which is "
-                f"causal; got a tensor of shape {tuple(attention_mask.shape)}"
-            )
+            batch, device = hidden_states.shape[1], hidden_states.device
+            self._check_mask(layout, cp_size, batch, attention_mask, device)
+            self._refuse_more_hidden(keys, layout, attention_mask)
         dense = super().plan(keys, layout, cp_size, hidden_states, None)
         return SparsePlan(dense.form, dense.backend, keys, dense.rules, layout)
 

@@ -74,4 +74,17 @@ MUTATIONS = {
         "torch.zeros_like(key, dtype=weights.dtype)",
         "torch.zeros_like(key, dtype=kept)",
     ),
+    "mask_of_a_pack_that_hides_more": Mutation(
+        "absorbed_mla/core_attention/masks/redundant.py",
+        "found |= (mask[:, :, rows] & seen).any()",
+        "pass",
+    ),
+    "mask_of_a_pack_asked_of_earlier_bits": Mutation(
+        "absorbed_mla/core_attention/masks/redundant.py",
+        "    if tuple(known) != asked:",
+        "    if answer is None:",
+    ),
+    "whole_iterations_trained": Mutation(
+        "absorbed_mla/attention.py", "            refuse_whole_iterations(self.config)\n", ""
+    ),
 }

@@ -96,10 +96,18 @@ REFUSED = {
     "mask with a pack": (
         {
             "hidden_states": hidden_states(batch=1),
-            "attention_mask": mask(1, 1, TOKENS, TOKENS),
+            "attention_mask": ~mask(1, 1, TOKENS, TOKENS),
             "packed_seq_params": WHOLE_PACK,
         },
-        ("attention_mask must be None", "packed sequences", "(1, 1, 6, 6)"),
+        ("attention_mask must be None", "packed_seq_params", "(1, 1, 6, 6)"),
+    ),
+    "mask of other tokens with a pack": (
+        {
+            "hidden_states": hidden_states(batch=1),
+            "attention_mask": mask(1, 1, TOKENS, TOKENS - 1),
+            "packed_seq_params": WHOLE_PACK,
+        },
+        ("attention_mask must be bool", "6 or 1, 6]", "(1, 1, 6, 5)"),
     ),
     "mask elsewhere": (
         {"attention_mask": mask(1, 1, TOKENS, TOKENS, device="meta")},

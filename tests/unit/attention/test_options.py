@@ -125,7 +125,6 @@ UNSUPPORTED = {
     "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
     "normalization": ("LayerNorm", "'RMSNorm'"),
     "transformer_impl": ("inference_optimized", "'local'"),
-    "cuda_graph_impl": ("full_iteration", "'none'"),
     "no_rope_freq": ([0, 1], "None"),
     "mrope_section": ([2, 1, 1], "None"),
     "add_qkv_bias": (True, "False"),
@@ -141,6 +140,7 @@ REFUSED = [
         ({"qk_pos_emb_head_dim": width}, ("even", "not negative", f"got {width}"))
         for width in (7, -2)
     ),
+    ({"cuda_graph_impl": "full_iteration"}, ("full_iteration", "set it to 'none'")),
     ({"num_query_groups": 2}, ("num_query_groups", "num_attention_heads=4", "got 2")),
     ({"fp8": "hybrid"}, ("fp8='hybrid'", "backend='transformer_engine'", "got RowParallelLinear")),
     ({"fp8": "hybrid", "fp8_param": True}, ("fp8_param=True", "use_cpu_initialization=False")),

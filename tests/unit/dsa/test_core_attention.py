@@ -172,11 +172,15 @@ class TestRefused:
             with refusal("experimental_attention_variant", "build the spec with this config"):
                 build_module(spec, config=other, layer_number=1)
 
-    def test_mask(self):
+    def test_mask_that_hides_more_than_later_keys(self):
         attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
-        x = torch.zeros(4, 1, TINY_DSA.hidden, dtype=torch.float64, device=world.device())
-        with refusal("attention_mask must be None", "(1, 1, 4, 4)"):
-            attention(x, torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=world.device()))
+        x = torch.randn(4, 1, TINY_DSA.hidden, dtype=torch.float64).to(world.device())
+        hidden = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=world.device())
+        expected, _ = attention(x, None)
+        found, _ = attention(x, hidden.triu(1))
+        assert found.equal(expected)
+        with refusal("attention_mask must be None", "sparse attention", "(1, 1, 4, 4)"):
+            attention(x, hidden)
 
     @pytest.mark.parametrize("option", ["sparse_attention_backend", "indexer_backend"])
     def test_backend(self, option):
