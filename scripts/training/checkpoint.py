@@ -28,6 +28,7 @@ from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
 from training.start import Start, run_options
+from training.write_errors import write_errors
 
 
 def load_weights(gpt: GPTModel, folder: str) -> None:
@@ -69,8 +70,15 @@ class Checkpointer:
         self._model_args = checkpoint_args(args, preset)
 
     def save(self, iteration: int) -> None:
-        """Write a checkpoint after ``iteration`` iterations; collective over all ranks."""
-        folder = Path(self._args.save)
+        """Write a checkpoint after ``iteration`` iterations; collective over all ranks.
+
+        Raises:
+            OSError: If it cannot be written, as on a full disk; former ones stay as they are.
+        """
+        with write_errors(Path(self._args.save), iteration):
+            self._write(Path(self._args.save), iteration)
+
+    def _write(self, folder: Path, iteration: int) -> None:
         if dist.get_rank() == 0:
             checkpoint_folder.begin(folder, iteration)
         dist.barrier()

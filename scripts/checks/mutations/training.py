@@ -87,4 +87,9 @@ MUTATIONS = {
     "whole_iterations_trained": Mutation(
         "absorbed_mla/attention.py", "            refuse_whole_iterations(self.config)\n", ""
     ),
+    "full_disk_as_a_traceback": Mutation(
+        "scripts/training/write_errors.py",
+        "except (OSError, CheckpointException) as error:",
+        "except OSError as error:",
+    ),
 }
