@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -56,9 +57,12 @@ class PackedRouter(TopKRouter):
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
 
-def use_packed_router(block: TransformerBlockSubmodules) -> None:
+def use_packed_router(
+    block: TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules,
+) -> None:
     """Make :class:`PackedRouter` the router of all MoE layers of a block spec, in place."""
     for layer in block.layer_specs:
-        submodules = getattr(layer.submodules.mlp, "keywords", {}).get("submodules")
+        inner = getattr(layer.submodules, "mtp_model_layer", layer)
+        submodules = getattr(inner.submodules.mlp, "keywords", {}).get("submodules")
         if isinstance(submodules, MoESubmodules):
             submodules.router = PackedRouter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -84,6 +84,31 @@ def refuse_whole_iterations(config: MLATransformerConfig) -> None:
             "training: graphs of a whole iteration were not tried; set it to 'none', or to "
             "'local' or 'transformer_engine' (a model that only generates may have it, with "
             "cache_mla_latents=True)"
+        )
+
+
+def refuse_tied_embeddings_beside_mtp(config: MLATransformerConfig, tied: bool) -> None:
+    """Refuse one stage with MTP and a tied output layer behind others; all stages say so.
+
+    Such a stage has the shared weight twice, and Megatron (0.19) can make no checkpoint of it.
+
+    Args:
+        config: Of the model, on any pipeline stage.
+        tied: Whether embedding and output layer share their weight.
+
+    Raises:
+        ValueError: If that is so on the last stage.
+    """
+    stages = config.pipeline_model_parallel_size
+    if not (tied and config.mtp_num_layers and stages > 1):
+        return
+    layout = config.pipeline_model_parallel_layout
+    if layout is None or layout.layout[-1][-1].count(LayerType.mtp):
+        raise ValueError(
+            f"share_embeddings_and_output_weights=True with mtp_num_layers={config.mtp_num_layers} "
+            f"needs pipeline_model_parallel_size=1, got {stages}: Megatron makes no checkpoint of "
+            "a last stage that has both MTP and the output layer; untie the weights, or let "
+            "pipeline_model_parallel_layout put MTP on a stage of its own"
         )
 
 

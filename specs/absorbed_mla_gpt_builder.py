@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.training.models import gpt as host
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
+from absorbed_mla.unsupported import refuse_tied_embeddings_beside_mtp
 from specs.absorbed_mla_mtp_specs import mtp_block_of
 from specs.absorbed_mla_parts import LayerParts, parts_of
 
@@ -53,8 +54,13 @@ class AbsorbedMLAGPTModelBuilder(GPTModelBuilder):
         """The model of one pipeline stage; arguments are those of Megatron's builder.
 
         Raises:
-            ValueError: If the decoder's spec is not one of absorbed MLA.
+            ValueError: If the decoder's spec is not one of absorbed MLA, or the last one of several
+                stages has MTP and an output layer that is tied to the embedding.
         """
+        made = self._model_config
+        refuse_tied_embeddings_beside_mtp(
+            made.transformer, made.share_embeddings_and_output_weights
+        )
         with _mtp_like_the_decoder():
             return super().build_model(pg_collection, pre_process, post_process, vp_stage)
 

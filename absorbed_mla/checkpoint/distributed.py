@@ -36,6 +36,7 @@ from absorbed_mla.checkpoint.hybrid_names import (
 from absorbed_mla.checkpoint.layout import Layout
 from absorbed_mla.checkpoint.names import ATTENTION, EXTRA_STATE, INPUT_NORM
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
+from absorbed_mla.unsupported import refuse_tied_embeddings_beside_mtp
 
 _OUTPUT_STATE = "output_layer" + EXTRA_STATE
 
@@ -95,7 +96,12 @@ def model_sharded_state_dict(
         model: A Megatron model.
         non_homogeneous_layers: Whether layers are saved under their numbers instead of stacked;
             models with dense and MoE layers always are.
+
+    Raises:
+        ValueError: On all stages of a pipeline, if the last one has MTP and a tied output layer.
     """
+    if hasattr(model, "share_embeddings_and_output_weights"):
+        refuse_tied_embeddings_beside_mtp(model.config, model.share_embeddings_and_output_weights)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": group, "non_homogeneous_layers": non_homogeneous_layers}
     return model.sharded_state_dict(metadata=metadata)

@@ -232,3 +232,13 @@ def test_different_options_are_refused_everywhere():
         model = sharded(four_layers())
         with refusal("same options", "bfloat16", "float16"):
             hf_weights(model, dtype=dtypes[world.rank() % 2])
+
+
+@needs.processes(2)
+def test_tied_embeddings_on_the_stage_of_mtp():
+    """All ranks say so: otherwise the others would wait, or find that options differ."""
+    config = four_layers(**MODELS["mtp"], **MODELS["tied"])
+    with world.parallel(**{PP: 2}):
+        model = sharded(config)
+        with refusal("share_embeddings_and_output_weights=True", "mtp_num_layers=1", "got 2"):
+            hf_weights(model)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from absorbed_mla.packed_router import PackedRouter, use_packed_router
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED
@@ -24,7 +25,7 @@ from tests.support.models import MIXED
 EXPERTS, TOKENS = 4, 24
 
 
-def config() -> MLATransformerConfig:
+def config(**more) -> MLATransformerConfig:
     """With a balancing loss, and the bias that DeepSeek-V3 balances by."""
     return config_for(
         TINY,
@@ -35,6 +36,7 @@ def config() -> MLATransformerConfig:
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         calculate_per_token_loss=True,
+        **more,
     )
 
 
@@ -96,3 +98,11 @@ def test_moe_layers_of_a_block_get_it():
         for layer in block.layer_specs
     ]
     assert [getattr(r, "router", None) for r in routers] == [None, PackedRouter, PackedRouter]
+
+
+def test_multi_token_prediction_gets_it():
+    block = get_absorbed_mla_mtp_block_spec(config(mtp_num_layers=1), backend="local")
+    use_packed_router(block)
+    [layer] = block.layer_specs
+    inner = layer.submodules.mtp_model_layer.submodules
+    assert inner.mlp.keywords["submodules"].router is PackedRouter

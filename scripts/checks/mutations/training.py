@@ -92,4 +92,14 @@ MUTATIONS = {
         "except (OSError, CheckpointException) as error:",
         "except OSError as error:",
     ),
+    "tied_embeddings_on_the_stage_of_mtp": Mutation(
+        "absorbed_mla/unsupported.py",
+        "if layout is None or layout.layout[-1][-1].count(LayerType.mtp):",
+        "if False:",
+    ),
+    "router_of_mtp_counts_padding": Mutation(
+        "absorbed_mla/packed_router.py",
+        'getattr(layer.submodules, "mtp_model_layer", layer)',
+        "layer",
+    ),
 }

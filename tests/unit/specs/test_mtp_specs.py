@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 import warnings
 from dataclasses import replace
@@ -21,6 +22,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
+from absorbed_mla.unsupported import refuse_tied_embeddings_beside_mtp
 from specs.absorbed_mla_layer_specs import (
     absorbed_mla_layer_spec,
     get_absorbed_mla_decoder_block_spec,
@@ -58,6 +60,21 @@ def test_layers_are_like_the_last(freq, mlp):
     assert [layer.self_attention.options for layer in inside] == [OPTIONS] * 2
     call(model, labels=token_batch(6)).mean().backward()
     assert not [name for name, p in model.mtp.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("layout, refused", [("Etttt|mL", True), ("Ett|ttm|L", False)])
+def test_tied_embeddings_in_a_layout(layout, refused):
+    config = config_for(
+        TINY,
+        num_layers=4,
+        mtp_num_layers=1,
+        pipeline_model_parallel_size=layout.count("|") + 1,
+        pipeline_model_parallel_layout=layout,
+        pipeline_dtype=torch.float64,
+    )
+    refuse_tied_embeddings_beside_mtp(config, tied=False)
+    with refusal("got 2: ", "untie") if refused else contextlib.nullcontext():
+        refuse_tied_embeddings_beside_mtp(config, tied=True)
 
 
 def test_none_without_mtp():
@@ -127,7 +144,7 @@ def host(monkeypatch):
     return pytest.importorskip("megatron.training.models.gpt")
 
 
-def build(host, spec, builder: str = OURS, **changes) -> GPTModel:
+def build(host, spec, builder: str = OURS, tied: bool = False, **changes) -> GPTModel:
     """By the builder, as ``pretrain`` calls it, with what ``--spec`` imports."""
     fields = {"mtp_num_layers": 1, **MIXED, **changes}
     model_config = host.GPTModelConfig(
@@ -136,6 +153,7 @@ def build(host, spec, builder: str = OURS, **changes) -> GPTModel:
         vocab_size=VOCAB,
         seq_length=TOKENS,
         position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
     )
     model_config.builder = builder
     made = model_config.get_builder_cls()(model_config)
@@ -193,6 +211,13 @@ class TestBuilder:
     def test_other_attention_is_refused(self, spec, host):
         with refusal("AbsorbedMLAGPTModelBuilder", "specs.absorbed_mla_layer_specs (--spec), got"):
             build(host, spec)
+
+    def test_tied_embeddings_on_the_stage_of_mtp(self, host):
+        """Megatron can build it, and asserts when it saves it."""
+        stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+        with refusal("share_embeddings_and_output_weights=True", "pipeline_model_parallel_size=1"):
+            build(host, absorbed_mla_layer_spec, tied=True, **stages)
+        assert build(host, absorbed_mla_layer_spec, tied=True)
 
     def test_megatrons_own_builder_is_warned_of(self, host):
         """It would put standard MLA into the MTP layers; here it cannot, without a GPU's layers."""
