@@ -23,7 +23,7 @@ from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.base import Form, Query
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.key_source import TrainableKeySource
-from absorbed_mla.core_attention.masks.redundant import hides_more
+from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
@@ -118,7 +118,7 @@ class LatentCoreAttention(nn.Module):
         device, batch = hidden_states.device, hidden_states.shape[1]
         self._check_mask(layout, cp_size, batch, attention_mask, device)
         if layout.packed and attention_mask is not None:
-            self._refuse_more_hidden(keys, layout, attention_mask)
+            refuse_hidden_keys(attention_mask, layout, keys.query_tokens(device), self.causal)
             attention_mask = None
         dropout = self.attention_dropout if self.training else 0.0
         rules = ScoreRules(
@@ -248,22 +248,6 @@ class LatentCoreAttention(nn.Module):
         """
         out, lse = attend(plan, query, kv, plan.form.weights(w_uk, w_uv))
         return plan.form.output(out, w_uv), lse
-
-    def _refuse_more_hidden(
-        self, keys: TrainableKeySource, layout: SequenceLayout, mask: Tensor
-    ) -> None:
-        """Refuse a mask beside what says already which keys are seen.
-
-        Raises:
-            ValueError: If it hides one of them.
-        """
-        if hides_more(mask, layout, keys.query_tokens(mask.device), self.causal):
-            seen = "packed_seq_params show" if layout.packed else "sparse attention may choose"
-            raise ValueError(
-                f"attention_mask must be None, or hide no key (True hides one) that {seen}"
-                f"{', besides later ones' if self.causal else ''}; one of shape "
-                f"{tuple(mask.shape)} does"
-            )
 
     def _check_mask(
         self,

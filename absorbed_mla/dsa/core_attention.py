@@ -20,6 +20,7 @@ from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED
 from absorbed_mla.core_attention.forms.base import Query
 from absorbed_mla.core_attention.key_source import WholeKeySource
+from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
@@ -161,7 +162,7 @@ class SparseCoreAttention(LatentCoreAttention):
         if attention_mask is not None:
             batch, device = hidden_states.shape[1], hidden_states.device
             self._check_mask(layout, cp_size, batch, attention_mask, device)
-            self._refuse_more_hidden(keys, layout, attention_mask)
+            refuse_hidden_keys(attention_mask, layout, keys.query_tokens(device), self.causal)
         dense = super().plan(keys, layout, cp_size, hidden_states, None)
         return SparsePlan(dense.form, dense.backend, keys, dense.rules, layout)
 

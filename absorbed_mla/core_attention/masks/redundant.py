@@ -14,6 +14,22 @@ _ROWS = 1024
 _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def refuse_hidden_keys(
+    mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causal: bool
+) -> None:
+    """Refuse a mask beside what says already which keys are seen; see :func:`hides_more`.
+
+    Raises:
+        ValueError: If it hides one of them.
+    """
+    if hides_more(mask, layout, query_tokens, causal):
+        seen = "packed_seq_params show" if layout.packed else "sparse attention may choose"
+        raise ValueError(
+            f"attention_mask must be None, or hide no key (True hides one) that {seen}"
+            f"{', besides later ones' if causal else ''}; one of shape {tuple(mask.shape)} does"
+        )
+
+
 def hides_more(mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causal: bool) -> bool:
     """Whether a mask hides a key that a query sees without it.
 
