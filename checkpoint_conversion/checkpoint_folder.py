@@ -1,7 +1,12 @@
 """The folder of an untrusted checkpoint: recognised by its file names, and read safely.
 
-Nothing outside the folder is read. Nothing here imports torch, so that a wrong path is reported at
-once.
+Nothing outside the folder is read, but for the files of a snapshot in a download cache of the
+Hugging Face hub, which are links into the same model's folder:
+
+models--OWNER--NAME/blobs/HASH                a file
+models--OWNER--NAME/snapshots/REVISION/NAME   a link to it
+
+Nothing here imports torch, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ LOOKED_FOR = {
 }
 _ADAPTER = "adapter_config.json"
 # A name on the Hugging Face hub: OWNER/MODEL.
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Begins the name of a model's folder in the hub's cache.
+_HUB_FOLDER, _SNAPSHOTS, _BLOBS = "models--", "snapshots", "blobs"
 _MOST_ADAPTER_BYTES = 1 << 20
 # The index of a checkpoint of 150 000 tensors has 15 MB.
 MAX_JSON_BYTES = 128 << 20
@@ -130,7 +137,7 @@ def require_kind(path: Path) -> str:
             "its own. Merge it into that model first (PEFT: merge_and_unload(), then "
             "save_pretrained()) and convert the result"
         )
-    if not path.exists() and _HUB.fullmatch(str(path)):
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
         raise CheckpointError(
             f"there is no folder {path}. If it is a model on the Hugging Face hub, download it "
             f"first: hf download {path} --local-dir {path.name}"
@@ -165,6 +172,8 @@ def _what_is_there(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return "is empty"
+    if path.name.startswith(_HUB_FOLDER) and _SNAPSHOTS in names:
+        return f"is a model in the hub's cache; its checkpoints are the folders in {_SNAPSHOTS}"
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"is no checkpoint of a known format; it holds {listed}"
 
@@ -176,6 +185,7 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
         folder: The checkpoint's folder.
         name: A path relative to it, from an index or a directory listing.
         follow_links: Whether links may lead out of the folder; ``..`` and absolute names never may.
+            Those of a snapshot to the files of the same model in the hub's cache always may.
 
     Returns:
         The file's real path, with links resolved.
@@ -189,10 +199,10 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     try:
         found = (folder / name).resolve(strict=True)
         home = folder.resolve(strict=True)
-        if not follow_links and not found.is_relative_to(home):
+        if not (follow_links or found.is_relative_to(home) or _is_own_blob(found, home)):
             raise CheckpointError(
                 f"{name} in {folder} is a link out of the folder, to {found}; --follow-links "
-                "allows it"
+                "(follow_links=True) allows it"
             )
         regular = stat.S_ISREG(found.stat().st_mode)
     except OSError as error:
@@ -203,6 +213,20 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     if not regular:
         raise CheckpointError(f"{name} in {folder} is not a regular file")
     return found
+
+
+def _is_own_blob(file: Path, folder: Path) -> bool:
+    """Whether a file is one of the model that a folder is a snapshot of, in the hub's cache.
+
+    Args:
+        file: With links resolved, as the folder.
+        folder: Of a snapshot, or inside one.
+    """
+    for snapshot in (folder, *folder.parents):
+        model = snapshot.parent.parent
+        if snapshot.parent.name == _SNAPSHOTS and model.name.startswith(_HUB_FOLDER):
+            return file.is_relative_to(model / _BLOBS)
+    return False
 
 
 def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]:

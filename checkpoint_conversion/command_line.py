@@ -167,8 +167,8 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow-links",
         action="store_true",
-        help="read through links that lead out of the folder, as in a download cache; default: "
-        "refuse them",
+        help="read through links that lead out of the folder; default: refuse them, but for a "
+        "snapshot's in the Hugging Face hub's cache",
     )
 
 

@@ -39,7 +39,7 @@ class LiveCheckpoint(MegatronCheckpoint):
     format = "absorbed"
 
     def __init__(self, weights: Mapping[str, GatheredTensor], config: ModelConfig) -> None:
-        self.path = Path("the live model")
+        self.path = self.auxiliary_folder = Path("the live model")
         self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(weights))
         self.stored = {name: tensor.lazy() for name, tensor in weights.items()}
         self.layout, self.left_alone, self.auxiliary, self.notes = {}, {}, {}, []

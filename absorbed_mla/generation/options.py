@@ -53,7 +53,7 @@ class EngineOptions:
         num_speculative_tokens: Tokens that the model's multi-token-prediction (MTP) layers draft
             for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
-        prefix_caching: Whether requests share the blocks of equal beginnings.
+        prefix_caching: Whether prompts share the blocks that are equal from their first token on.
         decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
             each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
             each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts

@@ -12,11 +12,11 @@ from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.runner import LocalRunner
 from absorbed_mla.llm.tokenizers import Tokenizer, open_tokenizer
 
-# Options that decide how a model is built.
+# Options that decide how a model is read and built.
 _BUILT_WITH = {
     *("dtype", "device", "form", "latent_cache_dtype", "experts", "parity"),
     *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-    "data_parallel_attention",
+    *("data_parallel_attention", "follow_links"),
 }
 
 
@@ -39,7 +39,7 @@ def runner_of(
     given = LLMOptions.of(options)
     model = _without_wrappers(model)
     _require_generating(model, given)
-    found = open_tokenizer(tokenizer, None)
+    found = open_tokenizer(tokenizer, None, trust_remote_code=given.trust_remote_code)
     longest = max(model.max_sequence_length, given.max_model_len or 0)
     vocab_size = model.vocab_size
     if found is not None:

@@ -58,13 +58,18 @@ class LLM:
         from absorbed_mla.llm.workers import ProcessRunner
 
         folder, given = Path(model), LLMOptions.of(options)
-        checkpoint = open_model(folder)
+        checkpoint = open_model(folder, follow_links=given.follow_links)
         ranks = started_by_torchrun()
         world = int(os.environ.get("WORLD_SIZE", 1)) if ranks else None
         given = given.for_processes(world)
         require_model(checkpoint, given)
         ends = end_tokens(checkpoint)
-        found = open_tokenizer(tokenizer, tokenizer_folder(checkpoint), ends)
+        found = open_tokenizer(
+            tokenizer,
+            tokenizer_folder(checkpoint),
+            ends,
+            trust_remote_code=given.trust_remote_code,
+        )
         runner: Runner
         if world is not None:
             rank = int(os.environ["RANK"])
@@ -105,8 +110,8 @@ class LLM:
                 :meth:`generate` and the like, waits until all of them sleep.
             tokenizer: As for the class.
             options: As for the class, but for those that decide how the model is built (``dtype``,
-                ``device``, ``form``, ``latent_cache_dtype``, ``parity`` and parallel sizes): it has
-                them already.
+                ``device``, ``form``, ``latent_cache_dtype``, ``parity`` and parallel sizes) or read
+                (``follow_links``): it has them already.
                 ``max_model_len`` is needed if the model does not say how many positions it has.
 
         Raises:

@@ -50,8 +50,12 @@ _FUSED_PARTS = (
 )
 
 
-def open_model(folder: Path) -> Checkpoint:
+def open_model(folder: Path, *, follow_links: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint.
+
+    Args:
+        folder: Of the checkpoint.
+        follow_links: Whether links in it may lead anywhere.
 
     Raises:
         ValueError: If there is no checkpoint that can be read.
@@ -61,13 +65,13 @@ def open_model(folder: Path) -> Checkpoint:
             f"model must be a folder with a checkpoint, and there is no {folder} "
             "('hf download NAME --local-dir FOLDER' gets one from Hugging Face)"
         )
-    return open_checkpoint(folder)
+    return open_checkpoint(folder, follow_links=follow_links)
 
 
 def tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
     """Where the model's tokenizer is, if the checkpoint came with one."""
-    parents = {path.parent for path in checkpoint.auxiliary.values()}
-    return min(parents, default=None)
+    # Not that of the files themselves: in a download cache they have other names.
+    return checkpoint.auxiliary_folder if checkpoint.auxiliary else None
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -46,6 +46,12 @@ class LLMOptions:
         dtype: Of weights and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``;
             ``"auto"`` is the checkpoint's.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for a GPU where there is one.
+        follow_links: Whether links in the checkpoint's folder may lead anywhere. Those of a
+            snapshot in the Hugging Face hub's cache, to the files of the same model, always may.
+        trust_remote_code: Whether a tokenizer may run Python code of its folder, in this process:
+            the modules that ``auto_map`` in its tokenizer_config.json (or config.json) names, and
+            what they import. If not, a tokenizer that needs its code is refused. Models never run
+            code of a checkpoint.
         max_model_len: Maximum number of tokens of a prompt and what is generated after it; None:
             the model's.
         max_num_seqs: Maximum number of requests that run together; others wait.
@@ -59,9 +65,9 @@ class LLMOptions:
             that it reads to the GPU, so that a request may be longer than ``cache_tokens``; slower.
         gpu_memory_utilization: Share of the GPU's memory that model and cache take, if
             ``cache_tokens`` is None.
-        enable_prefix_caching: Whether requests share the cache of equal beginnings, also with
-            requests that have ended.
-        prefix_cache_dir: Folder in which these beginnings outlive the process; engines of the same
+        enable_prefix_caching: Whether prompts share the cached blocks of 64 tokens that are equal
+            from their first token on, also with those of requests that have ended.
+        prefix_cache_dir: Folder in which these blocks outlive the process; engines of the same
             weights may share it. None: nowhere.
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         enable_chunked_prefill: Whether prompts longer than a forward pass are read in chunks; if
@@ -105,6 +111,8 @@ class LLMOptions:
     expert_parallel_size: int = 1
     dtype: str = "auto"
     device: str = "auto"
+    follow_links: bool = False
+    trust_remote_code: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -147,6 +155,8 @@ class LLMOptions:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name, accepted in (
+            ("follow_links", (False, True)),
+            ("trust_remote_code", (False, True)),
             ("dtype", DTYPES),
             ("device", DEVICES),
             ("form", ("auto", "absorbed", "expanded")),

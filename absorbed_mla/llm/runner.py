@@ -97,7 +97,7 @@ class LocalRunner:
         Raises:
             ValueError: If checkpoint, options and machine do not fit each other.
         """
-        checkpoint = open_model(folder)
+        checkpoint = open_model(folder, follow_links=options.follow_links)
         require_model(checkpoint, options)
         device = join(options, rank, world, store)
         if options.parity:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from absorbed_mla.generation.text import ByteStream, HuggingFaceStream, TextStream
+from absorbed_mla.llm.tokenizer_folder import load_tokenizer
 
 Message = dict[str, Any]
 # Any of these files in a folder means that transformers finds a tokenizer there.
@@ -93,21 +94,18 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(tokenizer)
 
     @classmethod
-    def from_folder(cls, folder: Path, end_tokens: Sequence[int] = ()) -> HuggingFaceTokenizer:
-        """Load from a local folder, without running any code in it.
+    def from_folder(
+        cls, folder: Path, end_tokens: Sequence[int] = (), *, trust_remote_code: bool = False
+    ) -> HuggingFaceTokenizer:
+        """Load from a local folder; see :func:`load_tokenizer`.
 
         Raises:
-            ValueError: If transformers cannot.
+            ValueError: If transformers cannot, or would have to run code that it may not.
         """
         try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ValueError("tokenizer needs transformers: pip install transformers") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"tokenizer: cannot load one from {folder}: {reason}") from error
+            tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from error
         return cls(tokenizer, end_tokens)
 
     def encode(self, text: str, *, begin: bool | None = None) -> list[int]:
@@ -154,7 +152,11 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(
-    given: str | Path | Tokenizer | None, folder: Path | None, end_tokens: Sequence[int] = ()
+    given: str | Path | Tokenizer | None,
+    folder: Path | None,
+    end_tokens: Sequence[int] = (),
+    *,
+    trust_remote_code: bool = False,
 ) -> Tokenizer | None:
     """The tokenizer that ``LLM(tokenizer=...)`` asks for.
 
@@ -163,6 +165,7 @@ def open_tokenizer(
             :class:`Tokenizer`, or None for the model's own.
         folder: Of the model's own tokenizer, if it may have one.
         end_tokens: That end the model's texts besides the tokenizer's own.
+        trust_remote_code: Whether a tokenizer may run Python code of its folder.
 
     Returns:
         None if the model has none.
@@ -175,11 +178,15 @@ def open_tokenizer(
     if given is None:
         if folder is None or not any((folder / name).exists() for name in _FILES):
             return None
-        return HuggingFaceTokenizer.from_folder(folder, end_tokens)
+        return HuggingFaceTokenizer.from_folder(
+            folder, end_tokens, trust_remote_code=trust_remote_code
+        )
     if isinstance(given, str | Path):
         if not Path(given).is_dir():
             raise ValueError(f"tokenizer must be a folder or 'bytes', got {str(given)!r}")
-        return HuggingFaceTokenizer.from_folder(Path(given), end_tokens)
+        return HuggingFaceTokenizer.from_folder(
+            Path(given), end_tokens, trust_remote_code=trust_remote_code
+        )
     if hasattr(given, "apply_chat_template"):
         return HuggingFaceTokenizer(given, end_tokens)
     return given

@@ -30,7 +30,9 @@ class Checkpoint(ABC):
             made unique by a prefix.
         left_alone: What is stored but is no weight (optimizer states, random states): name ->
             size in bytes.
-        auxiliary: Files of the model that are copied unchanged (config.json, tokenizer), by name.
+        auxiliary: Files of the model that are copied unchanged (config.json, tokenizer): name ->
+            path, with links resolved.
+        auxiliary_folder: The folder where they have these names; it need not exist.
         notes: What a user should know about the checkpoint, one line each.
     """
 
@@ -41,6 +43,7 @@ class Checkpoint(ABC):
     stored: Mapping[str, LazyTensor]
     left_alone: Mapping[str, int]
     auxiliary: Mapping[str, Path]
+    auxiliary_folder: Path
     notes: list[str]
 
     @abstractmethod

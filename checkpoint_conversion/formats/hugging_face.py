@@ -91,7 +91,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     format = "hf"
 
     def __init__(self, path: Path, *, follow_links: bool = False) -> None:
-        self.path = path
+        self.path = self.auxiliary_folder = path
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")

@@ -37,6 +37,7 @@ from checkpoint_conversion.formats.legacy_ranks import (
     sizes_of,
 )
 from checkpoint_conversion.formats.megatron_folder import (
+    AUXILIARY,
     MegatronCheckpoint,
     auxiliary_files,
     read_config,
@@ -82,7 +83,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
         inner = weights_folder(path)
         self._sizes, self._files = _read_files(path, inner, follow_links)
         first = self._files[Rank()]
-        self.auxiliary = auxiliary_files(inner, follow_links)
+        self.auxiliary_folder = inner / AUXILIARY
+        self.auxiliary = auxiliary_files(self.auxiliary_folder, follow_links)
         config = read_config(hf_config, self.auxiliary, first.args)
         names = [name for file in self._files.values() for name in file.weights]
         self.config = dataclasses.replace(config, mtp_layers=_count(_MTP_LAYER, names))

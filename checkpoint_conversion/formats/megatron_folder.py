@@ -70,13 +70,12 @@ def inner_name(iteration: int | None) -> str:
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
-def auxiliary_files(inner: Path, follow_links: bool) -> dict[str, Path]:
-    """Files of the model beside the weights, by name.
+def auxiliary_files(folder: Path, follow_links: bool) -> dict[str, Path]:
+    """Files of the model in the folder beside the weights, by name.
 
     Raises:
         CheckpointError: If a link leads out of it and may not.
     """
-    folder = inner / AUXILIARY
     return files_inside(folder, follow_links=follow_links) if folder.is_dir() else {}
 
 

@@ -38,6 +38,7 @@ from checkpoint_conversion.checkpoint_folder import (
 )
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.megatron_folder import (
+    AUXILIARY,
     MegatronCheckpoint,
     auxiliary_files,
     read_config,
@@ -97,7 +98,8 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         check_backend(folder, follow_links)
         storage = Storage(folder, follow_links)
         self._weights = storage.read([n for n in storage.tensors if not is_left_alone(n)])
-        self.auxiliary = auxiliary_files(folder, follow_links)
+        self.auxiliary_folder = folder / AUXILIARY
+        self.auxiliary = auxiliary_files(self.auxiliary_folder, follow_links)
         common = self._read_common(folder, storage, follow_links, hf_config)
         config = read_config(hf_config, self.auxiliary, arguments(common))
         self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(self._weights))

@@ -135,6 +135,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer (default: bytes)")
     add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code of the tokenizer's folder, if the tokenizer needs it",
+    )
+    add(
         "--tensor-model-parallel-size",
         type=int,
         metavar="N",

@@ -35,7 +35,9 @@ def generate(args: argparse.Namespace) -> int:
     """
     start = read_start(args.load, finetune=True)
     with errors_by_option():
-        tokenizer = open_tokenizer(args.tokenizer or "bytes", None)
+        tokenizer = open_tokenizer(
+            args.tokenizer or "bytes", None, trust_remote_code=args.trust_remote_code
+        )
     assert isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer)
     if args.add_bos and tokenizer.begin_token is None:
         raise ValueError("--add-bos: the tokenizer has no token that begins a text")

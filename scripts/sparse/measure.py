@@ -60,7 +60,7 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
 
 def _held_out(args: argparse.Namespace, device: torch.device) -> BatchSource:
     """The text that train.py would validate with."""
-    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer))
+    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer, args.trust_remote_code))
     _, tokens = split_corpus(corpus.tokens, args.split_percent)
     windows = Windows(tokens, args.seq_length, 0, "validation (--split)")
     return BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)

@@ -279,6 +279,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="PATH", help=text)
     text = "Hugging Face tokenizer (default: every byte is a token)"
     add("--tokenizer", metavar="FOLDER", help=text)
+    text = "run Python code of the tokenizer's folder, if the tokenizer needs it"
+    _add_switches(add, ("--trust-remote-code", text))
     add("--split", default="95,5", help="percentages of the tokens for training and validation")
     _add_switches(add, ("--packed", "make each document a sequence of its own, packed as thd"))
 

@@ -34,7 +34,7 @@ def train(args: argparse.Namespace) -> None:
     """
     weights_only = args.finetune or args.new_indexer
     start_from = read_start(args.load, finetune=weights_only) if args.load else None
-    tokenizer = build_tokenizer(args.tokenizer)
+    tokenizer = build_tokenizer(args.tokenizer, args.trust_remote_code)
     preset = args.model.replace(
         vocab_size=padded_vocab_size(args, args.model, tokenizer.vocab_size)
     )

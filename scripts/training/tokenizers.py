@@ -34,25 +34,22 @@ class HuggingFaceTokenizer:
 
     Args:
         path: Folder with the tokenizer's files.
+        trust_remote_code: Whether it may run Python code of the folder.
 
     Raises:
-        ValueError: If transformers is missing, or the folder has no tokenizer with an end token.
+        ValueError: If transformers is missing, the folder has no tokenizer with an end token, or
+            the tokenizer has code that may not run.
     """
 
-    def __init__(self, path: str) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ValueError("--tokenizer needs transformers: pip install transformers") from error
+    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+        from absorbed_mla.llm.tokenizer_folder import load_tokenizer
+
         if not Path(path).exists():
             raise ValueError(f"--tokenizer: there is no folder {path}")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"--tokenizer: cannot load a tokenizer from {path}: {reason}"
-            ) from error
+            self._tokenizer = load_tokenizer(Path(path), trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer: {error}") from error
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer: the tokenizer in {path} has no eos token")
         # No warning about long documents: they are split into windows later.
@@ -67,6 +64,6 @@ class HuggingFaceTokenizer:
         return np.asarray(ids, dtype=np.int32)
 
 
-def build_tokenizer(path: str | None) -> Tokenizer:
+def build_tokenizer(path: str | None, trust_remote_code: bool = False) -> Tokenizer:
     """The byte tokenizer, or the Hugging Face tokenizer in folder ``path``."""
-    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
+    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path, trust_remote_code)

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.inspection import inspect_checkpoint
+from checkpoint_conversion.verify import verify
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.pt_support import Calls, saved
 from tests.conversion.support import (
@@ -23,6 +25,7 @@ from tests.conversion.support import (
     write_hugging_face,
     write_torch_dist,
 )
+from tests.support.hub_cache import as_snapshot
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG)
@@ -90,8 +93,21 @@ def test_links_out_of_the_folder(copied, tmp_path, kind, name):
     folder = copied(kind, name)
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    refused(folder, "link out of the folder.*--follow-links allows it", Path(name).name)
+    refused(folder, "link out of the folder.*--follow-links .*allows it", Path(name).name)
     read(folder, follow_links=True)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_snapshots_of_the_hub_are_read(made, tmp_path, kind):
+    """Their links lead out of the folder, but not out of the model's."""
+    snapshot = as_snapshot(made / kind, tmp_path)
+    read(snapshot)
+    names = {path.name for path in open_checkpoint(snapshot).auxiliary_folder.iterdir()}
+    assert set(open_checkpoint(snapshot).auxiliary) <= names
+    if kind == "hf":
+        inspected = inspect_checkpoint(snapshot)
+        assert not inspected.problems and inspected.auxiliary == ["config.json", "tokenizer.json"]
+    assert not verify(snapshot, made / kind, logits=False).differences
 
 
 @pytest.mark.parametrize("kind", ["megatron", "megatron-legacy"])

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
-from checkpoint_conversion.checkpoint_folder import file_inside, files_inside, read_json
+from checkpoint_conversion.checkpoint_folder import (
+    file_inside,
+    files_inside,
+    read_json,
+    require_kind,
+)
 from checkpoint_conversion.errors import CheckpointError
+from tests.support.hub_cache import as_snapshot
 
 
 @pytest.fixture
@@ -100,6 +107,65 @@ class TestFileInside:
         ):
             with pytest.raises(CheckpointError, match=why):
                 file_inside(folder, name, follow_links=follow_links)
+
+
+class TestSnapshot:
+    """Of a model in the hub's download cache."""
+
+    @pytest.fixture
+    def snapshot(self, folder):
+        return as_snapshot(folder, folder.parent / "hub")
+
+    @pytest.mark.parametrize("name", ["a.bin", "sub/b.bin"])
+    def test_own_blobs(self, folder, snapshot, name):
+        found = file_inside(snapshot, name)
+        assert found.parent == (snapshot.parents[1] / "blobs").resolve()
+        assert found.read_bytes() == (folder / name).read_bytes()
+        # Of the folder inside, and through a link to the snapshot.
+        (folder.parent / "alias").symlink_to(snapshot)
+        inner = folder.parent / "alias" / Path(name).parent
+        assert file_inside(inner, Path(name).name) == found
+
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "../../refs/main",  # of the same model, but no blob
+            "../../../models--owner--other/blobs/x",
+            "../../blobs/out",  # a blob that is a link itself
+            "../../../../secret",
+        ],
+    )
+    def test_all_else_is_refused(self, folder, snapshot, target):
+        model = snapshot.parents[1]
+        secret = folder.parent / "secret"
+        secret.write_text("secret")
+        (model / "blobs" / "out").symlink_to(secret)
+        for place in (model / "refs/main", model.parent / "models--owner--other/blobs/x"):
+            place.parent.mkdir(parents=True)
+            place.write_text("x")
+        (snapshot / "link").symlink_to(target)
+        with pytest.raises(CheckpointError, match=r"link out of the folder.*--follow-links"):
+            file_inside(snapshot, "link")
+        assert file_inside(snapshot, "link", follow_links=True).is_file()
+
+    def test_blobs_elsewhere(self, folder, snapshot):
+        model = snapshot.parents[1]
+        (model / "blobs").rename(folder.parent / "elsewhere")
+        (model / "blobs").symlink_to(folder.parent / "elsewhere")
+        with pytest.raises(CheckpointError, match="link out of the folder"):
+            file_inside(snapshot, "a.bin")
+
+    @pytest.mark.parametrize("renamed", ["snapshots", "models--owner--tiny"])
+    def test_other_folders_have_no_blobs(self, snapshot, renamed):
+        place = next(path for path in snapshot.parents if path.name == renamed)
+        place.rename(place.with_name("x"))
+        moved = Path(str(snapshot).replace(f"/{renamed}", "/x"))
+        with pytest.raises(CheckpointError, match="link out of the folder"):
+            file_inside(moved, "a.bin")
+
+    def test_the_folder_of_the_model(self, snapshot):
+        with pytest.raises(CheckpointError, match="hub's cache; its checkpoints are the folders"):
+            require_kind(snapshot.parents[1])
 
 
 class TestFilesInside:

@@ -38,6 +38,8 @@ _NUMBERS = (
     ("seed", int, "of requests without a seed"),
 )
 _SWITCHES = (
+    ("follow-links", "read through links that lead out of the model's folder"),
+    ("trust-remote-code", "run Python code of the tokenizer's folder, if the tokenizer needs it"),
     ("prompt-logprobs", "allow log-probabilities of prompts"),
     ("decode-context-parallel", "processes share the cache: as many times the tokens"),
     ("data-parallel-attention", "each process has whole attention, for requests of its own"),

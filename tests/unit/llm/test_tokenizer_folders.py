@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from absorbed_mla.llm.load import end_tokens, open_model, tokenizer_folder
 from absorbed_mla.llm.tokenizers import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.support.hub_cache import as_snapshot
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps: 2 €"
 TEMPLATE = (
@@ -118,7 +119,7 @@ class TestHuggingFace:
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
         (copy / "tokenizer.json").write_text("{")
-        with pytest.raises(ValueError, match=f"tokenizer: cannot load one from {copy}"):
+        with pytest.raises(ValueError, match=f"tokenizer: cannot load a tokenizer from {copy}"):
             open_tokenizer(copy, None)
 
 
@@ -170,3 +171,8 @@ def test_checkpoint(folder, tmp_path):
     assert end_tokens(checkpoint) == (3, 5) and tokenizer_folder(checkpoint) == path
     found = open_tokenizer(None, tokenizer_folder(checkpoint), end_tokens(checkpoint))
     assert found.end_tokens == (1, 3, 5)
+    # In the hub's cache, files have other names where they are.
+    snapshot = as_snapshot(path, tmp_path)
+    checkpoint = open_model(snapshot)
+    assert end_tokens(checkpoint) == (3, 5) and tokenizer_folder(checkpoint) == snapshot
+    assert open_tokenizer(None, snapshot).encode(TEXT) == found.encode(TEXT)

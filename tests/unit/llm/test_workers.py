@@ -22,6 +22,7 @@ from absorbed_mla.llm.workers import EngineDeadError, ProcessRunner, picklable
 from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
+from tests.support.hub_cache import as_snapshot
 from tests.support.llm import tiny_folder, until
 
 # Scripts start their ranks with an interpreter of its own each.
@@ -70,10 +71,13 @@ def run_script(folder: Path, processes: int, tokens: int = 8) -> subprocess.Pope
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def test_plain_script_and_close(folder):
-    """Two processes generate what one does; ``close`` may be called twice."""
+def test_plain_script_and_close(folder, tmp_path):
+    """Two processes generate what one does, whose model is a snapshot in the hub's cache.
+
+    ``close`` may be called twice.
+    """
     script = run_script(folder, 2)
-    with LLM(folder, **OPTIONS) as llm:
+    with LLM(as_snapshot(folder, tmp_path / "hub"), **OPTIONS) as llm:
         expected = tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
         llm.require_no_leak()
         llm.check()
