@@ -212,7 +212,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
 
 
 def same_values(tensors: Sequence[LazyTensor], problem: str) -> LazyTensor:
-    """The first of several copies; when it is loaded, they are compared bit by bit.
+    """The first of several copies; when it or a part is loaded, they are compared bit by bit.
 
     Args:
         tensors: Copies of the same shape and dtype.
@@ -228,10 +228,14 @@ def same_values(tensors: Sequence[LazyTensor], problem: str) -> LazyTensor:
             _compare(values, first, other, session, problem)
         return values
 
+    def part(dim: int, start: int, length: int) -> LazyTensor:
+        return same_values([tensor.narrow(dim, start, length) for tensor in tensors], problem)
+
     leaves = frozenset().union(*(t.leaves for t in tensors))
     # All copies are resident while they are compared.
     peak = sum(t.peak for t in tensors)
-    return LazyTensor(first.shape, first.dtype, load, leaves, peak)
+    in_parts = all(tensor.part is not None for tensor in tensors)
+    return LazyTensor(first.shape, first.dtype, load, leaves, peak, part if in_parts else None)
 
 
 def _compare(

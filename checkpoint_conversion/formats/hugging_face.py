@@ -58,6 +58,7 @@ from checkpoint_conversion.mapping import (
     stacks_experts,
     text_name,
     unstacked,
+    without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
@@ -119,6 +120,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         named = {text_name(name): tensor for name, tensor in self.stored.items()}
         named = unstacked(named, self.config)
         tensors = _dequantised(named, dtype or torch.bfloat16, problems)
+        tensors = without_tied_head(tensors, self.config, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:

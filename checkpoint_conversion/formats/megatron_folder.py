@@ -26,7 +26,7 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import to_hugging_face
+from checkpoint_conversion.mapping import to_hugging_face, without_tied_head
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
@@ -46,7 +46,11 @@ class MegatronCheckpoint(Checkpoint):
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
-        tensors, _ = without_padding(self.whole_tensors(), self.config.vocab_size)
+        problems: list[str] = []
+        tensors = without_tied_head(self.whole_tensors(), self.config, problems)
+        if problems:
+            raise CheckpointError("The Megatron tensors do not fit the model:", problems)
+        tensors, _ = without_padding(tensors, self.config.vocab_size)
         return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
 
     def note_left_alone(self, padding: int, states: Collection[str]) -> None:
