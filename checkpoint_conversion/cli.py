@@ -65,6 +65,7 @@ def _convert(args: argparse.Namespace) -> int:
         strict_values=args.strict_values,
         hf_config=args.hf_config,
         follow_links=args.follow_links,
+        drop_tokens=args.drop_tokens,
         dry_run=args.dry_run,
         reporter=reporter_for(),
     )
@@ -75,7 +76,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from checkpoint_conversion.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(args.path, args.hf_config, args.follow_links)
+    inspection = inspect_checkpoint(args.path, args.hf_config, args.follow_links, args.drop_tokens)
     _print(args, inspection.as_json, inspection.lines)
     return REFUSED if inspection.problems else DONE
 
@@ -91,6 +92,7 @@ def _verify(args: argparse.Namespace) -> int:
         args.b,
         hf_config=args.hf_config,
         follow_links=args.follow_links,
+        drop_tokens=args.drop_tokens,
         exclude_mtp=args.exclude_mtp,
         tolerance=args.tolerance,
         logits=args.logits,

@@ -165,6 +165,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "the checkpoint's own arguments or config.json",
     )
     parser.add_argument(
+        "--drop-tokens",
+        action="store_true",
+        help="let --hf-config leave out tokens that a Megatron checkpoint has by its own config or "
+        "arguments; default: refuse it",
+    )
+    parser.add_argument(
         "--follow-links",
         action="store_true",
         help="read through links that lead out of the folder; default: refuse them, but for a "

@@ -66,6 +66,7 @@ def convert(
     strict_values: bool = False,
     hf_config: Path | None = None,
     follow_links: bool = False,
+    drop_tokens: bool = False,
     dry_run: bool = False,
     reporter: Reporter | None = None,
 ) -> ConversionReport:
@@ -86,6 +87,8 @@ def convert(
         strict_values: Refuse tensors that hold NaN or infinite values, instead of reporting them.
         hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the source.
+        drop_tokens: Whether tokens of a Megatron checkpoint that ``hf_config`` does not have may be
+            lost.
         dry_run: Only plan, from the headers; write nothing.
         reporter: Receives progress messages.
 
@@ -99,7 +102,7 @@ def convert(
     check_places(source, target)
     if not resume:
         refuse_existing(target, force, weights_of)
-    checkpoint = open_checkpoint(source, hf_config, follow_links)
+    checkpoint = open_checkpoint(source, hf_config, follow_links, drop_tokens)
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)

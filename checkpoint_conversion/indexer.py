@@ -19,6 +19,9 @@ from checkpoint_conversion.config_fields import Fields
 # Model types with an indexer -> whether its rotated channels are pairs of neighbours.
 INTERLEAVED = {"deepseek_v32": False, "glm_moe_dsa": True}
 K_NORM_EPSILON = 1e-6
+# End of the name of an indexer's head weights. What transformers keeps in float32 because a rounded
+# one selects other keys.
+HEAD_WEIGHTS = "indexer.weights_proj.weight"
 _MOST_HEADS, _MOST_WIDTH, _MOST_KEYS, _MOST_LAYERS = 2**14, 2**20, 2**31, 2**12
 _DIMENSIONS = {
     "heads": ("index_n_heads", "dsa_indexer_n_heads", _MOST_HEADS),

@@ -129,7 +129,10 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: Path, hf_config: Path | None = None, follow_links: bool = False
+    path: Path,
+    hf_config: Path | None = None,
+    follow_links: bool = False,
+    drop_tokens: bool = False,
 ) -> Inspection:
     """Describe a checkpoint from its headers.
 
@@ -137,12 +140,13 @@ def inspect_checkpoint(
         path: Its folder.
         hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the folder.
+        drop_tokens: Whether ``hf_config`` may lack tokens of the checkpoint.
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers cannot be read. Tensors that do not
             fit the model are listed in the result's problems instead.
     """
-    checkpoint = open_checkpoint(path, hf_config, follow_links)
+    checkpoint = open_checkpoint(path, hf_config, follow_links, drop_tokens)
     problems: list[str] = []
     parameters = _parameters(checkpoint, problems)
     manifest = _manifest(path, problems)

@@ -70,10 +70,11 @@ class Source:
     path: Path
     hf_config: Path | None = None
     follow_links: bool = False
+    drop_tokens: bool = False
 
     def open(self) -> Checkpoint:
         """Read its headers."""
-        return open_checkpoint(self.path, self.hf_config, self.follow_links)
+        return open_checkpoint(self.path, self.hf_config, self.follow_links, self.drop_tokens)
 
 
 def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
@@ -130,7 +131,7 @@ def compare_in_subprocess(
     Raises:
         CheckpointError: If it fails, with the last lines of the process's stderr.
     """
-    sides = [(source.path, source.hf_config, source.follow_links) for source in sources]
+    sides = [asdict(source) for source in sources]
     request = {"sides": sides, "tokens": tokens, "origin": origin}
     with tempfile.TemporaryDirectory(prefix="logits-") as folder:
         answer = Path(folder) / "answer.json"
@@ -157,9 +158,11 @@ def main() -> None:
     tokens = torch.tensor([request["tokens"]])
     logits, libraries = [], []
     try:
-        for path, config, follow_links in request["sides"]:
-            hf_config = None if config is None else Path(config)
-            checkpoint = Source(Path(path), hf_config, follow_links).open()
+        for side in request["sides"]:
+            hf_config = side["hf_config"] and Path(side["hf_config"])
+            checkpoint = Source(
+                **{**side, "path": Path(side["path"]), "hf_config": hf_config}
+            ).open()
             logits.append(checkpoint_logits(checkpoint, tokens))
             libraries.append(library(checkpoint))
     except CheckpointError as error:

@@ -18,6 +18,7 @@ from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
+from checkpoint_conversion.indexer import HEAD_WEIGHTS
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import count_parameters, without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes
@@ -27,7 +28,7 @@ from checkpoint_conversion.model import ModelConfig
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
 # Ends of names of weights that --dtype leaves alone.
-_KEPT = ("e_score_correction_bias", "indexer.weights_proj.weight")
+_KEPT = ("e_score_correction_bias", HEAD_WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True)

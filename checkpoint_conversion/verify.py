@@ -53,6 +53,7 @@ def verify(
     *,
     hf_config: Path | None = None,
     follow_links: bool = False,
+    drop_tokens: bool = False,
     exclude_mtp: bool = False,
     tolerance: float = 0.0,
     logits: bool | None = None,
@@ -69,6 +70,7 @@ def verify(
         b: Folder of another one; None only compares ``a`` with its manifest.
         hf_config: A config.json for Megatron checkpoints, which overrides their own.
         follow_links: Whether links may lead out of the folders.
+        drop_tokens: Compare Megatron checkpoints without tokens that ``hf_config`` does not have.
         exclude_mtp: Compare without the multi-token-prediction layers.
         tolerance: Largest relative error of a tensor that is accepted.
         logits: Whether to compare what the models predict; None: if they can be evaluated here.
@@ -87,10 +89,7 @@ def verify(
     paths = [a] if b is None else [a, b]
     if b is None:
         _check_single(a, {"--exclude-mtp": exclude_mtp, "--logits": logits, "--text": text})
-    sources = [
-        Source(path, config, follow_links)
-        for path, config in zip(paths, _configs(paths, hf_config))
-    ]
+    sources = _sources(paths, hf_config, follow_links, drop_tokens)
     checkpoints = [source.open() for source in sources]
     reporter = reporter or Reporter()
     report = compare_models(checkpoints, exclude_mtp, workers, reporter)
@@ -123,12 +122,20 @@ def _check_single(path: Path, options: Mapping[str, object]) -> None:
         )
 
 
-def _configs(paths: Sequence[Path], hf_config: Path | None) -> list[Path | None]:
-    """The ``hf_config`` for each checkpoint; None for Hugging Face's, which have their own."""
+def _sources(
+    paths: Sequence[Path], hf_config: Path | None, follow_links: bool, drop_tokens: bool
+) -> list[Source]:
+    """How to open each checkpoint; ``hf_config`` and ``drop_tokens`` are not for Hugging Face's."""
     own = [getattr(recognise(path), "format", None) == "hf" for path in paths]
-    if hf_config is not None and all(own):
-        raise CheckpointError("--hf-config is for Megatron checkpoints; there is none")
-    return [None if has_own else hf_config for has_own in own]
+    for option, given in (("--hf-config", hf_config), ("--drop-tokens", drop_tokens)):
+        if given and all(own):
+            raise CheckpointError(f"{option} is for Megatron checkpoints; there is none")
+    return [
+        Source(path, None, follow_links)
+        if has_own
+        else Source(path, hf_config, follow_links, drop_tokens)
+        for path, has_own in zip(paths, own)
+    ]
 
 
 def _logits(

@@ -86,11 +86,17 @@ class Indexer(nn.Module):
             submodules.k_norm, config=norm_config, hidden_size=dsa.head_dim, eps=dsa.k_norm_eps
         )
         self.linear_weights_proj = linear("linear_weights_proj", config.hidden_size, dsa.num_heads)
+        self._head_weights_dtype: torch.dtype | None = None
         for parameter in self.parameters():
             # Not summed over tensor-parallel ranks, also under sequence parallelism.
             mark_parameter(
                 parameter, average_gradients_across_tp_domain=True, sequence_parallel=False
             )
+
+    def hold_head_weights(self, dtype: torch.dtype) -> None:
+        """Hold and apply ``linear_weights_proj`` in a dtype of its own, wider than the others'."""
+        self.linear_weights_proj.to(dtype)
+        self._head_weights_dtype = dtype
 
     def forward(self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> IndexVectors:
         """Index vectors of every token.
@@ -108,7 +114,7 @@ class Indexer(nn.Module):
         x, q_latent = x.detach(), q_latent.detach()
         query, _ = self.linear_wq_b(q_latent)
         query = query.unflatten(-1, (self.dsa.num_heads, self.dsa.head_dim))
-        weights, _ = self.linear_weights_proj(x)
+        weights, _ = self.linear_weights_proj(x.to(self._head_weights_dtype or x.dtype))
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         weights = weights * (self.dsa.num_heads * self.dsa.head_dim) ** -0.5
         return IndexVectors(self._rotate(query, cos, sin), self.key(x, cos, sin), weights)

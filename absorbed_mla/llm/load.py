@@ -23,6 +23,7 @@ from absorbed_mla.data_parallel_attention.model import divide_layers, divide_voc
 from absorbed_mla.experts.layer import SEVERAL_RANKS, group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
+from absorbed_mla.llm.index_weights import keep_head_weights
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.residuals import fuse_residuals
 from absorbed_mla.llm.swiglu import fuse_swiglu
@@ -159,6 +160,7 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     if dtype != torch.float32:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         model = Float16Module(megatron_config, model).module
+        keep_head_weights(model, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     return model.eval()
 

@@ -43,7 +43,10 @@ def recognise(path: Path) -> Any | None:
 
 
 def open_checkpoint(
-    path: Path, hf_config: Path | None = None, follow_links: bool = False
+    path: Path,
+    hf_config: Path | None = None,
+    follow_links: bool = False,
+    drop_tokens: bool = False,
 ) -> Checkpoint:
     """Recognise a checkpoint's format and read its headers.
 
@@ -51,6 +54,8 @@ def open_checkpoint(
         path: Its folder.
         hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the folder.
+        drop_tokens: Whether a Megatron checkpoint may lose rows of its embedding that are tokens by
+            what it says of itself, because ``hf_config`` has fewer.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.
@@ -58,13 +63,14 @@ def open_checkpoint(
     kind = require_kind(path)
     reader = _load(_READERS[kind])
     if kind == "hugging_face":
-        if hf_config is not None:
+        if hf_config is not None or drop_tokens:
+            option = "--drop-tokens" if hf_config is None else "--hf-config"
             raise CheckpointError(
-                f"--hf-config is for Megatron checkpoints; {path} is a Hugging Face folder with a "
+                f"{option} is for Megatron checkpoints; {path} is a Hugging Face folder with a "
                 "config.json of its own"
             )
         return reader(path, follow_links=follow_links)
-    return reader(path, hf_config=hf_config, follow_links=follow_links)
+    return reader(path, hf_config=hf_config, follow_links=follow_links, drop_tokens=drop_tokens)
 
 
 def require_target(to: str) -> str:

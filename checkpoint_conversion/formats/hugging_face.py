@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import (
+    ADAPTER,
     CONFIG,
     INDEX,
     MANIFEST,
@@ -96,6 +97,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
+        if ADAPTER in files:
+            raise CheckpointError(
+                f"{path} has a PEFT adapter ({ADAPTER}) beside the weights, which would be lost: "
+                "merge it into them (PEFT: merge_and_unload()), or take it out of the folder"
+            )
         config = ModelConfig.from_hugging_face(read_json(files[CONFIG], MAX_CONFIG_BYTES))
         tensors, shards = _read_shards(path, files, follow_links)
         images = image_tensors(list(tensors))

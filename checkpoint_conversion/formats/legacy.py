@@ -43,6 +43,7 @@ from checkpoint_conversion.formats.megatron_folder import (
     read_config,
 )
 from checkpoint_conversion.formats.pt_file import StoredTensor
+from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.layouts import (
     VOCABULARY,
     MegatronLayout,
@@ -68,6 +69,8 @@ class LegacyCheckpoint(MegatronCheckpoint):
         path: The folder of all iterations, or of one of them.
         hf_config: A config.json to use instead of what the checkpoint says of itself.
         follow_links: Whether links may lead out of the folder.
+        drop_tokens: Whether rows of the embedding may be dropped that are tokens by what the
+            checkpoint says of itself.
 
     Raises:
         CheckpointError: If rank files are missing, superfluous or damaged, or nothing describes
@@ -77,7 +80,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
     format = "megatron-legacy"
 
     def __init__(
-        self, path: Path, hf_config: Path | None = None, follow_links: bool = False
+        self,
+        path: Path,
+        hf_config: Path | None = None,
+        follow_links: bool = False,
+        drop_tokens: bool = False,
     ) -> None:
         self.path = path
         inner = weights_folder(path)
@@ -100,7 +107,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
         embedding = first.weights.get(_EMBEDDING)
         rows = embedding.shape[0] * self._sizes.tensor if embedding and embedding.shape else 0
         states = [name for name in self.left_alone if name.endswith("_extra_state")]
-        self.note_left_alone(rows - self.config.vocab_size, states)
+        vocabulary = self.config.vocab_size
+        self.notes += check_padding(
+            vocabulary, rows - vocabulary, self.auxiliary, first.args, drop_tokens
+        )
+        self.note_states(states)
 
     def whole_tensors(self) -> dict[str, LazyTensor]:
         """Merge what the ranks have; see the base class.

@@ -53,15 +53,8 @@ class MegatronCheckpoint(Checkpoint):
         tensors, _ = without_padding(tensors, self.config.vocab_size)
         return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
 
-    def note_left_alone(self, padding: int, states: Collection[str]) -> None:
-        """Note what has no place in another format.
-
-        Args:
-            padding: Rows of the embedding beyond the vocabulary.
-            states: Names of module states that are not empty.
-        """
-        if padding > 0:
-            self.notes.append(f"{padding} rows of padding after the vocabulary are dropped")
+    def note_states(self, states: Collection[str]) -> None:
+        """Note module states that are not empty, by name: they have no place in another format."""
         if states:
             self.notes.append(
                 f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "

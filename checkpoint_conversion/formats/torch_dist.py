@@ -50,6 +50,7 @@ from checkpoint_conversion.formats.torch_dist_metadata import (
     Storage,
     TiledTensor,
 )
+from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.layouts import MegatronLayout, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
 from checkpoint_conversion.model import ModelConfig
@@ -82,13 +83,19 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         path: The folder of all iterations, or of one of them.
         hf_config: A config.json to use instead of what the checkpoint says of itself.
         follow_links: Whether links may lead out of the folder.
+        drop_tokens: Whether rows of the embedding may be dropped that are tokens by what the
+            checkpoint says of itself.
 
     Raises:
         CheckpointError: If it cannot be read, contradicts itself, or nothing describes the model.
     """
 
     def __init__(
-        self, path: Path, hf_config: Path | None = None, follow_links: bool = False
+        self,
+        path: Path,
+        hf_config: Path | None = None,
+        follow_links: bool = False,
+        drop_tokens: bool = False,
     ) -> None:
         self.path, self.notes = path, []
         folder = weights_folder(path)
@@ -101,12 +108,15 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         self.auxiliary_folder = folder / AUXILIARY
         self.auxiliary = auxiliary_files(self.auxiliary_folder, follow_links)
         common = self._read_common(folder, storage, follow_links, hf_config)
-        config = read_config(hf_config, self.auxiliary, arguments(common))
+        args = arguments(common)
+        config = read_config(hf_config, self.auxiliary, args)
         self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(self._weights))
         self.stored = {name: tensor.lazy() for name, tensor in self._weights.items()}
         states = states_in_use(storage)
-        _, padding = without_padding(self.stored, self.config.vocab_size)
-        self.note_left_alone(padding, states)
+        vocabulary = self.config.vocab_size
+        _, padding = without_padding(self.stored, vocabulary)
+        self.notes += check_padding(vocabulary, padding, self.auxiliary, args, drop_tokens)
+        self.note_states(states)
         self.left_alone = self._left_alone(storage, states)
         absorbed = has_absorbed_blocks(self._weights, self.config)
         self.format = "absorbed" if absorbed else "megatron"
