@@ -38,7 +38,7 @@ LOOKED_FOR = {
     "legacy": f"mp_rank_*/{RANK_FILE}, in the same places (megatron-legacy)",
     "hugging_face": f"{CONFIG} beside *{SUFFIX} (hf)",
 }
-ADAPTER = "adapter_config.json"
+_ADAPTER = "adapter_config.json"
 # A name on the Hugging Face hub: OWNER/MODEL.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Begins the name of a model's folder in the hub's cache.
@@ -106,7 +106,7 @@ def is_hugging_face(path: Path) -> bool:
     """Whether a folder has safetensors files of a model, or an index of them."""
     if (path / INDEX).is_file() or (path / f"model{SUFFIX}").is_file():
         return True
-    return any(path.glob(f"*{SUFFIX}")) and not (path / ADAPTER).is_file()
+    return any(path.glob(f"*{SUFFIX}")) and not (path / _ADAPTER).is_file()
 
 
 def is_rank_folder(name: str) -> bool:
@@ -131,9 +131,9 @@ def require_kind(path: Path) -> str:
     kind = kind_of(path)
     if kind is not None:
         return kind
-    if (path / ADAPTER).is_file():
+    if (path / _ADAPTER).is_file():
         raise CheckpointError(
-            f"{path} is a PEFT adapter ({ADAPTER}): changes to {_base_model(path)}, no model of "
+            f"{path} is a PEFT adapter ({_ADAPTER}): changes to {_base_model(path)}, no model of "
             "its own. Merge it into that model first (PEFT: merge_and_unload(), then "
             "save_pretrained()) and convert the result"
         )
@@ -154,7 +154,7 @@ def _beside(path: Path) -> str:
 
 
 def _base_model(path: Path) -> str:
-    file = path / ADAPTER
+    file = path / _ADAPTER
     try:
         if file.stat().st_size > _MOST_ADAPTER_BYTES:
             return "another model"

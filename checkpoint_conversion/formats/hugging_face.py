@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import (
-    ADAPTER,
     CONFIG,
     INDEX,
     MANIFEST,
@@ -73,6 +72,8 @@ _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq
 _OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
 
 
+# Begins the name of a file with the weights of a PEFT adapter.
+_ADAPTER = "adapter_model."
 _POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
 # Upper bound on what a tensor adds to the header of its file, beside its name.
 _HEADER_BYTES = 160
@@ -97,10 +98,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
-        if ADAPTER in files:
+        adapters = [name for name in files if name.startswith(_ADAPTER)]
+        if adapters:
             raise CheckpointError(
-                f"{path} has a PEFT adapter ({ADAPTER}) beside the weights, which would be lost: "
-                "merge it into them (PEFT: merge_and_unload()), or take it out of the folder"
+                f"{path} has a PEFT adapter ({adapters[0]}) beside the weights, which would be "
+                "lost: merge it into them (PEFT: merge_and_unload()), or take it out of the folder"
             )
         config = ModelConfig.from_hugging_face(read_json(files[CONFIG], MAX_CONFIG_BYTES))
         tensors, shards = _read_shards(path, files, follow_links)

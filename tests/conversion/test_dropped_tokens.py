@@ -150,6 +150,7 @@ def test_adapter_beside_the_weights(tmp_path):
     """transformers would add it to them."""
     folder = write_hugging_face(tmp_path / "model", CONFIG, TENSORS)
     (folder / "adapter_config.json").write_text("{}")
+    assert open_checkpoint(folder).config == CONFIG
     (folder / "adapter_model.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"PEFT adapter \(adapter_config.json\) beside"):
+    with pytest.raises(CheckpointError, match=r"PEFT adapter \(adapter_model\.bin\) beside"):
         open_checkpoint(folder)

@@ -126,6 +126,13 @@ class TestEqualToTheConverter:
             expected[name] = expected[name][:50]
         assert_equal(found, expected)
 
+    def test_config_that_announces_layers_the_model_lacks(self):
+        """A training may leave out the MTP layers of the config.json that it began with."""
+        model, config = made(), tiny_config(**SAME, num_nextn_predict_layers=1)
+        assert_equal(
+            dict(hf_weights(model, hf_config=config.hugging_face)), dict(hf_weights(model))
+        )
+
     def test_config_json(self, tmp_path):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(tiny_config(**SAME).hugging_face))

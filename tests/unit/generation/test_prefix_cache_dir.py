@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from safetensors.torch import load_file
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.options import EngineOptions
@@ -135,6 +136,51 @@ class TestRestart:
                 generate(engine, [request])
             assert generate(engine, [REQUEST]).statistics.disk_blocks == 2
 
+    def test_requests_in_flight_are_left_out(self, model, expected, folder):
+        """Blocks are known before all their tokens are computed."""
+        options = {"prefix_caching": True, "prefix_cache_dir": folder, "chunked_prefill": True}
+        engine = engine_of(model, step_tokens=100, **options)
+        with engine:
+            engine.add_request(TEXT, REQUEST.sampling(log_probs=True))
+            engine.step()
+            allocator = engine.host.context.kv_block_allocator
+            assert allocator.kv_hash_to_block_id and not files_in(folder)
+        assert not files_in(folder)
+        done, computed = run(model, folder)
+        assert computed == 150
+        assert_generates(done, expected)
+
+    def test_a_block_that_has_other_tokens_by_now(self, model, folder):
+        """What is cached under a hash is written only where the block still has that hash."""
+        with engine_of(model, prefix_caching=True, prefix_cache_dir=folder) as engine:
+            generate(engine, [REQUEST])
+            allocator = engine.host.context.kv_block_allocator
+            first, _ = allocator.kv_hash_to_block_id.values()
+            allocator.block_hashes[first] = 12345
+        [path] = files_in(folder)
+        assert load_file(path)["latents"].shape[0] == 1
+        done, computed = run(model, folder)
+        assert (computed, done.statistics.disk_blocks) == (150, 0)
+
+    def test_the_end_of_a_text_is_evicted_first(self, model, folder):
+        """Also of blocks from the folder, whether the one before was there already or came along.
+
+        Megatron finds a block only where all before it are cached.
+        """
+        run(model, folder, LONGER)
+        options = {"prefix_caching": True, "prefix_cache_dir": folder, "step_tokens": 256}
+        with engine_of(model, **options) as engine:
+            for request, blocks in ((REQUEST, 2), (LONGER, 1)):
+                assert generate(engine, [request]).statistics.disk_blocks == blocks
+            allocator = engine.host.context.kv_block_allocator
+            chain = list(allocator.kv_hash_to_block_id)
+            # The first block was used longest ago.
+            for time, block in enumerate(allocator.kv_hash_to_block_id.values()):
+                allocator.block_timestamps[block] = time
+            for left in (2, 1, 0):
+                assert allocator.evict_lru_blocks(1)
+                assert list(allocator.kv_hash_to_block_id) == chain[:left]
+
     def test_room_is_not_taken_from_the_own_beginning(self, model, folder):
         """Blocks read for a request evict others, not its oldest ones, which it needs as well."""
         whole = Request([*TEXT, *prompt(250, seed=5)], 6)
@@ -149,8 +195,6 @@ class TestRestart:
         assert_generates(done, by_whole_forwards(model, [whole]))
 
     def test_safetensors_reads_it(self, model, folder):
-        from safetensors.torch import load_file
-
         run(model, folder)
         config = model.config
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
@@ -190,6 +234,19 @@ class TestOtherModels:
         run(model, folder)
         _, computed = run(generating_model(**changes), folder)
         assert computed == 150
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"latent_norm_eps": 1e-3}, {"form": "absorbed"}, {"context_chunk_size": 100}],
+        ids=str,
+    )
+    def test_other_options_of_the_attention(self, model, folder, changes):
+        """With the same weights and config: bits, or values, may be others."""
+        run(model, folder)
+        other = generating_model(AbsorbedMLAOptions(**changes))
+        other.load_state_dict(model.state_dict())
+        changed, computed = run(other, folder)
+        assert (computed, changed.statistics.disk_blocks) == (150, 0)
 
     def test_digest_sees_every_word(self):
         """Also where two changes would cancel out in a plain sum, and beside the last word."""

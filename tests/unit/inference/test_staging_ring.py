@@ -109,6 +109,22 @@ def test_layers_in_any_order(tiers, streams):
             read(tiers, choose.randrange(LAYERS), choose.randrange(1, 5))
 
 
+@pytest.mark.parametrize("layers_read", [0, 1])
+def test_a_restored_block_is_copied_again(layers_read):
+    """One that comes from the prefix folder after copies of what was there were made ahead."""
+    tiers = filled_tiers()
+    block = next(block for block in range(BLOCKS) if tiers.host_block(block) is not None)
+    right = tiers.host_block(block).clone()
+    tiers.host_block(block)[layers_read:] = -1.0
+    begin(tiers)
+    for layer in range(layers_read):
+        read(tiers, layer)
+    tiers.host_block(block)[:] = right
+    tiers.filled([block])
+    for layer in range(layers_read, LAYERS):
+        read(tiers, layer)
+
+
 def test_a_part_outlives_its_generator(tiers, streams):
     """A reader may take the first part alone, and queue its work then."""
     part = next(tiers.parts(0, rows(), None))
