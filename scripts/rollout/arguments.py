@@ -48,7 +48,7 @@ _REFUSED = {
     "--train-only": "a rollout trains the whole model",
     "--new-indexer": "an indexer that has not learned chooses at random; train it with train.py",
     **dict.fromkeys(("--data", "--split", "--packed"), "the model writes its data"),
-    "--tokenizer": "every byte is a token",
+    **dict.fromkeys(("--tokenizer", "--trust-remote-code"), "every byte is a token"),
     **dict.fromkeys(("--eval-interval", "--eval-iters"), "rewards are seen in every step"),
     "--log-interval": "every step is printed",
     **dict.fromkeys(("--save-interval", "--exit-interval"), "it saves at the end"),

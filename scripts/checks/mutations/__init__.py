@@ -5,11 +5,13 @@ from __future__ import annotations
 from checks.mutations import (
     checkpoint,
     context_parallel,
+    conversion,
     core_attention,
     generation,
     inference,
     kernels,
     layer,
+    prefix_cache,
     sparse_attention,
     training,
 )
@@ -25,6 +27,8 @@ _PARTS = (
     inference,
     generation,
     training,
+    conversion,
+    prefix_cache,
 )
 MUTATIONS: dict[str, Mutation] = {
     name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()

@@ -35,15 +35,22 @@ def test_of_a_checkpoint(events, monkeypatch):
     """Graphs of prompts are captured before there are requests, not again when it wakes."""
     checkpoint = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
     model = SimpleNamespace(max_sequence_length=4)
+    followed = []
+
+    def open_model(folder, *, follow_links):
+        followed.append(follow_links)
+        return checkpoint
+
+    monkeypatch.setattr(runner, "open_model", open_model)
     for name, value in {
-        "open_model": checkpoint,
         "require_model": None,
         "join": torch.device("cpu"),
         "load_model": model,
         "engine_options": None,
     }.items():
         monkeypatch.setattr(runner, name, lambda *_, value=value: value)
-    made = runner.LocalRunner.of_checkpoint(Path(), LLMOptions(), 0, 1, None)
+    made = runner.LocalRunner.of_checkpoint(Path(), LLMOptions(follow_links=True), 0, 1, None)
+    assert followed == [True]
     assert events == ["made", "start", "capture"]
     made.wake()
     assert events[3:] == ["start"]

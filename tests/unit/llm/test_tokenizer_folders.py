@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from absorbed_mla import LLM
 from absorbed_mla.llm.load import end_tokens, open_model, tokenizer_folder
 from absorbed_mla.llm.tokenizers import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
@@ -176,3 +177,16 @@ def test_checkpoint(folder, tmp_path):
     checkpoint = open_model(snapshot)
     assert end_tokens(checkpoint) == (3, 5) and tokenizer_folder(checkpoint) == snapshot
     assert open_tokenizer(None, snapshot).encode(TEXT) == found.encode(TEXT)
+
+
+def test_links_out_of_the_folder(folder, tmp_path):
+    """They need an option, of ``LLM`` as of the converter."""
+    config = tiny_config(num_hidden_layers=1, first_k_dense_replace=1)
+    path = write_hugging_face(tmp_path / "model", config, random_tensors(config))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (path / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json in .*follow_links=True. allows it"):
+        LLM(path)
+    # Opened, it has not heads enough.
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide"):
+        LLM(path, follow_links=True, tensor_parallel_size=64)

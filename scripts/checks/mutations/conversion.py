@@ -1,0 +1,88 @@
+"""Reading checkpoints and tokenizers of others, and giving weights away."""
+
+from __future__ import annotations
+
+from checks.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "snapshots_read_any_link": Mutation(
+        "checkpoint_conversion/checkpoint_folder.py",
+        "return file.is_relative_to(model / _BLOBS)",
+        "return True",
+    ),
+    "snapshots_of_any_folder": Mutation(
+        "checkpoint_conversion/checkpoint_folder.py",
+        " and model.name.startswith(_HUB_FOLDER):",
+        ":",
+    ),
+    "llm_forgets_follow_links": Mutation(
+        "absorbed_mla/llm/load.py",
+        "open_checkpoint(folder, follow_links=follow_links)",
+        "open_checkpoint(folder)",
+    ),
+    "tokenizer_beside_the_blobs": Mutation(
+        "absorbed_mla/llm/load.py",
+        "return checkpoint.auxiliary_folder if checkpoint.auxiliary else None",
+        "return min((p.parent for p in checkpoint.auxiliary.values()), default=None)",
+    ),
+    "tokenizer_code_runs_unasked": Mutation(
+        "absorbed_mla/llm/tokenizer_folder.py",
+        "local_files_only=True, trust_remote_code=trust_remote_code",
+        "local_files_only=True, trust_remote_code=True",
+    ),
+    "tokenizer_code_is_replaced": Mutation(
+        "absorbed_mla/llm/tokenizer_folder.py",
+        "if code and not trust_remote_code:",
+        "if False:",
+    ),
+    "tied_heads_are_not_compared": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "result[first] = same_values(copies, _HEAD_DIFFERS)",
+        "result[first] = copies[0]",
+    ),
+    "tied_heads_of_megatron_are_unknown": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "in ([row.hugging_face for row in rows], [row.megatron for row in rows]):",
+        "in ([row.hugging_face for row in rows],):",
+    ),
+    "parts_of_copies_are_not_compared": Mutation(
+        "checkpoint_conversion/lazy_tensor.py",
+        "return same_values([tensor.narrow(dim, start, length) for tensor in tensors], problem)",
+        "return first.narrow(dim, start, length)",
+    ),
+    "tokens_of_the_own_config_are_dropped": Mutation(
+        "checkpoint_conversion/formats/vocabulary.py",
+        "    if CONFIG in auxiliary:\n",
+        "    if False:\n",
+    ),
+    "tokens_of_the_arguments_are_dropped": Mutation(
+        "checkpoint_conversion/formats/vocabulary.py",
+        'args.get("vocab_size")',
+        'args.get("")',
+    ),
+    "any_number_of_rows_is_padding": Mutation(
+        "checkpoint_conversion/formats/vocabulary.py",
+        "0 < multiple * tp <= padding",
+        "0 < multiple * tp < 0",
+    ),
+    "index_weights_are_rounded": Mutation(
+        "absorbed_mla/llm/load.py",
+        "        keep_head_weights(model, tensors, dtype, parity=options.parity)\n",
+        "",
+    ),
+    "index_weights_are_those_of_parity": Mutation(
+        "absorbed_mla/llm/index_weights.py",
+        "    if parity:\n",
+        "    if False:\n",
+    ),
+    "export_believes_the_config_about_mtp": Mutation(
+        "absorbed_mla/export/live.py",
+        "dataclasses.replace(config, mtp_layers=count_mtp_layers(weights))",
+        "config",
+    ),
+    "export_leaves_before_the_last_part": Mutation(
+        "absorbed_mla/export/iteration.py",
+        "        if left:\n",
+        "        if left > 1:\n",
+    ),
+}
