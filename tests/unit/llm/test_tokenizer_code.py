@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import transformers.dynamic_module_utils as dynamic_modules
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from absorbed_mla import LLM
 from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.llm.server import cli
 from absorbed_mla.llm.tokenizer_folder import code_of
 from absorbed_mla.llm.tokenizers import open_tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
@@ -108,13 +113,35 @@ def test_trusted(folder, mark):
     assert build_tokenizer(str(folder), True).encode(b"fox the").tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_the_config(tmp_path, mark, trusted):
+    """A tokenizer without code is loaded without that of its model's config."""
+    words = Tokenizer(WordLevel({"<end>": 0, "the": 1, "fox": 2}, unk_token="<end>"))
+    words.pre_tokenizer = Whitespace()
+    folder = tmp_path / "plain"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+    fields = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    code = f"""
+from pathlib import Path
+from transformers import PreTrainedConfig
+Path({str(mark)!r}).write_text("ran")
+class Other(PreTrainedConfig):
+    model_type = "other"
+"""
+    (folder / "configuration_other.py").write_text(code)
+    found = open_tokenizer(folder, None, trust_remote_code=trusted)
+    assert found.encode("the fox") == [1, 2]
+    assert mark.exists() == trusted
+
+
 def test_code_that_fails(folder, mark):
     (folder / "tokenization_words.py").write_text("raise RuntimeError('no such device')")
     with pytest.raises(ValueError, match=f"cannot load a tokenizer from {folder}: no such device"):
         open_tokenizer(folder, None, trust_remote_code=True)
 
 
-def test_llm(tmp_path, mark):
+def test_llm_and_server(tmp_path, mark, capfd):
     """Before any process of the model starts, in both directions."""
     config = tiny_config(num_hidden_layers=1, first_k_dense_replace=1)
     model = write_hugging_face(tmp_path / "model", config, random_tensors(config))
@@ -125,6 +152,15 @@ def test_llm(tmp_path, mark):
     (model / "tokenization_words.py").write_text("raise RuntimeError('it ran')")
     with pytest.raises(ValueError, match="it ran"):
         LLM(model, trust_remote_code=True)
+    for words, error in (
+        ((), "trust_remote_code=True (--trust-remote-code)"),
+        (
+            ("--trust-remote-code",),
+            "it ran",
+        ),
+    ):
+        assert cli.main([str(model), "--port", "0", *words]) == 2
+        assert error in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["false", 2, None])
