@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from checkpoint_conversion.checkpoint_folder import CONFIG, MAX_CONFIG_BYTES, read_json
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     """A tokenizer of ``transformers``, from local files only.
@@ -50,7 +46,10 @@ def code_of(folder: Path) -> str | None:
     Raises:
         ValueError: If a file that may name it is no JSON.
     """
-    for name in (_TOKENIZER_CONFIG, CONFIG):
+    # Imported here, because all that imports this package would import the converter.
+    from checkpoint_conversion.checkpoint_folder import CONFIG, MAX_CONFIG_BYTES, read_json
+
+    for name in ("tokenizer_config.json", CONFIG):
         path = folder / name
         if not path.is_file():
             continue
