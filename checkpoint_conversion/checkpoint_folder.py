@@ -1,11 +1,6 @@
 """The folder of an untrusted checkpoint: recognised by its file names, and read safely.
 
-Nothing outside the folder is read, but for the files of a snapshot in a download cache of the
-Hugging Face hub, which are links into the same model's folder:
-
-models--OWNER--NAME/blobs/HASH                a file
-models--OWNER--NAME/snapshots/REVISION/NAME   a link to it
-
+Nothing outside the folder is read, but for the files of a snapshot in the Hugging Face hub's cache.
 Nothing here imports torch, so that a wrong path is reported at once.
 """
 
@@ -20,6 +15,7 @@ from typing import Any
 
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.hub_cache import SNAPSHOTS, is_model_folder, is_own_blob
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
@@ -41,8 +37,6 @@ LOOKED_FOR = {
 _ADAPTER = "adapter_config.json"
 # A name on the Hugging Face hub: OWNER/MODEL.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Begins the name of a model's folder in the hub's cache.
-_HUB_FOLDER, _SNAPSHOTS, _BLOBS = "models--", "snapshots", "blobs"
 _MOST_ADAPTER_BYTES = 1 << 20
 # The index of a checkpoint of 150 000 tensors has 15 MB.
 MAX_JSON_BYTES = 128 << 20
@@ -172,8 +166,8 @@ def _what_is_there(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return "is empty"
-    if path.name.startswith(_HUB_FOLDER) and _SNAPSHOTS in names:
-        return f"is a model in the hub's cache; its checkpoints are the folders in {_SNAPSHOTS}"
+    if is_model_folder(path):
+        return f"is a model in the hub's cache; its checkpoints are the folders in {SNAPSHOTS}"
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"is no checkpoint of a known format; it holds {listed}"
 
@@ -199,7 +193,7 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     try:
         found = (folder / name).resolve(strict=True)
         home = folder.resolve(strict=True)
-        if not (follow_links or found.is_relative_to(home) or _is_own_blob(found, home)):
+        if not (follow_links or found.is_relative_to(home) or is_own_blob(found, home)):
             raise CheckpointError(
                 f"{name} in {folder} is a link out of the folder, to {found}; --follow-links "
                 "(follow_links=True) allows it"
@@ -213,20 +207,6 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     if not regular:
         raise CheckpointError(f"{name} in {folder} is not a regular file")
     return found
-
-
-def _is_own_blob(file: Path, folder: Path) -> bool:
-    """Whether a file is one of the model that a folder is a snapshot of, in the hub's cache.
-
-    Args:
-        file: With links resolved, as the folder.
-        folder: Of a snapshot, or inside one.
-    """
-    for snapshot in (folder, *folder.parents):
-        model = snapshot.parent.parent
-        if snapshot.parent.name == _SNAPSHOTS and model.name.startswith(_HUB_FOLDER):
-            return file.is_relative_to(model / _BLOBS)
-    return False
 
 
 def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]:

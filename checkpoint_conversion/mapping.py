@@ -34,11 +34,6 @@ _COPIES_DIFFER = (
 )
 
 
-_HEAD_DIFFERS = (
-    "must be equal where tie_word_embeddings is true, but differ; with false both are weights"
-)
-
-
 @dataclass(frozen=True)
 class Pair:
     """A row of the table for one layer (and expert) of a model, with full names."""
@@ -156,34 +151,6 @@ def to_hugging_face(
         parts = pair.row.transform.to_hugging_face(tensors[pair.megatron])
         result.update(zip(pair.hugging_face, parts))
     return result | {name: result[original] for name, original in duplicates(config).items()}
-
-
-def without_tied_head(
-    tensors: Mapping[str, LazyTensor], config: ModelConfig, problems: list[str]
-) -> dict[str, LazyTensor]:
-    """The tensors without an output layer that is a copy of the embedding, as some trainers save.
-
-    They are compared bit by bit when the embedding is loaded.
-
-    Args:
-        tensors: Under Hugging Face's or Megatron's names.
-        config: Of the model; one that is not tied needs its output layer.
-        problems: Receives a line if the two cannot be equal.
-    """
-    result = dict(tensors)
-    rows = MODEL[0], MODEL[-1]
-    for first, head in ([row.hugging_face for row in rows], [row.megatron for row in rows]):
-        if not config.tied_embeddings or first not in result or head not in result:
-            continue
-        copies = [result[first], result.pop(head)]
-        kinds = [f"{tensor.dtype} {tensor.shape}" for tensor in copies]
-        if len(set(kinds)) > 1:
-            problems.append(
-                f"{head} is {kinds[1]}; tie_word_embeddings says it is {first}, which is {kinds[0]}"
-            )
-        else:
-            result[first] = same_values(copies, _HEAD_DIFFERS)
-    return result
 
 
 def count_parameters(shapes: Mapping[str, Shape], config: ModelConfig) -> int:

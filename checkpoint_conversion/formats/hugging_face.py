@@ -58,11 +58,11 @@ from checkpoint_conversion.mapping import (
     stacks_experts,
     text_name,
     unstacked,
-    without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.target_folder import sync_path
+from checkpoint_conversion.tied_head import without_tied_head
 
 SINGLE = f"model{SUFFIX}"
 # Suffixes of weights in formats that are not read.

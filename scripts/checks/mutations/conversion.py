@@ -6,13 +6,13 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "snapshots_read_any_link": Mutation(
-        "checkpoint_conversion/checkpoint_folder.py",
+        "checkpoint_conversion/hub_cache.py",
         "return file.is_relative_to(model / _BLOBS)",
         "return True",
     ),
     "snapshots_of_any_folder": Mutation(
-        "checkpoint_conversion/checkpoint_folder.py",
-        " and model.name.startswith(_HUB_FOLDER):",
+        "checkpoint_conversion/hub_cache.py",
+        " and model.name.startswith(_MODEL):",
         ":",
     ),
     "llm_forgets_follow_links": Mutation(
@@ -36,12 +36,12 @@ MUTATIONS = {
         "if False:",
     ),
     "tied_heads_are_not_compared": Mutation(
-        "checkpoint_conversion/mapping.py",
-        "result[first] = same_values(copies, _HEAD_DIFFERS)",
+        "checkpoint_conversion/tied_head.py",
+        "result[first] = same_values(copies, _DIFFERS)",
         "result[first] = copies[0]",
     ),
     "tied_heads_of_megatron_are_unknown": Mutation(
-        "checkpoint_conversion/mapping.py",
+        "checkpoint_conversion/tied_head.py",
         "in ([row.hugging_face for row in rows], [row.megatron for row in rows]):",
         "in ([row.hugging_face for row in rows],):",
     ),
