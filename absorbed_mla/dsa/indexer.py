@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -114,7 +115,7 @@ class Indexer(nn.Module):
         x, q_latent = x.detach(), q_latent.detach()
         query, _ = self.linear_wq_b(q_latent)
         query = query.unflatten(-1, (self.dsa.num_heads, self.dsa.head_dim))
-        weights, _ = self.linear_weights_proj(x.to(self._head_weights_dtype or x.dtype))
+        weights = self._head_weights(x)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         weights = weights * (self.dsa.num_heads * self.dsa.head_dim) ** -0.5
         return IndexVectors(self._rotate(query, cos, sin), self.key(x, cos, sin), weights)
@@ -123,6 +124,12 @@ class Indexer(nn.Module):
         """The index key of every token alone, [S, B, Di]; arguments as of :meth:`forward`."""
         key, _ = self.linear_wk(x.detach())
         return self._rotate(self.k_norm(key).unsqueeze(2), cos, sin).squeeze(2)
+
+    def _head_weights(self, x: Tensor) -> Tensor:
+        if self._head_weights_dtype is None:
+            return self.linear_weights_proj(x)[0]
+        # Not by the layer: TransformerEngine's multiplies fp32 in TF32.
+        return F.linear(x.to(self._head_weights_dtype), self.linear_weights_proj.weight)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first channels of ``x`` [S, B, heads, Di], then transform all of them."""

@@ -16,7 +16,6 @@ from checkpoint_conversion.indexer import HEAD_WEIGHTS
 from tests.conversion.support import V32, random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 
-pytestmark = needs.no_gpu
 BIAS = "e_score_correction_bias"
 
 
@@ -33,13 +32,15 @@ def loaded(tensors, folder, stored: torch.dtype, **options):
     kept = {n: x.to(stored) if n.endswith(HEAD_WEIGHTS) else x for n, x in values.items()}
     write_hugging_face(folder, config, kept)
     given = LLMOptions(tensor_parallel_size=1, **{"dtype": "bfloat16", **options})
-    return load_model(open_model(folder), given, torch.device("cpu")), kept
+    device = torch.device(options.get("device", "cpu"))
+    return load_model(open_model(folder), given, device), kept
 
 
 def head_weights(weights) -> dict[str, torch.Tensor]:
     return {n: x for n, x in weights if n.endswith((HEAD_WEIGHTS, BIAS))}
 
 
+@needs.no_gpu
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_bits(tensors, tmp_path, stored, dtype):
@@ -68,6 +69,7 @@ def chosen(vectors: IndexVectors, weights: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bsht,sbh->bst", scores, weights).topk(24).indices.sort().values
 
 
+@needs.no_gpu
 def test_selections(tensors, tmp_path):
     """What a layer multiplies is that of fp32; with rounded weights it selects other keys."""
     model, files = loaded(tensors, tmp_path / "model", torch.float32)
@@ -89,6 +91,7 @@ def test_selections(tensors, tmp_path):
     assert different > 10
 
 
+@needs.no_gpu
 def test_parity(tensors, tmp_path, caplog):
     """Agrees with training, whose weights are all in bf16."""
     with caplog.at_level(logging.WARNING, "absorbed_mla.llm"):
@@ -98,6 +101,24 @@ def test_parity(tensors, tmp_path, caplog):
     assert "torch.float32 in the checkpoint, is rounded to torch.bfloat16: parity" in line
 
 
+@needs.gpu
+@torch.no_grad()
+def test_on_a_gpu(tensors, tmp_path):
+    """In TransformerEngine's layers, where they are installed; TF32 would be 1e-3 off."""
+    model, files = loaded(tensors, tmp_path / "model", torch.float32, device="cuda")
+    config, _ = tensors
+    x, q = (torch.randn(9, 1, n).bfloat16() for n in (config.hidden_size, config.q_lora_rank))
+    angles = torch.randn(9, config.qk_rope_head_dim // 2)
+    for layer, indexer in enumerate(indexers(model)):
+        weight = files[f"model.layers.{layer}.self_attn.{HEAD_WEIGHTS}"]
+        assert torch.equal(indexer.linear_weights_proj.weight.cpu(), weight)
+        made = indexer(*(part.cuda() for part in (x, q, angles.cos(), angles.sin())))
+        scale = (indexer.dsa.num_heads * indexer.dsa.head_dim) ** -0.5
+        expected = scale * (x.float() @ weight.T)
+        torch.testing.assert_close(made.weights.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@needs.no_gpu
 @torch.no_grad()
 def test_forward(tensors, tmp_path):
     """A forward in bf16 with these weights in fp32."""
