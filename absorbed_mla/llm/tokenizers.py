@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from absorbed_mla.generation.text import ByteStream, HuggingFaceStream, TextStream
+from absorbed_mla.generation.token_bytes import TokenBytes
 from absorbed_mla.llm.tokenizer_folder import load_tokenizer
 
 Message = dict[str, Any]
@@ -35,6 +36,10 @@ class Tokenizer(Protocol):
 
     def token_text(self, token: int) -> str:
         """Text of one token alone."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 that a token adds in the middle of a text; it may be part of a character."""
         ...
 
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -66,6 +71,10 @@ class ByteTokenizer:
         stream = ByteStream(self.end_tokens[0])
         return stream.push([token]) + stream.finish()
 
+    def token_bytes(self, token: int) -> bytes:
+        """The byte; none for the end."""
+        return bytes([token]) if token < 256 else self.token_text(token).encode()
+
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Not available.
 
@@ -88,6 +97,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         own = tokenizer.eos_token_id
         self.end_tokens = tuple(dict.fromkeys([*([] if own is None else [own]), *end_tokens]))
         self.begin_token: int | None = tokenizer.bos_token_id
@@ -132,11 +142,20 @@ class HuggingFaceTokenizer:
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
         """See :class:`Tokenizer`."""
-        return HuggingFaceStream(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        return HuggingFaceStream(
+            self._tokenizer,
+            prompt,
+            skip_special_tokens=skip_special_tokens,
+            token_bytes=self._token_bytes,
+        )
 
     def token_text(self, token: int) -> str:
         """See :class:`Tokenizer`."""
         return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """See :class:`Tokenizer`."""
+        return self._token_bytes.of(token)
 
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """See :class:`Tokenizer`; ``options`` go to ``apply_chat_template``."""

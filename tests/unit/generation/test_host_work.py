@@ -26,7 +26,7 @@ from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.whole_step import whole_step
 from tests.support.engine import engine_of, generating_model, prompt
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_level, with_byte_fallback
 
 # Each waits for the device, unless its tensor is on the host.
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__")
@@ -148,13 +148,20 @@ def test_no_texts_of_ended_requests(monkeypatch):
 
 
 def test_texts_are_decoded_about_once_a_token():
-    tokenizer, tokens = byte_level(), [number % 50 + 40 for number in range(200)]
+    tokenizer = with_byte_fallback()
+    tokens = tokenizer("ab a b aa bb " * 20, add_special_tokens=False)["input_ids"]
     stream = HuggingFaceStream(tokenizer, [])
     with counting() as counts:
         counts.count(tokenizer, "decode")
         text = "".join(stream.push([token]) for token in tokens) + stream.finish()
     assert counts.calls["decode"] < 1.2 * len(tokens)
     assert text == tokenizer.decode(tokens)
+    # Bytes need no tokenizer.
+    tokenizer = byte_level()
+    with counting() as counts:
+        counts.count(tokenizer, "decode")
+        HuggingFaceStream(tokenizer, []).push(list(range(200)))
+    assert not counts.calls["decode"]
 
 
 def test_random_numbers_are_those_of_their_seeds():
