@@ -9,12 +9,15 @@ print(output.outputs[0].text)
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.conversations import template_options_of, with_text
+from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.outputs import RequestOutput
 from absorbed_mla.llm.prompts import Prompt, encode, params_of, prompts_of, required
@@ -29,7 +32,11 @@ if TYPE_CHECKING:
 class LLM:
     """Generates text with a model of multi-head latent attention.
 
-    It is not thread-safe; ``absorbed_mla.llm.server`` serves many clients with one.
+    Threads may call it at the same time: their requests run together, step by step. Under torchrun
+    all calls come from one thread, so that all ranks make them in the same order.
+
+    Ctrl-C ends a call after the step that runs, and aborts its requests; the model can be used on.
+    A second Ctrl-C does not wait for the step, and ends the model.
 
     In a script or a notebook, the model runs in processes of its own, one for each tensor-parallel
     rank of each pipeline stage. Under torchrun, and around a live model (:meth:`from_model`), it
@@ -91,6 +98,9 @@ class LLM:
         self._sizes = runner.options()
         self._requests = Requests(tokenizer)
         self._awake = awake
+        self._lock = FairLock()
+        # Whole calls that run, and whether one of them woke the model.
+        self._num_calls, self._woken_by_call = 0, False
 
     @classmethod
     def from_model(
@@ -173,21 +183,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the next answer of one or several conversations.
 
         Args:
-            messages: A conversation (``[{"role": "user", "content": "..."}]``), or several.
+            messages: A conversation (``[{"role": "user", "content": "..."}]``), or several. Content
+                may be parts, ``{"type": "text", "text": "..."}`` each, whose texts are joined.
             sampling_params: As for :meth:`generate`.
             use_tqdm: As for :meth:`generate`.
-            template_options: For the tokenizer's ``apply_chat_template``.
+            chat_template_kwargs: Variables of the chat template, as vLLM has them.
+            template_options: For the tokenizer's ``apply_chat_template``, which gives those that
+                it does not know to the template.
 
         Raises:
-            ValueError: If there is no tokenizer with a chat template, or a prompt cannot run.
+            ValueError: If there is no tokenizer with a chat template, a part of a message is no
+                text, an option is one of vLLM's that ``LLM`` lacks, or a prompt cannot run.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [required(self.tokenizer).chat(one, **template_options) for one in several]
+        options = template_options_of(template_options, chat_template_kwargs)
+        with self._exclusively():
+            tokenizer = required(self.tokenizer)
+            prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -232,8 +250,9 @@ class LLM:
             RuntimeError: If the model is asleep.
         """
         params = sampling_params or SamplingParams()
-        tokens = encode(prompt, params, self.tokenizer, self._sizes)
-        return self._add(prompt, tokens, params, request_id)
+        with self._exclusively():
+            tokens = encode(prompt, params, self.tokenizer, self._sizes)
+            return self._add(prompt, tokens, params, request_id)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass over what runs.
@@ -242,12 +261,18 @@ class LLM:
             The requests whose outputs have grown or ended.
         """
         requests = self._requests
-        unclaimed, requests.unclaimed = requests.unclaimed, {}
-        return list(unclaimed.values()) or self._step()
+        with self._exclusively():
+            if not requests.unclaimed:
+                # After Ctrl-C they are there for the next call.
+                requests.unclaimed = {one.request_id: one for one in self._step()}
+        with self._lock:
+            unclaimed, requests.unclaimed = requests.unclaimed, {}
+        return list(unclaimed.values())
 
     def abort(self, request_id: str) -> None:
         """End a request; its outputs keep what they have. Unknown ids are ignored: it has ended."""
-        self._requests.abort(request_id)
+        with self._exclusively():
+            self._requests.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
@@ -262,16 +287,18 @@ class LLM:
             free_cache: Whether to free the cache's memory. CUDA graphs go with it; those of layers
                 are captured again by :meth:`wake`, those of whole steps when one first runs.
         """
-        if self._awake:
-            self._runner.sleep(free_cache)
-            self._awake = False
-            self._requests.forget()
+        with self._exclusively():
+            if self._awake:
+                self._runner.sleep(free_cache)
+                self._awake = self._woken_by_call = False
+                self._requests.forget()
 
     def wake(self) -> None:
         """Be ready to generate with the weights as they are now, and an empty cache."""
-        if not self._awake:
-            self._runner.wake()
-            self._awake = True
+        with self._exclusively():
+            if not self._awake:
+                self._runner.wake()
+                self._awake = True
 
     def statistics(self) -> Statistics:
         """Counters of the engine since it woke.
@@ -279,8 +306,9 @@ class LLM:
         Raises:
             RuntimeError: If the model is asleep.
         """
-        self._require_awake()
-        return self._runner.statistics()
+        with self._exclusively():
+            self._require_awake()
+            return self._runner.statistics()
 
     def check(self) -> None:
         """Check that the model can run.
@@ -288,7 +316,8 @@ class LLM:
         Raises:
             EngineDeadError: If one of its processes has ended.
         """
-        self._runner.check()
+        with self._exclusively():
+            self._runner.check()
 
     def require_no_leak(self) -> None:
         """Check, while nothing runs, that no block of the cache is lost.
@@ -296,8 +325,9 @@ class LLM:
         Raises:
             RuntimeError: Naming the blocks that are, or if the model is asleep.
         """
-        self._require_awake()
-        self._runner.require_no_leak()
+        with self._exclusively():
+            self._require_awake()
+            self._runner.require_no_leak()
 
     @property
     def max_model_len(self) -> int:
@@ -308,6 +338,12 @@ class LLM:
     def num_running(self) -> int:
         """Number of outputs that run or wait."""
         return self._requests.num_running
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """No other thread does anything meanwhile, and Ctrl-C waits."""
+        with interrupts_deferred(), self._lock:
+            yield
 
     def _step(self) -> list[RequestOutput]:
         self._require_awake()
@@ -322,27 +358,47 @@ class LLM:
         """Run prompts to their ends; their ids are appended to ``names``."""
         several = prompts_of(prompts)
         each = params_of(sampling_params, len(several))
-        # All of them, before any is queued.
-        encoded = [
-            encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
-            for i, (prompt, params) in enumerate(zip(several, each))
-        ]
-        was_awake = self._awake
-        self.wake()
-        try:
-            for prompt, tokens, params in zip(several, encoded, each):
-                names.append(self._add(prompt, tokens, params, None))
+        with self._exclusively():
+            # All of them, before any is queued.
+            encoded = [
+                encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
+                for i, (prompt, params) in enumerate(zip(several, each))
+            ]
+        with self._call(names):
+            with self._exclusively():
+                for prompt, tokens, params in zip(several, encoded, each):
+                    names.append(self._add(prompt, tokens, params, None))
             missing = set(names)
             while missing:
-                for output in self._requests.claim(missing, self._step):
+                with self._exclusively():
+                    grown = self._requests.claim(missing, self._step)
+                for output in grown:
                     missing -= {output.request_id} if output.finished else set()
                     yield output
+
+    @contextlib.contextmanager
+    def _call(self, names: list[str]) -> Iterator[None]:
+        """A whole call: the model is awake meanwhile, and none of its requests is left behind.
+
+        Args:
+            names: Of its requests, as they are when it ends.
+        """
+        began = False
+        try:
+            with self._exclusively():
+                sleeps = not self._awake
+                self.wake()
+                self._woken_by_call |= sleeps
+                self._num_calls += 1
+                began = True
+            yield
         finally:
-            if not was_awake:
-                self.sleep(free_cache=False)
-            else:
+            with self._exclusively():
+                self._num_calls -= began
                 for name in names:
-                    self.abort(name)
+                    self._requests.abort(name)
+                if self._woken_by_call and not self._num_calls:
+                    self.sleep(free_cache=False)
 
     def _require_awake(self) -> None:
         if not self._awake:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.requests import Progress
 from absorbed_mla.generation.statistics import Statistics
+from absorbed_mla.llm.exclusive import interrupts_deferred
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.runner import Abort, Add
 
@@ -165,14 +166,15 @@ class ProcessRunner:
     def each(self, name: str, arguments: Sequence[tuple]) -> list[Any]:
         """Call a method on every rank, with arguments of its own; returns the answers by rank."""
         self._require_alive()
-        try:
-            for connection, own in zip(self._connections, arguments, strict=True):
-                self._send(connection, (name, own))
-            return self._collect()
-        except BaseException:
-            # Also after Ctrl-C: answers that are still on their way would be taken for later ones.
-            self._kill()
-            raise
+        # Ctrl-C leaves no answers behind that would be taken for later ones.
+        with interrupts_deferred():
+            try:
+                for connection, own in zip(self._connections, arguments, strict=True):
+                    self._send(connection, (name, own))
+                return self._collect()
+            except BaseException:
+                self._kill()
+                raise
 
     def _require_alive(self) -> None:
         if not self._processes:
@@ -196,17 +198,18 @@ class ProcessRunner:
                 except (EOFError, ConnectionResetError):
                     self._die(rank)
                 if kind == "error":
-                    self._fail(value)
+                    self._fail(rank, value)
                 answers[rank] = value
         return answers
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, rank: int, error: Exception) -> NoReturn:
         """Raise the error of a rank, unless it is the consequence of another rank's end."""
         end = time.monotonic() + (0 if isinstance(error, ValueError) else _LAST_BREATH)
         ended: list[int] = []
         while not ended and time.monotonic() < end:
             # Ranks that have reported an error leave with 0.
-            ended = [rank for rank, process in enumerate(self._processes) if process.poll()]
+            others = enumerate(self._processes)
+            ended = [other for other, process in others if process.poll() and other != rank]
             time.sleep(0.01)
         if ended:
             self._die(ended[0])
@@ -215,6 +218,10 @@ class ProcessRunner:
         raise error
 
     def _die(self, rank: int) -> NoReturn:
+        """Raise why a rank has ended: the error that it has reported, or its last lines."""
+        error = self._reported(rank)
+        if error is not None:
+            self._fail(rank, error)
         process = self._processes[rank]
         try:
             code = process.wait(_GRACE)
@@ -226,6 +233,16 @@ class ProcessRunner:
             f"the process of rank {rank} has ended with code {code}; its last lines:\n"
             + "\n".join(lines)
         )
+
+    def _reported(self, rank: int) -> Exception | None:
+        """The error that a rank wrote before it ended, if that was not read yet."""
+        connection = self._connections[rank]
+        with contextlib.suppress(EOFError, OSError):
+            while connection.poll():
+                kind, value = connection.recv()
+                if kind == "error":
+                    return value
+        return None
 
     def _kill(self) -> None:
         for process in self._processes:

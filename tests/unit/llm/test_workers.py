@@ -137,8 +137,33 @@ def test_killed_parent(folder):
     until(lambda: not any(rank.is_running() for rank in ranks))
 
 
-def test_interrupted_call(folder, monkeypatch):
-    """After Ctrl-C, a late answer is not taken for that of the next call."""
+def test_ctrl_c(folder, monkeypatch):
+    """It reaches all processes of a terminal; the call ends after its step, the model goes on."""
+    with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
+        expected = tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        step, steps = llm._runner.step, []
+
+        def press(commands):
+            steps.append(commands)
+            if len(steps) % 3 == 0:
+                for pid in (*llm._runner.process_ids(), os.getpid()):
+                    os.kill(pid, signal.SIGINT)
+            return step(commands)
+
+        long = PARAMS.replace(max_tokens=400)
+        monkeypatch.setattr(llm._runner, "step", press)
+        for call in (llm.generate, lambda *args: list(llm.stream(*args))):
+            steps.clear()
+            with pytest.raises(KeyboardInterrupt):
+                call(PROMPTS, long)
+            assert len(steps) == 3
+        monkeypatch.undo()
+        assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        llm.require_no_leak()
+
+
+def test_interrupted_exchange(folder, monkeypatch):
+    """After a second Ctrl-C, a late answer is not taken for that of the next call."""
     with LLM(folder, **OPTIONS) as llm:
 
         def interrupt(connections):
@@ -183,6 +208,9 @@ class _TwoRanks(ProcessRunner):
         "time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)",
     )
 
+    # Whether rank 0 has ended before anything is sent to it.
+    ENDS_FIRST = False
+
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
         setup = "import os, signal, sys, time; from multiprocessing.connection import Connection"
@@ -192,6 +220,8 @@ class _TwoRanks(ProcessRunner):
             command = [sys.executable, "-c", code, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
         self._connections.append(ours)
+        if self.ENDS_FIRST and not rank:
+            self._processes[0].wait()
 
 
 class TestConsequences:
@@ -203,12 +233,26 @@ class TestConsequences:
         with pytest.raises(EngineDeadError, match="the process of rank 1 has ended with code -9"):
             _TwoRanks(Path("folder"), self.OPTIONS)
 
-    def test_an_error_of_its_own(self, monkeypatch):
-        """The other rank waits for ever, and is ended."""
+    @pytest.mark.parametrize("ends_first", [False, True])
+    def test_an_error_of_its_own(self, monkeypatch, ends_first):
+        """The other rank waits for ever, and is ended. An error is there after its rank's end."""
         monkeypatch.setattr(_TwoRanks, "RANKS", (_TwoRanks.RANKS[0], "time.sleep(1000)"))
+        monkeypatch.setattr(_TwoRanks, "ENDS_FIRST", ends_first)
         with pytest.raises(RuntimeError, match="connection closed by peer") as found:
             _TwoRanks(Path("folder"), self.OPTIONS)
         assert type(found.value) is RuntimeError
+
+    def test_an_error_while_nothing_runs(self, monkeypatch):
+        """``check`` sees the end of a process first; then comes what it has written."""
+        loads = "c.recv_bytes(); c.send(('done', None))"
+        fails = f"{loads}; c.send(('done', 1)); c.send(('error', OSError('disk')))"
+        monkeypatch.setattr(_TwoRanks, "RANKS", (fails, f"{loads}; time.sleep(1000)"))
+        runner = _TwoRanks(Path("folder"), self.OPTIONS)
+        runner._processes[0].wait()
+        with pytest.raises(OSError, match="disk"):
+            runner.check()
+        with pytest.raises(EngineDeadError, match="have ended"):
+            runner.check()
 
 
 def test_errors_that_do_not_survive_a_pipe():

@@ -1,0 +1,199 @@
+"""Calls of ``LLM`` from several threads, that Ctrl-C ends, and with vLLM's conversations.
+
+If these fail, threads get tokens of each other's requests, or one Ctrl-C costs the loaded model.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from absorbed_mla import SamplingParams
+from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
+from tests.support.llm import ChatBytes, FakeRunner, expected_text, fake_llm
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def text_of(outputs) -> str:
+    return outputs[0].outputs[0].text
+
+
+class _OneAtATime(FakeRunner):
+    """Notices calls that come while another one runs; each step takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_seconds = 0.002
+        self.busy = False
+        self.batches: list[int] = []
+
+    def step(self, commands):
+        assert not self.busy
+        self.busy = True
+        found = super().step(commands)
+        self.batches.append(len(found))
+        self.busy = False
+        return found
+
+
+class TestThreads:
+    @pytest.mark.parametrize("awake", [True, False])
+    def test_requests_run_together(self, awake):
+        """Also around a live model, which the last call that has ended puts to sleep."""
+        runner = _OneAtATime()
+        llm, found = fake_llm(runner), {}
+        if not awake:
+            llm.sleep()
+        begin = threading.Barrier(3)
+
+        def run(prompt: str, tokens: int) -> None:
+            begin.wait()
+            params = SamplingParams(max_tokens=tokens)
+            found[prompt] = text_of(llm.generate(prompt, params, use_tqdm=False))
+
+        prompts = {"hello": 200, "other text": 60, "x": 20}
+        threads = [threading.Thread(target=run, args=item) for item in prompts.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == {
+            prompt: expected_text(prompt, tokens=count) for prompt, count in prompts.items()
+        }
+        assert max(runner.batches) == 3 and len(runner.batches) < sum(prompts.values())
+        assert llm._awake is awake
+
+    def test_everybody_gets_a_turn(self):
+        """A thread that takes the lock again at once does not keep it from the others."""
+        lock, order, stop = FairLock(), [], threading.Event()
+
+        def take(name: str) -> None:
+            while not stop.is_set():
+                with lock, lock:
+                    order.append(name)
+                    stop.wait(0.001)
+
+        threads = [threading.Thread(target=take, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        try:
+            while len(order) < 40:
+                stop.wait(0.01)
+        finally:
+            stop.set()
+        for thread in threads:
+            thread.join(10)
+        assert 15 <= order[5:37].count("a") <= 17
+
+
+class TestCtrlC:
+    """Pressed in the middle of a step, it comes after the step."""
+
+    @pytest.fixture
+    def pressed(self, monkeypatch):
+        """An ``LLM``, and the numbers of steps in which Ctrl-C is pressed."""
+        runner, when = FakeRunner(), set()
+        step = runner.step
+
+        def press(commands):
+            if runner.num_steps in when:
+                when.discard(runner.num_steps)
+                signal.raise_signal(signal.SIGINT)
+            return step(commands)
+
+        monkeypatch.setattr(runner, "step", press)
+        return fake_llm(runner), runner, when
+
+    def test_whole_calls(self, pressed):
+        llm, runner, when = pressed
+        for call in (llm.generate, lambda *args: list(llm.stream(*args))):
+            when.add(runner.num_steps + 3)
+            with pytest.raises(KeyboardInterrupt):
+                call("interrupted", SamplingParams(max_tokens=100))
+            assert text_of(llm.generate("after", PARAMS, use_tqdm=False)) == expected_text(
+                "after", tokens=8
+            )
+            assert not runner.has_running()
+        assert runner.aborted == [0, 2]
+        # They are reported to whoever goes on step by step.
+        assert {one.outputs[0].finish_reason for one in llm.step()} == {"abort"}
+        assert not llm.has_unfinished_requests()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_step_by_step(self, pressed):
+        """What the step has made is there for the next one."""
+        llm, runner, when = pressed
+        llm.add_request("abc", SamplingParams(max_tokens=1), "one")
+        when.add(0)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+        assert runner.num_steps == 1 and llm.has_unfinished_requests()
+        [output] = llm.step()
+        assert (output.request_id, output.finished, runner.num_steps) == ("one", True, 1)
+
+    def test_other_streams_go_on(self, pressed):
+        llm, runner, when = pressed
+        other = llm.stream("other", PARAMS)
+        next(other)
+        when.add(runner.num_steps + 1)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("interrupted", SamplingParams(max_tokens=100), use_tqdm=False)
+        *_, last = other
+        assert text_of([last]) == expected_text("other", tokens=8)
+
+    def test_a_second_one_does_not_wait(self):
+        reached = []
+        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(1)
+            signal.raise_signal(signal.SIGINT)
+            reached.append(2)
+        assert reached == [1]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class _Template(ChatBytes):
+    """Shows what the template gets."""
+
+    def chat(self, messages, **options):
+        return self.encode(f"{messages} {options}")
+
+
+class TestChat:
+    @pytest.fixture
+    def prompt_of(self):
+        llm = fake_llm()
+        llm.tokenizer = _Template()
+
+        def prompt_of(content, **options) -> str:
+            messages = [{"role": "user", "content": content}]
+            [output] = llm.chat(messages, PARAMS, use_tqdm=False, **options)
+            return bytes(output.prompt_token_ids).decode()
+
+        return prompt_of
+
+    def test_parts_are_one_text(self, prompt_of):
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        assert prompt_of(parts) == prompt_of(["h", "i"]) == prompt_of("hi")
+        assert "None" in prompt_of(None)
+
+    @pytest.mark.parametrize(
+        "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3]
+    )
+    def test_parts_that_are_no_text(self, prompt_of, part):
+        with pytest.raises(ValueError, match="a part of a message's content must be a text or"):
+            prompt_of([part])
+
+    def test_variables_of_the_template(self, prompt_of):
+        found = prompt_of("hi", chat_template_kwargs={"thinking": True}, tools=None)
+        assert found.endswith("{'tools': None, 'thinking': True}")
+        assert prompt_of("hi", chat_template_kwargs=None, lora_request=None).endswith("{}")
+
+    def test_refused(self, prompt_of):
+        with pytest.raises(ValueError, match="chat does not take lora_request, priority"):
+            prompt_of("hi", lora_request=1, priority=2)
+        with pytest.raises(ValueError, match="chat_template_kwargs has a, which is an option"):
+            prompt_of("hi", a=1, chat_template_kwargs={"a": 2})
