@@ -11,8 +11,8 @@ in that of the vocabulary:
 
 Of the tokens that are left, in the order of the vocabulary, the row's token is the first one with
 which the sum of weights exceeds the row's random number times the whole sum. So filters that leave
-all tokens change nothing. The tokens of a CPU are not a GPU's, whose exponential function rounds
-otherwise.
+all tokens change nothing. A row whose largest logit is NaN or infinite has no token: -1. The tokens
+of a CPU are not a GPU's, whose exponential function rounds otherwise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """The first token with the largest logit of each row, int64 [rows]; logits as below."""
+    """The first token with the largest logit of each row, int64 [rows]; logits and -1 as below."""
     if not logits.is_cuda or not logits.numel():
-        return logits.argmax(-1)
+        return _most_likely(logits)
     # Imported here: machines without a GPU may have no Triton.
     from absorbed_mla.kernels.sampling.peaks import find_most_likely
 
@@ -44,13 +44,12 @@ def draw_by_numbers(logits: Tensor, numbers: Tensor, *, filters: bool) -> Tensor
     A CUDA graph may hold it: nothing waits for the device, and no shape depends on values.
 
     Args:
-        logits: [rows, vocabulary], any floating dtype. Rows may hold anything: their tokens are in
-            the vocabulary all the same.
+        logits: [rows, vocabulary], any floating dtype.
         numbers: float64 [NUM_NUMBERS, rows], any strides.
         filters: Whether a sampled row may have a ``top_k`` or a ``top_p`` that is a limit.
 
     Returns:
-        int64 [rows].
+        int64 [rows]; -1 where the largest logit is NaN or infinite.
     """
     if logits.is_cuda and logits.numel():
         from absorbed_mla.kernels.sampling.draw import draw_tokens
@@ -71,9 +70,7 @@ def weigh(logits: Tensor, numbers: Tensor) -> Tensor:
         int64 [rows, vocabulary].
     """
     temperature, _, min_p = numbers[:3].unsqueeze(-1)
-    most = logits.amax(-1, keepdim=True)
-    # The largest one may be infinite.
-    relative = torch.where(logits == most, 0.0, logits - most) / temperature.float()
+    relative = (logits - logits.amax(-1, keepdim=True)) / temperature.float()
     if relative.is_cuda or not len(relative):
         shares = relative.exp()
     else:
@@ -98,9 +95,9 @@ def draw_by_weights(logits: Tensor, weights: Tensor, numbers: Tensor, *, filters
     _, random, _, top_k, top_p, sampled = numbers.unsqueeze(-1)
     if filters:
         weights = _filtered(weights, logits, top_k, top_p)
-    # Of NaN nothing follows.
-    drawn = torch.where(weights.any(-1), find_place(weights, random).squeeze(-1), -1)
-    return torch.where((sampled.squeeze(-1) > 0) & (drawn >= 0), drawn, logits.argmax(-1))
+    tokens = _most_likely(logits)
+    drawn = find_place(weights, random).squeeze(-1)
+    return torch.where((sampled.squeeze(-1) > 0) & (tokens >= 0), drawn, tokens)
 
 
 def find_place(weights: Tensor, random: Tensor) -> Tensor:
@@ -117,6 +114,12 @@ def find_place(weights: Tensor, random: Tensor) -> Tensor:
     total = sums[:, -1:]
     target = (random * total).long().clamp(max=total - 1)
     return torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """:func:`most_likely` by PyTorch's functions."""
+    tokens = logits.argmax(-1)
+    return tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)
 
 
 def _readable(logits: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.decode_loop.conditions import why_never
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
+from absorbed_mla.generation.failures import Failures
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import prefill_graphs
@@ -296,10 +297,11 @@ class Engine:
         """:meth:`step` without what has ended before it."""
         self._passes = 0
         progress, step = self._run()
+        self._failures.begin_step(self._sampler.failed())
         context = self.host.context
         if progress is not None:
             self._count_step()
-            return progress
+            return [*self._whole(progress), *self._progress(self._records_of(step))]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -316,8 +318,22 @@ class Engine:
             )
         running = [n for n in step["active_request_ids"] if n in self.host.requests]
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
-        records |= {record.request_id: (record, True) for record in ended}
-        return list(self._progress(records))
+        return list(self._progress(records | self._records_of(step)))
+
+    def _records_of(self, step: dict) -> dict[int, tuple[DynamicInferenceRequestRecord, bool]]:
+        """By number, Megatron's records of the requests that a step has ended."""
+        ended = step["finished_request_records"]
+        return {record.request_id: (record, True) for record in ended}
+
+    def _whole(self, progress: Sequence[Progress]) -> Sequence[Progress]:
+        """Progress of the decode loop, whose tokens the sampler has, without those of failures."""
+        if not self._failures.any_in_step:
+            return progress
+        cut = []
+        for one in progress:
+            before = len(self._sampler.request(one.number).generated) - len(one.tokens)
+            cut.append(self._failures.cut(one, before))
+        return [one for one in cut if one.tokens or one.result]
 
     def _count_step(self) -> None:
         """Bring the statistics up to date after a forward pass."""
@@ -326,7 +342,7 @@ class Engine:
         self._counter.count(None if loop is None else loop.last)
 
     def _run(self) -> tuple[list[Progress] | None, dict]:
-        """A step: progress if the decode loop did all of it, else what Megatron's step returns."""
+        """A step: progress of what goes on, if the loop did all of it; what Megatron's returns."""
         loop = self.decode_loop
         if loop is None or self._replicas.any(not loop.applies()):
             if loop is not None:
@@ -340,8 +356,7 @@ class Engine:
         if done is None:
             return None, loop.finish()
         progress, ended = done
-        records = {record.request_id: (record, True) for record in ended}
-        return [*progress, *self._progress(records)], {}
+        return progress, {"finished_request_records": ended}
 
     def _decode_loop(self) -> DecodeLoop | None:
         """None where replicas share experts as Megatron has it: each step then asks all of them."""
@@ -377,6 +392,7 @@ class Engine:
         self._num_requests = self._idle_steps = 0
         self._sampling: dict[int, SamplingParams] = {}
         self._sampler.clear()
+        self._failures = Failures()
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
 
@@ -386,6 +402,7 @@ class Engine:
         Megatron has no way to abort a request; its step raises if the request's future is
         cancelled. One whose prompt is being read in chunks is aborted after that.
         """
+        self._to_abort |= self._failures.numbers
         if not self._to_abort:
             return
         host = self.host
@@ -399,7 +416,9 @@ class Engine:
             # It was evicted after it was told to stop.
             host.stop_word_finished_request_ids.discard(number)
             record = host.requests.pop(number).record
-            self._end(number, result_of(record, self._sampling[number], aborted=True))
+            result = result_of(record, self._sampling[number], aborted=True)
+            ended = self._failures.cut(Progress(number, [], result=result), len(result.tokens))
+            self._end(number, ended.result)
 
     def _end(self, number: int, result: Result) -> None:
         """Keep the result of a request that ends without a forward pass, for the next report."""
@@ -416,7 +435,8 @@ class Engine:
     ) -> Iterator[Progress]:
         """Progress by Megatron's record of every request, and whether the request has ended."""
         for number, (record, ended) in records.items():
-            new = count_tokens(record) - len(self._sampler.request(number).generated)
+            before = len(self._sampler.request(number).generated)
+            new = count_tokens(record) - before
             result = None
             if ended:
                 aborted = number in self._to_abort
@@ -424,7 +444,10 @@ class Engine:
             if new or ended:
                 progress = progress_of(record, number, new, result)
                 self._sampler.extend(number, progress.tokens)
-                yield progress
+                progress = self._failures.cut(progress, before)
+                if progress.tokens or ended:
+                    yield progress
+                result = progress.result
             if result is not None:
                 self._keep(number, result)
 

@@ -24,9 +24,9 @@ class Result:
             them.
         prompt_top_log_probs: At the same positions, those of the most likely tokens.
         finish: Why it ended: ``"stop"`` (a stop token), ``"length"`` (``max_tokens``),
-            ``"context"`` (the engine's ``max_sequence_length``), ``"abort"``, or ``""`` after an
-            error.
-        error: Why the request could not run, or ``""``.
+            ``"context"`` (the engine's ``max_sequence_length``), ``"abort"``, ``"error"`` (the
+            model's logits are NaN or infinite), or ``""`` if it could not run.
+        error: Why the request could not run or go on, or ``""``.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -76,6 +76,7 @@ class SampledRequest:
         generated: Tokens so far.
         in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
             penalty asks.
+        number: Of the request, if the sampler was told.
     """
 
     params: SamplingParams
@@ -83,6 +84,7 @@ class SampledRequest:
     prompt: Sequence[int]
     generated: list[int] = field(default_factory=list)
     in_prompt: Tensor | None = None
+    number: int = -1
     _numbers: tuple[float, float, int, float, bool] | None = None
 
     def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
@@ -141,12 +143,17 @@ class RequestSampler(Sampling):
     ) -> None:
         self._num_drafts, self._agree = num_speculative_tokens, agree
         self._requests: dict[int, SampledRequest] = {}
+        # Of the last step: requests whose logits had no token, with how many rows came before;
+        # and, if the sampler has drawn, all rows with what the device will tell of them.
+        self._failed: dict[int, int] = {}
+        self._rows: Sequence[_Row] = ()
+        self._have_no_token: Tensor | None = None
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
 
     def add(self, number: int, params: SamplingParams, seed: int, prompt: Sequence[int]) -> None:
         """Make a request known before its first step."""
-        self._requests[number] = SampledRequest(params, seed, prompt)
+        self._requests[number] = SampledRequest(params, seed, prompt, number=number)
 
     def extend(self, number: int, tokens: Iterable[int]) -> None:
         """Record tokens that a request has generated."""
@@ -156,6 +163,28 @@ class RequestSampler(Sampling):
         """A running request."""
         return self._requests[number]
 
+    def fail(self, number: int) -> None:
+        """Record that a step's logits had no token for a request."""
+        self._failed.setdefault(number, 0)
+
+    def failed(self) -> dict[int, int]:
+        """Requests for which the step that has ended had no token; forgotten then.
+
+        Returns:
+            By number, how many of the step's tokens come before the missing one: 0 but for drafts.
+        """
+        found, self._failed = self._failed, {}
+        flags, self._have_no_token = self._have_no_token, None
+        # The step has waited for its tokens, which come after these.
+        if flags is not None and flags.any():
+            before: dict[int, int] = {}
+            for row, flag in zip(self._rows, flags.tolist()):
+                number = row.request.number
+                if flag:
+                    found.setdefault(number, before.get(number, 0))
+                before[number] = before.get(number, 0) + 1
+        return found
+
     def remove(self, number: int) -> None:
         """Forget a request that has ended."""
         self._requests.pop(number, None)
@@ -163,6 +192,8 @@ class RequestSampler(Sampling):
     def clear(self) -> None:
         """Forget all requests."""
         self._requests.clear()
+        self._failed.clear()
+        self._have_no_token = None
 
     def sample_kernel(
         self,
@@ -184,7 +215,7 @@ class RequestSampler(Sampling):
             ahead = self._depth
         rows = [_Row(request, end + ahead) for request, _, end in self._running(context)[:n]]
         picked = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        tokens = self._drawn(picked, rows)
+        tokens = self._drawn(picked, rows, are_drafts=ahead > 0)
         if output is None:
             return tokens
         return output.copy_(tokens)
@@ -241,9 +272,16 @@ class RequestSampler(Sampling):
             f"logprobs_mode must be 'raw_logprobs', got {context.config.logprobs_mode!r}"
         )
 
-    def _drawn(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    def _drawn(self, logits: Tensor, rows: Sequence[_Row], *, are_drafts: bool = False) -> Tensor:
         tokens = draw(logits, rows)
-        return tokens if self._agree is None else self._agree(tokens)
+        if self._agree is not None:
+            tokens = self._agree(tokens)
+        if not are_drafts:
+            self._rows = rows
+            # Pinned memory: nobody waits.
+            self._have_no_token = (tokens < 0).to("cpu", non_blocking=True)
+        # The model reads them in the next step, before the request is ended.
+        return tokens.clamp_(min=0)
 
     def _running(self, context: DynamicInferenceContext) -> list[tuple[SampledRequest, int, int]]:
         """Running requests in the order of their rows, with the tokens before and after a step."""
@@ -265,7 +303,7 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
         rows: Their requests.
 
     Returns:
-        int64 [rows].
+        int64 [rows]; -1 where the largest logit is NaN or infinite.
     """
     logits = _without_stop_tokens(logits, rows)
     penalised = [i for i, row in enumerate(rows) if row.request.params.has_penalties]

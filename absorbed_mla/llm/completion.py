@@ -83,7 +83,11 @@ class Completion:
             if self._ends_with_stop_string(before):
                 return
         if stops:
+            before = len(self._text)
             self._show_all()
+            # What was held back may have one, which came before the token.
+            if self._ends_with_stop_string(before):
+                return
             output.finish_reason = "stop"
             output.stop_reason = token if token in params.stop_token_ids else None
         else:
@@ -126,7 +130,10 @@ class Completion:
         self._show_all()
         if self._ends_with_stop_string(before):
             return
-        self.output.finish_reason = "abort" if result.finish == "abort" else "length"
+        if result.finish == "error":
+            self.output.error = result.error
+        known = result.finish in ("abort", "error")
+        self.output.finish_reason = result.finish if known else "length"
 
 
 def position_logprobs(
@@ -145,8 +152,15 @@ def position_logprobs(
     ranks: dict[int, int | None] = {other: i + 1 for i, (other, _) in enumerate(best)}
     values = {token: log_prob, **dict(best)}
     return {
-        other: Logprob(
-            value, ranks.get(other), None if tokenizer is None else tokenizer.token_text(other)
-        )
+        other: Logprob(value, ranks.get(other), *_text_and_bytes(other, tokenizer))
         for other, value in values.items()
     }
+
+
+def _text_and_bytes(token: int, tokenizer: Tokenizer | None) -> tuple[str | None, bytes | None]:
+    if tokenizer is None:
+        return None, None
+    text = tokenizer.token_text(token)
+    # A tokenizer of the caller's may be without.
+    find = getattr(tokenizer, "token_bytes", None)
+    return text, text.encode(errors="replace") if find is None else find(token)

@@ -13,12 +13,16 @@ class Logprob:
         logprob: Before penalties, temperature and filters.
         rank: 1 for the most likely token; None for the generated token if it is not among the
             most likely ones that were asked for.
-        decoded_token: Text of the token alone; None without a tokenizer.
+        decoded_token: Text of the token alone, with U+FFFD for part of a character; None without
+            a tokenizer.
+        token_bytes: UTF-8 that the token adds to a text; those of all tokens join to it. None
+            without a tokenizer.
     """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 # The token of a position and the most likely ones there, by token id.
@@ -36,9 +40,11 @@ class CompletionOutput:
         cumulative_logprob: Sum over ``token_ids``; None unless ``logprobs`` asked for them.
         logprobs: One entry per token; None unless asked for.
         finish_reason: ``"stop"`` (end token, stop token or stop string), ``"length"``
-            (``max_tokens`` or the end of the context), ``"abort"``, or None while it runs.
+            (``max_tokens`` or the end of the context), ``"abort"``, ``"error"`` (the model failed;
+            what came before is kept), or None while it runs.
         stop_reason: The string of ``stop``, or the token of ``stop_token_ids``, that ended it; None
             for the model's own end token.
+        error: What failed, after ``"error"``.
     """
 
     index: int
@@ -48,6 +54,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
     @property
     def token_logprobs(self) -> list[float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from absorbed_mla.llm.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from absorbed_mla.generation.requests import Progress, Result
     from absorbed_mla.llm.runner import Abort, Add
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -163,7 +167,10 @@ class Requests:
         if progress.result is not None:
             del self._running[progress.number]
             self._add_prompt_logprobs(request, progress.result)
-            if progress.result.error:
+            if progress.result.finish == "error":
+                name = request.output.request_id
+                _logger.error("request %s has failed: %s", name, progress.result.error)
+            elif progress.result.error:
                 raise RuntimeError(f"the engine refused a request: {progress.result.error}")
         if completion.finished:
             return None

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from absorbed_mla.llm.server.service import Service
 
 MAX_MODEL_LEN = 512
+# The model fails at prompts with this byte, after the tokens that each of them wants before.
+FAILING = ord("!")
+FAILURE = "the model's logits are NaN"
 # Of every token, and of the next one in the order of the bytes.
 LOGPROB, SECOND = -0.25, -1.5
 
@@ -60,6 +63,8 @@ class FakeRunner:
         error: That the next step raises.
         dead: That the next check raises.
         step_seconds: Of a step.
+        tokens_before_failure: Of prompts with ``FAILING``.
+        log_prob: Of every token.
         aborted: Numbers of requests that were aborted.
         started: Set by the first step.
         num_steps: That have begun.
@@ -74,6 +79,8 @@ class FakeRunner:
         self.error: Exception | None = None
         self.dead: Exception | None = None
         self.step_seconds = 0.0
+        self.tokens_before_failure = 2
+        self.log_prob = LOGPROB
         self.aborted: list[int] = []
         self._running: dict[int, _Running] = {}
         self.num_added = 0
@@ -104,6 +111,10 @@ class FakeRunner:
 
     def _advance(self, number: int) -> Progress:
         one = self._running[number]
+        if FAILING in one.prompt and len(one.tokens) == self.tokens_before_failure:
+            del self._running[number]
+            failed = Result(one.tokens, finish="error", error=FAILURE)
+            return Progress(number, [], result=failed)
         place = (one.index + len(one.tokens)) % len(one.prompt)
         token = one.prompt[len(one.prompt) - 1 - place]
         one.tokens.append(token)
@@ -113,8 +124,8 @@ class FakeRunner:
         if stops or len(one.tokens) >= min(one.params.max_tokens or room, room):
             result = Result(one.tokens, finish="stop" if stops else "length")
             del self._running[number]
-        top = {token: LOGPROB, (token + 1) % 256: SECOND}
-        return Progress(number, [token], [LOGPROB], [top], result)
+        top = {token: self.log_prob, (token + 1) % 256: SECOND}
+        return Progress(number, [token], [self.log_prob], [top], result)
 
     def options(self) -> EngineOptions:
         return EngineOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -21,12 +22,17 @@ class DeviceStep:
         controller: Of Megatron's engine; its buffers get logits and tokens.
         context: Of the engine.
         draws: Draws by numbers.
+
+    Attributes:
+        drawn: The tokens of the last step by row, int64; -1 where the logits have none, for which
+            the model reads token 0.
     """
 
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext, draws: Draws
     ) -> None:
         self._controller, self._context, self._draws = controller, context, draws
+        self.drawn = torch.zeros_like(controller._sampled_tokens_cuda)
 
     def launch(self, count: int, graphs: StepGraphs | None, *, with_draws: bool) -> None:
         """Run the model and draw, by a graph where one holds a decode step of this size.
@@ -47,7 +53,9 @@ class DeviceStep:
             if captured is not kind:
                 self._draw(count, kind)
         if kind is None:
+            # The sampler knows by itself which rows have no token.
             self._controller._dynamic_step_sample_logits()
+            self.drawn.copy_(self._controller._sampled_tokens_cuda)
 
     def log_probs(self, count: int) -> Tensor:
         """Log-probabilities of the tokens of all requests, float32 [count], as Megatron's."""
@@ -70,4 +78,5 @@ class DeviceStep:
         if kind is not None:
             logits = self._controller._all_logits_cuda[0, :count]
             tokens = self._draws.draw(logits, kind)
-            self._controller._sampled_tokens_cuda[:count].copy_(tokens)
+            self.drawn[:count].copy_(tokens)
+            torch.clamp(tokens, min=0, out=self._controller._sampled_tokens_cuda[:count])

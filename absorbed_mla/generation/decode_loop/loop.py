@@ -153,6 +153,8 @@ class DecodeLoop:
         assert members is not None and self._rows is not None
         ahead = len(self._flights) > 1
         tokens = flight.landing.tokens()
+        if min(tokens) < 0:
+            tokens = self._note_failures(flight, tokens)
         ends = self._endings.of(flight, tokens)
         ended = ends.rows
         over = not ahead and self._all_end(flight, ended)
@@ -210,6 +212,13 @@ class DecodeLoop:
         """Launch the next step, if it is the loop's: the device is busy until it is asked for."""
         if self.launches_ahead and not self._flights and self._may_run():
             self._prepare_and_start(self.is_new())
+
+    def _note_failures(self, flight: Flight, tokens: Sequence[int]) -> list[int]:
+        """Record whose logits had no token; returns what the model reads instead of -1."""
+        for number, token in zip(flight.numbers, tokens):
+            if token < 0:
+                self._sampler.fail(number)
+        return [max(token, 0) for token in tokens]
 
     def _may_run(self) -> bool:
         """Whether the context's next step is one of the loop's."""
@@ -343,7 +352,7 @@ class DecodeLoop:
     def _start(self) -> None:
         """Send the device a step whose rows it has, and let it return the tokens."""
         rows, members, draws = self._rows, self._members, self._draws
-        controller, context = self._host.controller, self._host.context
+        context = self._host.context
         assert rows is not None and members is not None
         if draws.changes:
             self._begin_draws()
@@ -354,7 +363,7 @@ class DecodeLoop:
         landing = self._landings[0]
         self._landings.reverse()
         landing.expect(
-            controller._sampled_tokens_cuda[: rows.count],
+            self._device_step.drawn[: rows.count],
             self._device_step.log_probs(rows.count) if any(scores) else None,
         )
         self._flights.append(

@@ -132,8 +132,8 @@ def _scores(source_ptr, place, end):
 
 @triton.jit
 def _ordered(score):
-    """A score's bits as an int32 of the same order; of 0 and -0 the same."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    """A score's bits as an int32 of the same order; of -0 just before 0, which no bound tells."""
+    bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

@@ -26,7 +26,7 @@ def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool, piece: int = 
         piece: Tokens of a program.
 
     Returns:
-        int64 [rows].
+        int64 [rows]; -1 where the largest logit is NaN or infinite.
     """
     pieces = Pieces.of(logits, piece, filters=filters)
     tokens = torch.empty(pieces.rows, dtype=torch.int64, device=logits.device)

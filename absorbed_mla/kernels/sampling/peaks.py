@@ -9,14 +9,21 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.sampling.pieces import PIECE, WARPS, Pieces
-from absorbed_mla.kernels.sampling.weights import NOTHING, largest, load_piece, ordered
+from absorbed_mla.kernels.sampling.weights import (
+    NOTHING,
+    is_number,
+    largest,
+    load_piece,
+    logit_of,
+    ordered,
+)
 
 # Bits of a token's number.
 _TOKENS = tl.constexpr(0x7FFFFFFF)
 
 
 def find_most_likely(logits: Tensor, piece: int = PIECE) -> Tensor:
-    """The most likely token of each row, that of ``argmax``: the first NaN if there is one.
+    """The most likely token of each row, that of ``argmax``; -1 if the largest logit is no number.
 
     Args:
         logits: bf16, fp16 or fp32 [rows, vocabulary], last axis contiguous.
@@ -94,12 +101,14 @@ def load_peak(peaks_ptr, row, pieces, PIECES: tl.constexpr):
 
 
 @triton.jit
-def token_of(peak):
-    """Number of the most likely token."""
-    return (peak & _TOKENS) ^ _TOKENS
+def most_likely(peak):
+    """Number of the most likely token; -1 if its logit is NaN or infinite."""
+    token = (peak & _TOKENS) ^ _TOKENS
+    return tl.where(is_number(logit_of((peak >> 32).to(tl.int32))), token, -1)
 
 
 @triton.jit
 def _most_likely_kernel(peaks_ptr, tokens_ptr, pieces, PIECES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tl.store(tokens_ptr + row, token_of(load_peak(peaks_ptr, row, pieces, PIECES)))
+    peak = load_peak(peaks_ptr, row, pieces, PIECES)
+    tl.store(tokens_ptr + row, most_likely(peak))

@@ -19,12 +19,13 @@ from absorbed_mla.kernels.sampling.numbers import (
     least_share,
     load_number,
 )
-from absorbed_mla.kernels.sampling.peaks import load_peak, token_of
+from absorbed_mla.kernels.sampling.peaks import load_peak, most_likely
 from absorbed_mla.kernels.sampling.pieces import COLUMNS, HEAD, RECORD, WARPS, Pieces
 from absorbed_mla.kernels.sampling.thresholds import settle
 from absorbed_mla.kernels.sampling.weights import (
     NOTHING,
     count_in,
+    is_number,
     keys_of,
     load_piece,
     logit_of,
@@ -39,7 +40,10 @@ from absorbed_mla.kernels.sampling.weights import (
 def launch_place(
     logits: Tensor, numbers: Tensor, pieces: Pieces, tokens: Tensor, *, filters: bool
 ) -> None:
-    """Writes ``tokens``, int64 [rows]; of rows that are not sampled the most likely one."""
+    """Writes ``tokens``, int64 [rows]; of rows that are not sampled the most likely one.
+
+    -1 for a row whose largest logit is NaN or infinite.
+    """
     counted = pieces.counted.view(3 if filters else 1, -1)
     launch(
         _place_kernel,
@@ -93,9 +97,9 @@ def _place_kernel(
     row = tl.program_id(0).to(tl.int64)
     peak = load_peak(peaks_ptr, row, pieces, PIECES)
     most = logit_of((peak >> 32).to(tl.int32))
-    token = token_of(peak)
+    token = most_likely(peak)
     sampled = load_number(numbers_ptr, row, stride_number, stride_row, SAMPLED) > 0
-    if sampled & (most == most):
+    if sampled & is_number(most):
         piece = tl.arange(0, PIECES)
         there = piece < pieces
         place = (row * pieces + piece) * COLUMNS

@@ -36,6 +36,7 @@ from absorbed_mla.kernels.sampling.pieces import (
     Pieces,
 )
 from absorbed_mla.kernels.sampling.weights import (
+    is_number,
     keys_of,
     load_piece,
     logit_of,
@@ -159,7 +160,7 @@ def _threshold_kernel(
     sampled = load_number(numbers_ptr, row, stride_number, stride_row, SAMPLED) > 0
     most = logit_of((tl.load(head_ptr) >> 32).to(tl.int32))
     searched = top_k < vocabulary if BY_COUNT else top_p < 1
-    if searched & sampled & (most == most):
+    if searched & sampled & is_number(most):
         if BY_COUNT:
             goal = top_k.to(tl.int64)
         elif BEGINS:

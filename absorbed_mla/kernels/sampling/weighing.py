@@ -20,6 +20,7 @@ from absorbed_mla.kernels.sampling.peaks import load_peak
 from absorbed_mla.kernels.sampling.pieces import COLUMNS, COUNTING_WARPS, HEAD, WARPS, WAYS, Pieces
 from absorbed_mla.kernels.sampling.weights import (
     LOWEST,
+    is_number,
     keys_of,
     load_piece,
     logit_of,
@@ -82,8 +83,8 @@ def _weighing_kernel(
     sampled = load_number(numbers_ptr, row, stride_number, stride_row, SAMPLED) > 0
     record_ptr = records_ptr + row * record_length
     counted_ptr += (row * pieces + piece) * COLUMNS
-    # Of NaN nothing follows.
-    if sampled & (most == most):
+    # Of NaN and infinity nothing follows.
+    if sampled & is_number(most):
         temperature = load_number(numbers_ptr, row, stride_number, stride_row, TEMPERATURE)
         temperature = temperature.to(tl.float32)
         min_p = least_share(numbers_ptr, row, stride_number, stride_row)

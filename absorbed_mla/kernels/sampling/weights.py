@@ -64,6 +64,12 @@ def logit_of(bits):
 
 
 @triton.jit
+def is_number(logit):
+    """Whether a row whose largest logit this is can be drawn from: neither NaN nor infinite."""
+    return (logit > float("-inf")) & (logit < float("inf"))
+
+
+@triton.jit
 def load_piece(row_ptr, piece, vocabulary, PIECE: tl.constexpr):
     """fp32 logits [PIECE] of a piece, and which of them are in the vocabulary."""
     token = piece * PIECE + tl.arange(0, PIECE)
@@ -88,11 +94,11 @@ def weights_of(logits, inside, most, temperature, min_p):
     Args:
         logits: fp32, no NaN.
         inside: Whether they are in the vocabulary.
-        most: The largest of the row; also infinite.
+        most: The largest of the row, a finite number.
         temperature: fp32.
         min_p: fp32; smaller shares of the most likely token's probability count as 0.
     """
-    relative = tl.where(logits == most, 0.0, logits - most) * (1.0 / temperature)
+    relative = (logits - most) * (1.0 / temperature)
     share = tl.exp(relative)
     share = tl.where(inside & (share >= min_p), share, 0.0)
     return (share * SCALE).to(tl.int64)

@@ -17,16 +17,17 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.llm.outputs import RequestOutput
 from absorbed_mla.llm.server.metrics import Metrics
 from absorbed_mla.llm.server.protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    ModelFailed,
     Pieces,
     error_body,
     event,
+    require_no_failure,
 )
 from absorbed_mla.llm.server.service import MakePrompt, Service, ServiceStopped, Ticket, Update
 
@@ -70,6 +71,7 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
             HTTPException: _http_error,
             ValueError: _bad_request,
             ServiceStopped: _stopped,
+            ModelFailed: _failed,
             ClientDisconnect: _gone,
         },
     )
@@ -123,9 +125,12 @@ class _Routes:
             stack.callback(ticket.close)
             if not body.stream:
                 done = await _unless_disconnected(request, _last(ticket, len(prompts)))
-                return JSONResponse(answer.whole(done))
+                require_no_failure(done)
+                requests = [update.request for update in done]
+                return JSONResponse(answer.whole(requests))
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, ticket.next())
+            require_no_failure(first.values())
             pieces = Pieces(answer, params.n)
             stream = _EventStream(request, ticket, first, pieces, body.with_usage)
             stack.pop_all()
@@ -174,12 +179,15 @@ class _EventStream(Response):
                 events = self._pieces.of(news)
                 if events:
                     await _write(send, {**body, "body": events})
+                require_no_failure(news.values())
                 if self._ticket.is_over:
                     break
                 news = await self._ticket.next()
             end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
         except ServiceStopped as error:
             end = event(error_body(str(error), "server_error", 503))
+        except ModelFailed as error:
+            end = event(error_body(str(error), "server_error", 500))
         await _write(send, {**body, "body": end, "more_body": False})
 
 
@@ -221,11 +229,11 @@ async def _write(send: Send, message: Message) -> None:
         raise ClientDisconnect from error
 
 
-async def _last(ticket: Ticket, count: int) -> list[RequestOutput]:
-    """The outputs of all prompts at their ends."""
-    found: dict[int, RequestOutput] = {}
+async def _last(ticket: Ticket, count: int) -> list[Update]:
+    """The last updates of all prompts."""
+    found: dict[int, Update] = {}
     while not ticket.is_over:
-        found |= {i: update.request for i, update in (await ticket.next()).items()}
+        found |= await ticket.next()
     return [found[i] for i in range(count)]
 
 
@@ -259,6 +267,10 @@ async def _bad_request(request: Request, error: ValueError) -> Response:
 
 async def _stopped(request: Request, error: ServiceStopped) -> Response:
     return JSONResponse(error_body(str(error), "server_error", 503), 503)
+
+
+async def _failed(request: Request, error: ModelFailed) -> Response:
+    return JSONResponse(error_body(str(error), "server_error", 500), 500)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

@@ -7,20 +7,22 @@ for something that this server does not do, is refused.
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.conversations import with_text
 from absorbed_mla.llm.llm import LLM, Prompt
 from absorbed_mla.llm.outputs import Logprob, PositionLogprobs, RequestOutput
 from absorbed_mla.llm.server.service import Snapshot, Update
 
 Json = dict[str, Any]
-_json = json.JSONEncoder(ensure_ascii=False).encode
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 # Of all prompts of a request; more would keep the server from its other clients.
 _MAX_OUTPUTS = 1024
 # In place of minus infinity, which JSON lacks: that of a token that cannot be drawn.
@@ -58,6 +60,23 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
 )
+
+
+class ModelFailed(RuntimeError):
+    """The model has failed at a request, whose client is not to blame; others go on."""
+
+
+def require_no_failure(updates: Iterable[Update]) -> None:
+    """Check that no output has ended because the model failed.
+
+    Raises:
+        ModelFailed: If one has.
+    """
+    for update in updates:
+        # Outputs may have grown since the update.
+        for output, then in zip(update.request.outputs, update.outputs):
+            if then.finish_reason == "error":
+                raise ModelFailed(output.error)
 
 
 class StreamOptions(BaseModel):
@@ -161,10 +180,7 @@ class Message(BaseModel):
 
     def for_template(self) -> Json:
         """With its text as one string."""
-        fields = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            fields["content"] = "".join(part.text for part in self.content)
-        return fields
+        return with_text(self.model_dump(exclude_none=True))
 
 
 class ChatRequest(GenerationRequest):
@@ -246,7 +262,9 @@ class Answer:
         start = before.num_tokens if before else 0
         logprobs = None if now.logprobs is None else now.logprobs[start : now.num_tokens]
         content = self._content(text, role=None if before else "assistant")
-        return self._choice(index, content, now.finish_reason, logprobs, "delta")
+        # OpenAI has no such end: an event with the error comes next.
+        finish = None if now.finish_reason == "error" else now.finish_reason
+        return self._choice(index, content, finish, logprobs, "delta")
 
     def streamed(self) -> Json:
         """What all pieces have, beside choices and usage."""
@@ -327,11 +345,15 @@ def error_body(message: str, kind: str, status: int) -> Json:
 
 
 def _logprob(one: Logprob) -> float:
+    if math.isnan(one.logprob):
+        raise ModelFailed("the model's log-probabilities are NaN")
     return max(one.logprob, _LEAST_LOGPROB)
 
 
-def _token(token: int, text: str | None) -> str:
-    return f"token_id:{token}" if text is None else text
+def _token(token: int, one: Logprob) -> str:
+    if one.token_bytes is not None:
+        return one.token_bytes.decode(errors="replace")
+    return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
 
 
 def _chat_logprobs(positions: list[PositionLogprobs]) -> Json:
@@ -339,9 +361,9 @@ def _chat_logprobs(positions: list[PositionLogprobs]) -> Json:
     for place in positions:
         entries = [
             {
-                "token": _token(token, one.decoded_token),
+                "token": _token(token, one),
                 "logprob": _logprob(one),
-                "bytes": list((one.decoded_token or "").encode()),
+                "bytes": None if one.token_bytes is None else list(one.token_bytes),
             }
             for token, one in place.items()
         ]
@@ -352,16 +374,40 @@ def _chat_logprobs(positions: list[PositionLogprobs]) -> Json:
 
 
 def _text_logprobs(positions: list[PositionLogprobs]) -> Json:
-    tokens = [next(iter(place.items())) for place in positions]
+    # The first name is that of the generated token.
+    named = [dict(zip(_names(place), place.values())) for place in positions]
     return {
-        "tokens": [_token(token, one.decoded_token) for token, one in tokens],
-        "token_logprobs": [_logprob(one) for _, one in tokens],
-        "top_logprobs": [
-            {_token(token, one.decoded_token): _logprob(one) for token, one in place.items()}
-            for place in positions
-        ],
+        "tokens": [next(iter(place)) for place in named],
+        "token_logprobs": [_logprob(next(iter(place.values()))) for place in named],
+        "top_logprobs": [{name: _logprob(one) for name, one in place.items()} for place in named],
     }
 
 
+def _names(place: PositionLogprobs) -> list[str]:
+    """A name of each token of a position: its text, unless another one has it or it has none."""
+    names: list[str] = []
+    for token, one in place.items():
+        name = _text_name(one)
+        names.append(f"token_id:{token}" if name is None or name in names else name)
+    return names
+
+
+def _text_name(one: Logprob) -> str | None:
+    """The text that a token adds; OpenAI's name of bytes that are part of a character."""
+    if one.token_bytes is None:
+        return one.decoded_token
+    try:
+        return one.token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token_bytes)
+
+
 def _prompt_position(place: PositionLogprobs) -> Json:
-    return {str(token): {**vars(one), "logprob": _logprob(one)} for token, one in place.items()}
+    return {
+        str(token): {
+            "logprob": _logprob(one),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
+        for token, one in place.items()
+    }

@@ -12,6 +12,7 @@ from checks.mutations import (
     kernels,
     layer,
     prefix_cache,
+    serving,
     sparse_attention,
     training,
 )
@@ -29,6 +30,7 @@ _PARTS = (
     training,
     conversion,
     prefix_cache,
+    serving,
 )
 MUTATIONS: dict[str, Mutation] = {
     name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.generation.drawing import draw_by_numbers, weigh
+from absorbed_mla.generation.drawing import draw_by_numbers, most_likely, weigh
 from absorbed_mla.generation.sampler import (
     SampledRequest,
     _Row,
@@ -224,14 +224,28 @@ def test_filters_that_leave_all_change_nothing():
 
 
 @pytest.mark.parametrize("filters", [False, True])
-def test_rows_of_anything(filters):
-    """Padding: any token of the vocabulary; the first NaN, if there is one."""
-    logits = torch.randn(5, 300)
+def test_rows_without_a_token(filters):
+    """The largest logit is NaN or infinite; the others are not affected."""
+    logits = torch.randn(6, 300)
     logits[0], logits[1, [5, 7]], logits[2, ::2] = torch.nan, torch.nan, torch.inf
     logits[3], logits[4] = -torch.inf, torch.inf
-    numbers = table_of([{"top_k": 7, "top_p": 0.5, "random": 0.99}] * 5, 300)
-    found = draw_by_numbers(logits, numbers, filters=filters)
-    assert ((found >= 0) & (found < 300)).all() and found[:2].tolist() == [0, 5]
+    rows = [{"top_k": 7, "top_p": 0.5, "random": 0.99}, {"sampled": 0}]
+    for kind in rows:
+        found = draw_by_numbers(logits, table_of([kind] * 6, 300), filters=filters).tolist()
+        assert found[:5] == [-1] * 5 and 0 <= found[5] < 300
+    assert most_likely(logits).tolist() == [*[-1] * 5, logits[5].argmax()]
+
+
+def test_exact_ties_at_top_p_and_min_p():
+    """Tokens with exactly that part of the sum are enough; one with exactly that share is left."""
+    logits = torch.full((6, 40), -torch.inf)
+    logits[:, [3, 9, 20, 30]] = 2.0
+    last = {"random": 1 - 2.0**-53}
+    parts = (0.25, 0.5, 0.75, 0.25 + 2.0**-40, 0.5 + 2.0**-40, 1 - 2.0**-53)
+    numbers = table_of([{"top_p": part, **last} for part in parts], 40)
+    assert draw_by_numbers(logits, numbers, filters=True).tolist() == [3, 9, 20, 9, 20, 30]
+    numbers = table_of([{"min_p": 1.0, **last}] * 6, 40)
+    assert draw_by_numbers(logits, numbers, filters=False).tolist() == [30] * 6
 
 
 def test_random_numbers():

@@ -75,6 +75,11 @@ def hostile_scores(kind: str, shape) -> torch.Tensor:
     if kind == "ties":
         scores = scores.mul(2).round()
         scores[..., ::3] *= -0.0
+    elif kind == "zeros":
+        # Of both signs, and nothing above them.
+        scores = -scores.abs()
+        scores[..., ::3] = -0.0
+        scores[..., 1::5] = 0.0
     elif kind == "equal":
         scores = torch.zeros(shape)
     elif kind == "infinite":
@@ -92,7 +97,7 @@ def hostile_scores(kind: str, shape) -> torch.Tensor:
     return scores.to(DEVICE)
 
 
-KINDS = ["random", "ties", "equal", "infinite", "tiny", "close", "periodic"]
+KINDS = ["random", "ties", "zeros", "equal", "infinite", "tiny", "close", "periodic"]
 
 
 @pytest.mark.no_cover

@@ -180,7 +180,7 @@ def test_the_batch_does_not_matter():
 
 
 def test_most_likely():
-    """As ``argmax``: the first of equal ones, the first NaN, and infinities."""
+    """As ``argmax``: the first of equal ones; none where the largest is NaN or infinite."""
     logits = torch.randn(7, 2 * PIECE + 5, generator=generator(0)).to(DEVICE)
     logits[0, [PIECE + 3, PIECE + 4, 9]] = 50.0
     logits[1, [PIECE, 2 * PIECE]] = NAN
@@ -191,9 +191,11 @@ def test_most_likely():
     logits[6, [4, 5]] = torch.tensor([INF, -NAN], device=DEVICE)
     for dtype in DTYPES:
         own = logits.to(dtype)
-        assert torch.equal(find_most_likely(own), own.argmax(-1))
+        found = own.argmax(-1)
+        found[[1, 2, 3, 6]] = -1
+        assert torch.equal(find_most_likely(own), found)
         sampled = numbers_of([{"sampled": 0}] * 7, logits.shape[1])
-        assert torch.equal(draw_tokens(own, sampled, filters=False), own.argmax(-1))
+        assert torch.equal(draw_tokens(own, sampled, filters=False), found)
 
 
 def test_excluded_tokens_are_not_drawn():
@@ -206,14 +208,48 @@ def test_excluded_tokens_are_not_drawn():
     assert found.tolist() == [3, 3, PIECE + 19, PIECE + 19] * 2
 
 
-def test_rows_of_anything():
-    """Padding: the token is one of the vocabulary."""
+def test_rows_without_a_token():
+    """NaN, also one that is negative, and infinities; the others are not affected."""
     vocabulary = PIECE + 77
-    logits = torch.randn(6, vocabulary, generator=generator(0)).to(DEVICE)
-    logits[0], logits[1, 5], logits[2, ::2], logits[3] = NAN, NAN, INF, -INF
+    logits = torch.randn(7, vocabulary, generator=generator(0)).to(DEVICE)
+    logits[0], logits[1, 5], logits[2, PIECE + 3], logits[3] = NAN, NAN, INF, -INF
     logits[4, 3], logits[5] = -NAN, INF
-    for kind in ({}, {"min_p": 0.5, "top_k": 9, "top_p": 0.1}):
-        numbers = numbers_of([kind] * 6, vocabulary)
-        for filters in (False, True):
-            found = draw_tokens(logits, numbers, filters=filters)
-            assert ((found >= 0) & (found < vocabulary)).all()
+    for dtype in DTYPES:
+        own = logits.to(dtype)
+        for kind in ({}, {"min_p": 0.5, "top_k": 9, "top_p": 0.1}):
+            numbers = numbers_of([kind] * 7, vocabulary)
+            for filters in (False, True):
+                found = draw_tokens(own, numbers, filters=filters).tolist()
+                assert found[:6] == [-1] * 6
+                assert found[6:] == draw_tokens(own[6:], numbers[:, 6:], filters=filters).tolist()
+                assert 0 <= found[6] < vocabulary
+
+
+def test_exact_ties_at_top_p():
+    """Tokens with exactly that part of the sum are enough; a little more, and one more is left."""
+    logits = torch.full((8, PIECE + 5), -INF, device=DEVICE)
+    logits[:, [3, 9, PIECE, PIECE + 4]] = 2.0
+    parts = (0.25, 0.5, 0.75, 1 - 2.0**-53)
+    exact = [{"top_p": part, "random": 1 - 2.0**-53} for part in parts]
+    more = [{**row, "top_p": min(row["top_p"] + 2.0**-40, 1 - 2.0**-53)} for row in exact]
+    numbers = table_of([*exact, *more], PIECE + 5, DEVICE)
+    found = draw_tokens(logits, numbers, filters=True).tolist()
+    assert found == [3, 9, PIECE, PIECE + 4, 9, PIECE, PIECE + 4, PIECE + 4]
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_exact_ties_at_min_p(filters):
+    """A token with exactly that share is left, one with a little less is not."""
+    logits = torch.full((4, PIECE + 5), -INF, device=DEVICE)
+    logits[:, 3], logits[:, PIECE + 2] = 2.0, 1.0
+    plain = table_of([{}] * 4, PIECE + 5, DEVICE)
+    # Exact: fp32 of that scale.
+    share = kernel_weights(logits, plain)[0, PIECE + 2].item() / 2**40
+    assert 0.3 < share < 0.4
+    least = (share, share + 2.0**-50, 1.0, share - 2.0**-50)
+    rows = [{"min_p": value, "random": 1 - 2.0**-53, "top_k": 2} for value in least]
+    numbers = table_of(rows, PIECE + 5, DEVICE)
+    found = draw_tokens(logits, numbers, filters=filters).tolist()
+    assert found == [PIECE + 2, 3, 3, PIECE + 2]
+    logits[:, 9] = 2.0
+    assert draw_tokens(logits, numbers, filters=filters)[2].item() == 9

@@ -12,7 +12,7 @@ import pytest
 
 from absorbed_mla import SamplingParams
 from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
-from tests.support.llm import ChatBytes, FakeRunner, expected_text, fake_llm
+from tests.support.llm import FAILURE, ChatBytes, FakeRunner, expected_text, fake_llm
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -153,6 +153,17 @@ class TestCtrlC:
             reached.append(2)
         assert reached == [1]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_failure_of_the_model(caplog):
+    """Said where it cannot be overlooked; the other outputs are whole."""
+    outputs = fake_llm().generate(["no!", "fine"], PARAMS, use_tqdm=False)
+    [failed], [fine] = (output.outputs for output in outputs)
+    assert (failed.finish_reason, failed.error, failed.text) == ("error", FAILURE, "!o")
+    assert (fine.finish_reason, fine.error) == ("length", None)
+    assert fine.text == expected_text("fine", tokens=8)
+    [record] = caplog.records
+    assert record.levelname == "ERROR" and FAILURE in record.message
 
 
 class _Template(ChatBytes):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import urllib.request
 
 import pytest
-from openai import OpenAI
+from openai import APIError, InternalServerError, OpenAI
 
-from tests.support.llm import LOGPROB, SECOND, expected_text, serving
+from absorbed_mla.llm.outputs import Logprob
+from absorbed_mla.llm.server.protocol import _text_logprobs
+from tests.support.llm import FAILURE, LOGPROB, SECOND, expected_text, serving
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,24 @@ class TestCompletions:
         assert choice.logprobs.top_logprobs[0] == {"b": LOGPROB, "c": SECOND}
         assert complete(client, "ab").choices[0].logprobs is None
 
+    def test_logprobs_of_tokens_with_the_same_text(self, client):
+        """Both are U+FFFD alone: neither hides the other, and clients find the generated one."""
+        [choice] = complete(client, "é", max_tokens=2, logprobs=2).choices
+        assert choice.logprobs.tokens == ["bytes:\\xa9", "bytes:\\xc3"]
+        assert choice.logprobs.top_logprobs == [
+            {"bytes:\\xa9": LOGPROB, "bytes:\\xaa": SECOND},
+            {"bytes:\\xc3": LOGPROB, "bytes:\\xc4": SECOND},
+        ]
+        # The end of a text and its neighbour have none at all.
+        place = {256: Logprob(-1.0, 1, "", b""), 300: Logprob(-2.0, 2, "", b"")}
+        assert _text_logprobs([place]) == {
+            "tokens": [""],
+            "token_logprobs": [-1.0],
+            "top_logprobs": [{"": -1.0, "token_id:300": -2.0}],
+        }
+        place = {7: Logprob(-1.0, 1), 8: Logprob(-2.0, 2)}
+        assert _text_logprobs([place])["top_logprobs"] == [{"token_id:7": -1.0, "token_id:8": -2.0}]
+
     def test_text_beyond_ascii(self, client):
         answer = complete(client, "é", max_tokens=2)
         # Its two bytes backwards are no character.
@@ -116,6 +137,15 @@ class TestChat:
         assert [one.token for one in first.top_logprobs] == [";"] and second.token == "i"
         [choice] = chat(client, "hi", max_tokens=2, logprobs=True).choices
         assert choice.logprobs.content[0].top_logprobs == []
+
+    def test_bytes_join_to_the_text(self, client):
+        """Also those of tokens that are part of a character."""
+        fields = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+        [choice] = chat(client, "\u0441\u0430", **fields).choices
+        content = choice.logprobs.content
+        assert [one.bytes for one in content] == [[byte] for byte in b";\xb0\xd0"]
+        assert [one.bytes for one in content[1].top_logprobs] == [[0xB0], [0xB1]]
+        assert content[1].token == "\N{REPLACEMENT CHARACTER}"
 
 
 class TestStreams:
@@ -176,6 +206,46 @@ class TestStreams:
             *events, last, rest = answer.read().decode().split("\n\n")
         assert (last, rest) == ("data: [DONE]", "")
         assert all(event.startswith("data: {") for event in events)
+
+
+class TestFailures:
+    """The model fails at one request: its client is not to blame, and the others go on."""
+
+    def test_whole(self, client, caplog):
+        with pytest.raises(InternalServerError) as found:
+            complete(client, ["fine", "no!"], logprobs=0)
+        assert found.value.status_code == 500
+        assert found.value.body == {
+            "message": FAILURE,
+            "type": "server_error",
+            "param": None,
+            "code": 500,
+        }
+        assert f"has failed: {FAILURE}" in caplog.text
+        assert chat(client, "hi", max_tokens=3).choices[0].message.content == ";ih"
+
+    def test_streamed(self, client, served, monkeypatch):
+        """After the pieces that there are, an event with the error, and no end."""
+        found = []
+        with pytest.raises(APIError, match=FAILURE):
+            for piece in complete(client, "no!", logprobs=0, stream=True):
+                found.append(piece.choices[0].text)
+        assert "".join(found) == "!o"
+        # As long as nothing has been sent, an answer of its own.
+        monkeypatch.setattr(served.runner, "tokens_before_failure", 0)
+        with pytest.raises(InternalServerError, match=FAILURE):
+            complete(client, "no!", stream=True)
+
+    def test_counted(self, served):
+        assert metrics_of(served)['absorbed_mla_requests_total{finish_reason="error"}'] >= 2
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_log_probs_that_are_no_numbers(self, client, served, monkeypatch, stream):
+        """There is no JSON of them."""
+        monkeypatch.setattr(served.runner, "log_prob", math.nan)
+        with pytest.raises(APIError, match="the model's log-probabilities are NaN"):
+            list(complete(client, "abc", logprobs=1, stream=stream))
+        assert complete(client, "abc", max_tokens=3).choices[0].text == "cba"
 
 
 def test_models(client):

@@ -1,0 +1,134 @@
+"""Text, threads, Ctrl-C, and models that fail: ``LLM`` and the server."""
+
+from __future__ import annotations
+
+from checks.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "bytes_shown_while_they_may_change": Mutation(
+        "absorbed_mla/generation/text.py", "_LONGEST_WAIT = 64", "_LONGEST_WAIT = 4"
+    ),
+    "numbers_without_a_token_end_a_run": Mutation(
+        "absorbed_mla/generation/token_bytes.py",
+        "if token not in left_out and self._exists(token)",
+        "if token not in left_out",
+    ),
+    "long_runs_that_are_no_text_are_shown_as_text": Mutation(
+        "absorbed_mla/generation/text.py", "self._is_text = _begins_text(data)", "pass"
+    ),
+    "a_prompts_half_character_is_forgotten": Mutation(
+        "absorbed_mla/generation/text.py", "data = self._before + data", "pass"
+    ),
+    "added_tokens_are_names_of_bytes": Mutation(
+        "absorbed_mla/generation/token_bytes.py",
+        "bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()",
+        "bytes(table[c] for c in name if c in table)",
+    ),
+    "token_bytes_without_the_space_before": Mutation(
+        "absorbed_mla/generation/token_bytes.py",
+        "(twice[len(once) :] if twice.startswith(once) else once)",
+        "once",
+    ),
+    "log_probs_of_one_text_hide_each_other": Mutation(
+        "absorbed_mla/llm/server/protocol.py",
+        "if name is None or name in names else name)",
+        "if name is None else name)",
+    ),
+    "chat_bytes_of_the_text": Mutation(
+        "absorbed_mla/llm/server/protocol.py",
+        "list(one.token_bytes),",
+        'list((one.decoded_token or "").encode()),',
+    ),
+    "nan_draws_a_token": Mutation(
+        "absorbed_mla/generation/drawing.py",
+        "tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)",
+        "tokens",
+    ),
+    "infinity_draws_a_token": Mutation(
+        "absorbed_mla/kernels/sampling/weights.py",
+        """(logit > float("-inf")) & (logit < float("inf"))""",
+        "logit == logit",
+    ),
+    "loop_takes_no_notice_of_failures": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "                self._sampler.fail(number)\n",
+        "                pass\n",
+    ),
+    "sampler_takes_no_notice_of_failures": Mutation(
+        "absorbed_mla/generation/sampler.py",
+        "if flags is not None and flags.any():",
+        "if False:",
+    ),
+    "drafts_that_are_wrong_fail_a_request": Mutation(
+        "absorbed_mla/generation/failures.py",
+        "if place is not None and place < len(progress.tokens):",
+        "if place is not None:",
+    ),
+    "failed_requests_keep_what_came_after": Mutation(
+        "absorbed_mla/generation/failures.py", "result.tokens[:count]", "result.tokens"
+    ),
+    "failed_requests_run_on": Mutation(
+        "absorbed_mla/generation/engine.py",
+        "        self._to_abort |= self._failures.numbers\n",
+        "",
+    ),
+    "a_failure_is_an_answer": Mutation(
+        "absorbed_mla/llm/server/app.py", "                require_no_failure(done)\n", ""
+    ),
+    "nan_in_json": Mutation(
+        "absorbed_mla/llm/server/protocol.py", "if math.isnan(one.logprob):", "if False:"
+    ),
+    "top_p_leaves_a_token_too_many": Mutation(
+        "absorbed_mla/generation/drawing.py", "before >= limit", "before > limit"
+    ),
+    "top_p_kernel_leaves_a_token_too_many": Mutation(
+        "absorbed_mla/kernels/sampling/thresholds.py",
+        "(goal.to(tl.float64) < limit)",
+        "(goal.to(tl.float64) <= limit)",
+    ),
+    "min_p_leaves_out_a_tie": Mutation(
+        "absorbed_mla/generation/drawing.py", "~(shares >= min_p)", "~(shares > min_p)"
+    ),
+    "min_p_kernel_leaves_out_a_tie": Mutation(
+        "absorbed_mla/kernels/sampling/weights.py", "(share >= min_p)", "(share > min_p)"
+    ),
+    "threads_run_steps_at_once": Mutation(
+        "absorbed_mla/llm/llm.py", "with interrupts_deferred(), self._lock:", "if True:"
+    ),
+    "one_thread_keeps_the_lock": Mutation(
+        "absorbed_mla/llm/exclusive.py",
+        "            with self._waiting:\n",
+        "            if True:\n",
+    ),
+    "first_call_to_end_puts_the_model_to_sleep": Mutation(
+        "absorbed_mla/llm/llm.py",
+        "if self._woken_by_call and not self._num_calls:",
+        "if self._woken_by_call:",
+    ),
+    "ctrl_c_within_a_step": Mutation(
+        "absorbed_mla/llm/exclusive.py", "if not in_main or", "if True or not in_main or"
+    ),
+    "ctrl_c_for_ever": Mutation(
+        "absorbed_mla/llm/exclusive.py",
+        "        if self.received is not None:\n",
+        "        if False:\n",
+    ),
+    "interrupted_requests_run_on": Mutation(
+        "absorbed_mla/llm/llm.py",
+        "                    self._requests.abort(name)\n",
+        "                    pass\n",
+    ),
+    "errors_of_ended_ranks_are_lost": Mutation(
+        "absorbed_mla/llm/workers.py",
+        "        if error is not None:\n            self._fail(rank, error)\n",
+        "",
+    ),
+    "content_parts_as_python_has_them": Mutation(
+        "absorbed_mla/llm/conversations.py",
+        """return {**message, "content": "".join(map(_text_of, content))}""",
+        "return message",
+    ),
+    "variables_of_the_template_are_dropped": Mutation(
+        "absorbed_mla/llm/conversations.py", "not in _NOT_HERE}, **variables}", "not in _NOT_HERE}}"
+    ),
+}
