@@ -101,7 +101,11 @@ def _run(
     ended: list[RequestOutput] = []
     while llm.has_unfinished_requests():
         for request in llm.step():
-            output.show(int(request.request_id), request.outputs[0])
+            number, [completion] = int(request.request_id), request.outputs
+            if completion.error is not None:
+                output.fail(number, completion.error)
+                continue
+            output.show(number, completion)
             ended += [request] if request.finished else []
     seconds, failed = time.perf_counter() - begin, len(prompts) - len(ended)
     generated = sum(len(request.outputs[0].token_ids) for request in ended)

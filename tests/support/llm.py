@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -211,6 +212,16 @@ def serving(api_key: str | None = None) -> Iterator[Served]:
         thread.join(20)
         service.stop()
     assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal: where tests run in the background, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until(condition, seconds: float = 10.0) -> None:

@@ -17,17 +17,16 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.server.failures import ModelFailed, require_no_failure
 from absorbed_mla.llm.server.metrics import Metrics
 from absorbed_mla.llm.server.protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    ModelFailed,
     Pieces,
     error_body,
     event,
-    require_no_failure,
 )
 from absorbed_mla.llm.server.service import MakePrompt, Service, ServiceStopped, Ticket, Update
 

@@ -7,10 +7,9 @@ for something that this server does not do, is refused.
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,15 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.conversations import with_text
 from absorbed_mla.llm.llm import LLM, Prompt
-from absorbed_mla.llm.outputs import Logprob, PositionLogprobs, RequestOutput
+from absorbed_mla.llm.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.llm.server.logprobs import Json, chat_logprobs, prompt_position, text_logprobs
 from absorbed_mla.llm.server.service import Snapshot, Update
 
-Json = dict[str, Any]
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 # Of all prompts of a request; more would keep the server from its other clients.
 _MAX_OUTPUTS = 1024
-# In place of minus infinity, which JSON lacks: that of a token that cannot be drawn.
-_LEAST_LOGPROB = -9999.0
 # Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
 # a template of the client's.
 _NOT_FOR_CLIENTS = {
@@ -60,23 +57,6 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
 )
-
-
-class ModelFailed(RuntimeError):
-    """The model has failed at a request, whose client is not to blame; others go on."""
-
-
-def require_no_failure(updates: Iterable[Update]) -> None:
-    """Check that no output has ended because the model failed.
-
-    Raises:
-        ModelFailed: If one has.
-    """
-    for update in updates:
-        # Outputs may have grown since the update.
-        for output, then in zip(update.request.outputs, update.outputs):
-            if then.finish_reason == "error":
-                raise ModelFailed(output.error)
 
 
 class StreamOptions(BaseModel):
@@ -250,7 +230,7 @@ class Answer:
                 choice = self._choice(index, content, one.finish_reason, one.logprobs, "message")
                 if request.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = [
-                        None if place is None else _prompt_position(place)
+                        None if place is None else prompt_position(place)
                         for place in request.prompt_logprobs
                     ]
                 choices.append(choice)
@@ -286,7 +266,7 @@ class Answer:
     ) -> Json:
         shown = None
         if logprobs is not None:
-            shown = _chat_logprobs(logprobs) if self._chat else _text_logprobs(logprobs)
+            shown = chat_logprobs(logprobs) if self._chat else text_logprobs(logprobs)
         body = {name: content} if self._chat else content
         return {"index": index, **body, "logprobs": shown, "finish_reason": finish_reason}
 
@@ -342,72 +322,3 @@ def usage(requests: Collection[RequestOutput]) -> Json:
 def error_body(message: str, kind: str, status: int) -> Json:
     """An error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def _logprob(one: Logprob) -> float:
-    if math.isnan(one.logprob):
-        raise ModelFailed("the model's log-probabilities are NaN")
-    return max(one.logprob, _LEAST_LOGPROB)
-
-
-def _token(token: int, one: Logprob) -> str:
-    if one.token_bytes is not None:
-        return one.token_bytes.decode(errors="replace")
-    return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
-
-
-def _chat_logprobs(positions: list[PositionLogprobs]) -> Json:
-    content = []
-    for place in positions:
-        entries = [
-            {
-                "token": _token(token, one),
-                "logprob": _logprob(one),
-                "bytes": None if one.token_bytes is None else list(one.token_bytes),
-            }
-            for token, one in place.items()
-        ]
-        # The first is the generated token; the most likely ones have a rank.
-        ranked = [entry for entry, one in zip(entries, place.values()) if one.rank is not None]
-        content.append({**entries[0], "top_logprobs": ranked})
-    return {"content": content}
-
-
-def _text_logprobs(positions: list[PositionLogprobs]) -> Json:
-    # The first name is that of the generated token.
-    named = [dict(zip(_names(place), place.values())) for place in positions]
-    return {
-        "tokens": [next(iter(place)) for place in named],
-        "token_logprobs": [_logprob(next(iter(place.values()))) for place in named],
-        "top_logprobs": [{name: _logprob(one) for name, one in place.items()} for place in named],
-    }
-
-
-def _names(place: PositionLogprobs) -> list[str]:
-    """A name of each token of a position: its text, unless another one has it or it has none."""
-    names: list[str] = []
-    for token, one in place.items():
-        name = _text_name(one)
-        names.append(f"token_id:{token}" if name is None or name in names else name)
-    return names
-
-
-def _text_name(one: Logprob) -> str | None:
-    """The text that a token adds; OpenAI's name of bytes that are part of a character."""
-    if one.token_bytes is None:
-        return one.decoded_token
-    try:
-        return one.token_bytes.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token_bytes)
-
-
-def _prompt_position(place: PositionLogprobs) -> Json:
-    return {
-        str(token): {
-            "logprob": _logprob(one),
-            "rank": one.rank,
-            "decoded_token": one.decoded_token,
-        }
-        for token, one in place.items()
-    }

@@ -29,13 +29,18 @@ MUTATIONS = {
         "(twice[len(once) :] if twice.startswith(once) else once)",
         "once",
     ),
+    "stop_strings_held_back_are_missed": Mutation(
+        "absorbed_mla/llm/completion.py",
+        "return\n            output",
+        "pass\n            output",
+    ),
     "log_probs_of_one_text_hide_each_other": Mutation(
-        "absorbed_mla/llm/server/protocol.py",
+        "absorbed_mla/llm/server/logprobs.py",
         "if name is None or name in names else name)",
         "if name is None else name)",
     ),
     "chat_bytes_of_the_text": Mutation(
-        "absorbed_mla/llm/server/protocol.py",
+        "absorbed_mla/llm/server/logprobs.py",
         "list(one.token_bytes),",
         'list((one.decoded_token or "").encode()),',
     ),
@@ -76,7 +81,7 @@ MUTATIONS = {
         "absorbed_mla/llm/server/app.py", "                require_no_failure(done)\n", ""
     ),
     "nan_in_json": Mutation(
-        "absorbed_mla/llm/server/protocol.py", "if math.isnan(one.logprob):", "if False:"
+        "absorbed_mla/llm/server/logprobs.py", "if math.isnan(one.logprob):", "if False:"
     ),
     "top_p_leaves_a_token_too_many": Mutation(
         "absorbed_mla/generation/drawing.py", "before >= limit", "before > limit"

@@ -157,6 +157,15 @@ def test_pieces_join_to_what_decode_gives(name, data):
     assert "".join(found) == expected
 
 
+def test_what_decode_does_not_see():
+    """Numbers without a token, and special tokens: bytes on both sides of them are one run."""
+    euro = [BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
+    a, end = BYTE_FALLBACK.convert_tokens_to_ids("a"), BYTE_FALLBACK.eos_token_id
+    for other in (len(BYTE_FALLBACK) + 3, end):
+        found = pieces(HuggingFaceStream(BYTE_FALLBACK, [a]), [*euro[:2], other, euro[2], a])
+        assert "".join(found) == "€a"
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_no_piece_ends_within_a_character(name):
     """Every token of a Hebrew word is the end of a letter and the beginning of the next one."""

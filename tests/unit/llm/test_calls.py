@@ -12,7 +12,14 @@ import pytest
 
 from absorbed_mla import SamplingParams
 from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
-from tests.support.llm import FAILURE, ChatBytes, FakeRunner, expected_text, fake_llm
+from tests.support.llm import (
+    FAILURE,
+    ChatBytes,
+    FakeRunner,
+    ctrl_c_interrupts,
+    expected_text,
+    fake_llm,
+)
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -91,6 +98,11 @@ class TestThreads:
 
 class TestCtrlC:
     """Pressed in the middle of a step, it comes after the step."""
+
+    @pytest.fixture(autouse=True)
+    def ctrl_c(self):
+        with ctrl_c_interrupts():
+            yield
 
     @pytest.fixture
     def pressed(self, monkeypatch):

@@ -23,7 +23,7 @@ from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 from tests.support.hub_cache import as_snapshot
-from tests.support.llm import tiny_folder, until
+from tests.support.llm import ctrl_c_interrupts, tiny_folder, until
 
 # Scripts start their ranks with an interpreter of its own each.
 pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
@@ -154,7 +154,7 @@ def test_ctrl_c(folder, monkeypatch):
         monkeypatch.setattr(llm._runner, "step", press)
         for call in (llm.generate, lambda *args: list(llm.stream(*args))):
             steps.clear()
-            with pytest.raises(KeyboardInterrupt):
+            with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
                 call(PROMPTS, long)
             assert len(steps) == 3
         monkeypatch.undo()

@@ -12,7 +12,7 @@ import pytest
 from openai import APIError, InternalServerError, OpenAI
 
 from absorbed_mla.llm.outputs import Logprob
-from absorbed_mla.llm.server.protocol import _text_logprobs
+from absorbed_mla.llm.server.logprobs import text_logprobs
 from tests.support.llm import FAILURE, LOGPROB, SECOND, expected_text, serving
 
 
@@ -97,13 +97,13 @@ class TestCompletions:
         ]
         # The end of a text and its neighbour have none at all.
         place = {256: Logprob(-1.0, 1, "", b""), 300: Logprob(-2.0, 2, "", b"")}
-        assert _text_logprobs([place]) == {
+        assert text_logprobs([place]) == {
             "tokens": [""],
             "token_logprobs": [-1.0],
             "top_logprobs": [{"": -1.0, "token_id:300": -2.0}],
         }
         place = {7: Logprob(-1.0, 1), 8: Logprob(-2.0, 2)}
-        assert _text_logprobs([place])["top_logprobs"] == [{"token_id:7": -1.0, "token_id:8": -2.0}]
+        assert text_logprobs([place])["top_logprobs"] == [{"token_id:7": -1.0, "token_id:8": -2.0}]
 
     def test_text_beyond_ascii(self, client):
         answer = complete(client, "é", max_tokens=2)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.generation.engine import Engine
 from tests.support import needs
@@ -235,6 +236,20 @@ class TestFaults:
         ]
         assert "4 prompts (2 failed), 16 tokens" in done.err
         assert f"== 4: import os\n{continuation(run, 'import os')}\n" in done.out
+
+    def test_a_model_that_fails(self, run):
+        """Its logits for one prompt are NaN."""
+        forward = GPTModel.forward
+
+        def broken(model, input_ids, *args, **options):
+            output = forward(model, input_ids, *args, **options)
+            return output * torch.nan if (input_ids == ord("!")).any() else output
+
+        with mock.patch.object(GPTModel, "forward", broken):
+            done = run("--prompt", "a!", *FEW, "--ignore-eos")
+        assert done.code == 1
+        assert done.err.startswith("prompt 1: error: the model's logits are NaN or infinite")
+        assert "1 prompt (1 failed), 0 tokens" in done.err
 
     def test_a_cache_that_is_too_small(self, run):
         done = run("--prompt", "x" * 100, "--prompt", "a", *GREEDY, "--cache-tokens", 64)
