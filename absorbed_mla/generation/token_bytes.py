@@ -77,18 +77,19 @@ class TokenBytes:
         """Types of the steps of the tokenizer's decoder; none if it is not of ``tokenizers``."""
         if self._backend is None or self._backend.decoder is None or not self._decodes_as_usual():
             return []
-        made = json.loads(self._backend.decoder.__getstate__())
+        try:
+            made = json.loads(self._backend.decoder.__getstate__())
+        # One of somebody's own, in Python, has no type.
+        except Exception:
+            return []
         return [step["type"] for step in made.get("decoders", [made])]
 
     def _decodes_as_usual(self) -> bool:
         """Whether ``decode`` is what ``tokenizers`` decodes, and not a method of the model's."""
-        from transformers import PreTrainedTokenizerFast
-
         kind = type(self._tokenizer)
-        return all(
-            getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name)
-            for name in ("decode", "_decode")
-        )
+        methods = (getattr(kind, name, None) for name in ("decode", "_decode"))
+        usual = "transformers.tokenization_utils"
+        return all(getattr(one, "__module__", "").startswith(usual) for one in methods)
 
     def _special_tokens(self) -> frozenset[int]:
         if self._backend is None:

@@ -218,10 +218,14 @@ class ProcessRunner:
         raise error
 
     def _die(self, rank: int) -> NoReturn:
-        """Raise why a rank has ended: the error that it has reported, or its last lines."""
-        error = self._reported(rank)
-        if error is not None:
-            self._fail(rank, error)
+        """Raise why a rank has ended: the error that it has reported, or its last lines.
+
+        A ValueError of another rank is no consequence of this end, but may be its cause.
+        """
+        for other in (rank, *range(self._world)):
+            error = self._reported(other)
+            if isinstance(error, ValueError) or (other == rank and error is not None):
+                self._fail(other, error)
         process = self._processes[rank]
         try:
             code = process.wait(_GRACE)

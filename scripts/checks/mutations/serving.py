@@ -125,8 +125,11 @@ MUTATIONS = {
     ),
     "errors_of_ended_ranks_are_lost": Mutation(
         "absorbed_mla/llm/workers.py",
-        "        if error is not None:\n            self._fail(rank, error)\n",
-        "",
+        "error = self._reported(other)",
+        "error = None",
+    ),
+    "causes_of_ended_ranks_are_lost": Mutation(
+        "absorbed_mla/llm/workers.py", "(rank, *range(self._world))", "(rank,)"
     ),
     "content_parts_as_python_has_them": Mutation(
         "absorbed_mla/llm/conversations.py",

@@ -208,8 +208,8 @@ class _TwoRanks(ProcessRunner):
         "time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)",
     )
 
-    # Whether rank 0 has ended before anything is sent to it.
-    ENDS_FIRST = False
+    # Ranks that have ended before anything is sent to them.
+    ENDED: tuple[int, ...] = ()
 
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
@@ -220,8 +220,8 @@ class _TwoRanks(ProcessRunner):
             command = [sys.executable, "-c", code, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
         self._connections.append(ours)
-        if self.ENDS_FIRST and not rank:
-            self._processes[0].wait()
+        if rank in self.ENDED:
+            self._processes[rank].wait()
 
 
 class TestConsequences:
@@ -237,10 +237,18 @@ class TestConsequences:
     def test_an_error_of_its_own(self, monkeypatch, ends_first):
         """The other rank waits for ever, and is ended. An error is there after its rank's end."""
         monkeypatch.setattr(_TwoRanks, "RANKS", (_TwoRanks.RANKS[0], "time.sleep(1000)"))
-        monkeypatch.setattr(_TwoRanks, "ENDS_FIRST", ends_first)
+        monkeypatch.setattr(_TwoRanks, "ENDED", (0,) if ends_first else ())
         with pytest.raises(RuntimeError, match="connection closed by peer") as found:
             _TwoRanks(Path("folder"), self.OPTIONS)
         assert type(found.value) is RuntimeError
+
+    def test_the_cause_of_an_end(self, monkeypatch):
+        """Wrong options are what they are also where another rank, seen first, fell over them."""
+        refuses = "c.send(('error', ValueError('cache_tokens must be')))"
+        monkeypatch.setattr(_TwoRanks, "RANKS", ("os._exit(3)", refuses))
+        monkeypatch.setattr(_TwoRanks, "ENDED", (0, 1))
+        with pytest.raises(ValueError, match="cache_tokens must be"):
+            _TwoRanks(Path("folder"), self.OPTIONS)
 
     def test_an_error_while_nothing_runs(self, monkeypatch):
         """``check`` sees the end of a process first; then comes what it has written."""
