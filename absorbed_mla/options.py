@@ -1,4 +1,4 @@
-"""Options of the attention that Megatron's config has no field for."""
+"""Options of a layer that Megatron's config has no field for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ CORE_ATTENTION_BACKENDS = ("auto", *ATTENTION_BACKENDS.names())
 PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
 # How context-parallel ranks exchange latents.
 CP_COMM_TYPES = CP_STRATEGIES.names()
+# What no field of Megatron's config says of a model's router.
+ROUTER_OPTIONS = ("moe_router_group_score_topk", "moe_router_norm_topk_prob")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsorbedMLAOptions:
-    """How to execute an MLA layer. Every choice computes the same function of the same weights.
+    """How to execute an MLA layer, and what of the model Megatron's config cannot say.
+
+    ``latent_norm_eps`` and the two of the router belong to the model. Every choice of the others
+    computes the same function of the same weights.
 
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
@@ -73,6 +78,12 @@ class AbsorbedMLAOptions:
             fastest that can run.
         indexer_backend: Likewise of the indexer's selection and loss, in
             ``dsa/indexer_backends``.
+        moe_router_group_score_topk: With ``moe_router_num_groups``, the number of a group's best
+            experts whose scores' sum ranks it: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None takes
+            Megatron's, ``moe_router_topk // moe_router_group_topk`` (``deepseek_router.py``).
+        moe_router_norm_topk_prob: Whether the scores of a token's experts are divided by their sum,
+            ``norm_topk_prob`` of config.json. None takes Megatron's rule: sigmoid scores of
+            several experts are, others are not.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -93,6 +104,8 @@ class AbsorbedMLAOptions:
     muon_kv_up: str = "auto"
     sparse_attention_backend: str = "auto"
     indexer_backend: str = "auto"
+    moe_router_group_score_topk: int | None = None
+    moe_router_norm_topk_prob: bool | None = None
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
@@ -111,10 +124,14 @@ class AbsorbedMLAOptions:
             chunk = getattr(self, name)
             if not _is_count(chunk):
                 raise ValueError(f"{name} must be an integer of at least 1, got {chunk!r}")
-        resident = self.latent_cache_tokens
-        if resident is not None and not _is_count(resident):
+        for name in ("latent_cache_tokens", "moe_router_group_score_topk"):
+            count = getattr(self, name)
+            if count is not None and not _is_count(count):
+                raise ValueError(f"{name} must be None or an integer of at least 1, got {count!r}")
+        normalised = self.moe_router_norm_topk_prob
+        if not (normalised is None or isinstance(normalised, bool)):
             raise ValueError(
-                f"latent_cache_tokens must be None or an integer of at least 1, got {resident!r}"
+                f"moe_router_norm_topk_prob must be None, True or False, got {normalised!r}"
             )
         for name in ("batch_invariant", "train_on_cached_latents"):
             if not isinstance(getattr(self, name), bool):
@@ -137,6 +154,11 @@ class AbsorbedMLAOptions:
                 f"form={forms[0]!r} only, got form={self.form!r}, for which it must be one of "
                 f"auto, {', '.join(fitting)}"
             )
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether an option of the router is set, so that Megatron's own will not do."""
+        return any(getattr(self, name) is not None for name in ROUTER_OPTIONS)
 
     @classmethod
     def coerce(cls, options: AbsorbedMLAOptions | None) -> AbsorbedMLAOptions:

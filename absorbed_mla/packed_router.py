@@ -60,9 +60,12 @@ class PackedRouter(TopKRouter):
 def use_packed_router(
     block: TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules,
 ) -> None:
-    """Make :class:`PackedRouter` the router of all MoE layers of a block spec, in place."""
+    """Make :class:`PackedRouter` the router of all MoE layers of a block spec, in place.
+
+    Routers of another kind, such as ``DeepSeekRouter``, which is one, stay.
+    """
     for layer in block.layer_specs:
         inner = getattr(layer.submodules, "mtp_model_layer", layer)
         submodules = getattr(inner.submodules.mlp, "keywords", {}).get("submodules")
-        if isinstance(submodules, MoESubmodules):
+        if isinstance(submodules, MoESubmodules) and submodules.router is TopKRouter:
             submodules.router = PackedRouter

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
+from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
@@ -20,6 +21,7 @@ from checkpoint_conversion.manifest import (
     read_manifest,
     write_manifest,
 )
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.part_runner import (
     Committer,
     MemoryBudget,
@@ -38,6 +40,7 @@ from checkpoint_conversion.planning import (
 )
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
+from checkpoint_conversion.routing import only_megatrons
 from checkpoint_conversion.target_folder import (
     TargetFolder,
     check_places,
@@ -103,6 +106,8 @@ def convert(
     if not resume:
         refuse_existing(target, force, weights_of)
     checkpoint = open_checkpoint(source, hf_config, follow_links, drop_tokens)
+    if to == "hf":
+        _refuse_megatrons_routing(checkpoint.config)
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)
@@ -133,6 +138,15 @@ def convert(
         bytes_written=conversion.bytes_written,
         peak_rss=peak_resident(),
     )
+
+
+def _refuse_megatrons_routing(config: ModelConfig) -> None:
+    """Raise an error for a model whose config.json would describe another router."""
+    problems = only_megatrons(Fields(config.hugging_face, []))
+    if problems:
+        raise CheckpointError(
+            "transformers would choose other experts, or weigh them otherwise:", problems
+        )
 
 
 def memory_for(plan: ConversionPlan) -> int:

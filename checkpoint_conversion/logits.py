@@ -23,7 +23,7 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import stacked, to_megatron, without_mtp_layers
-from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
@@ -138,7 +138,7 @@ def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int 
     megatron_config = _megatron_config(args, qk_layernorm=not without_norms)
     model = GPTModel(
         megatron_config,
-        transformer_layer_spec=_block_spec(megatron_config, attention, args.latent_norm_epsilon),
+        transformer_layer_spec=_block_spec(megatron_config, attention, args),
         vocab_size=config.vocab_size,
         max_sequence_length=args.max_position_embeddings,
         # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
@@ -224,18 +224,23 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
     return MLATransformerConfig(**options, **_FUSED_PARTS_OFF)
 
 
-def _block_spec(megatron_config: Any, attention: str, latent_norm_eps: float) -> Any:
+def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
+    """Layers with either attention; a router of ours where Megatron's would choose otherwise."""
+    from absorbed_mla import AbsorbedMLAOptions
+    from absorbed_mla.deepseek_router import use_deepseek_router
+
+    options = AbsorbedMLAOptions(latent_norm_eps=args.latent_norm_epsilon, **router_options(args))
     if attention == "standard":
         from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
         from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 
         if megatron_config.experimental_attention_variant == "dsa":
-            return get_standard_dsa_decoder_block_spec(megatron_config)
-        return get_standard_mla_decoder_block_spec(megatron_config, backend="local")
-    from absorbed_mla import AbsorbedMLAOptions
+            block = get_standard_dsa_decoder_block_spec(megatron_config)
+        else:
+            block = get_standard_mla_decoder_block_spec(megatron_config, backend="local")
+        return use_deepseek_router(block, options)
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
-    options = AbsorbedMLAOptions(latent_norm_eps=latent_norm_eps)
     return get_absorbed_mla_decoder_block_spec(megatron_config, backend="local", options=options)
 
 

@@ -3,7 +3,8 @@
 With ``--use-checkpoint-args``, Megatron 0.19 takes from them what it calls model arguments:
 layers, widths, experts, vocabulary and more, but nothing of the attention.
 ``--multi-latent-attention`` with its ranks, head widths and rotary options, ``--norm-epsilon`` and
-the groups of the router must be on the command line again.
+the groups of the router must be on the command line again. What Megatron's router cannot do
+(``routing.py``) is on no command line of Megatron-LM's: its spec function must say so.
 
 Which layers are mixtures of experts is ``moe_layer_freq``: a number, a list, or an expression such
 as ``([0]*3+[1]*58)``.
@@ -20,7 +21,6 @@ from checkpoint_conversion.config_fields import (
     MOST_EXPERTS,
     Fields,
     Rotary,
-    routing_differences,
     shown,
 )
 from checkpoint_conversion.errors import CheckpointError
@@ -42,6 +42,13 @@ from checkpoint_conversion.model import (
     read_function,
 )
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
+from checkpoint_conversion.routing import (
+    ROUTER_OPTIONS,
+    ignored_notes,
+    read_routing_args,
+    routing_args,
+    routing_notes,
+)
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
@@ -147,31 +154,37 @@ def to_megatron_args(
     )
 
 
-def routing_notes(config: ModelConfig) -> list[str]:
-    """Where Megatron's router differs with the same weights, one line each.
+def router_options(args: Namespace) -> dict[str, object]:
+    """What ``AbsorbedMLAOptions`` must say of the router of a model with these arguments.
 
-    Raises:
-        CheckpointError: If config.json does not say what the model computes.
+    Args:
+        args: Of :func:`to_megatron_args`.
     """
-    routing = _function(config).routing
-    return routing_differences(routing, config.model_type) if routing else []
+    return {name: getattr(args, name, None) for name in ROUTER_OPTIONS}
+
+
+def model_notes(config: ModelConfig) -> list[str]:
+    """Where this package computes something else than the authors' code, one line each."""
+    return ignored_notes(Fields(config.hugging_face, []), config.model_type)
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:
     """Where Megatron computes something else with the same weights, one line each.
 
+    Those of :func:`model_notes` are among them.
+
     Raises:
         CheckpointError: If config.json does not say what the model computes.
     """
-    notes = routing_notes(config)
-    epsilon = _function(config).norm_epsilon
-    if epsilon != _LATENT_NORM_EPSILON:
+    function = _function(config)
+    notes = routing_notes(function.routing) if function.routing else []
+    if function.norm_epsilon != _LATENT_NORM_EPSILON:
         notes.append(
-            f"rms_norm_eps is {epsilon:g}: Hugging Face's norms inside the attention have "
-            f"{_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon (absorbed "
-            "MLA has latent_norm_eps)"
+            f"rms_norm_eps is {function.norm_epsilon:g}: Hugging Face's norms inside the attention "
+            f"have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
+            "(absorbed MLA has latent_norm_eps)"
         )
-    return notes
+    return [*notes, *model_notes(config)]
 
 
 def _function(config: ModelConfig) -> ModelFunction:
@@ -195,22 +208,13 @@ def _experts(config: ModelConfig, function: ModelFunction) -> dict[str, object]:
     routing = function.routing
     if routing is None:
         return {"num_experts": None, "moe_layer_freq": 1}
-    limited = routing.n_group > 1
-    normalised = routing.scoring_func == "softmax" and routing.norm_topk_prob
     shared = config.num_shared_experts * config.moe_ffn_hidden_size
     return {
         "num_experts": config.num_experts,
         "moe_layer_freq": [int(moe) for moe in config.moe_layers],
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_router_topk": routing.num_experts_per_tok,
-        "moe_router_score_function": routing.scoring_func,
-        "moe_router_pre_softmax": not normalised,
-        "moe_router_enable_expert_bias": routing.score_correction,
-        "moe_router_topk_scaling_factor": routing.routed_scaling_factor,
-        "moe_router_num_groups": routing.n_group if limited else None,
-        "moe_router_group_topk": routing.topk_group if limited else None,
-        "moe_router_dtype": "fp32",
+        **routing_args(routing),
     }
 
 
@@ -312,30 +316,11 @@ def _read_experts(fields: Fields) -> dict[str, object]:
 
 
 def _routing(fields: Fields) -> dict[str, object]:
-    scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
-    softmax = scores == "softmax"
+    routing = read_routing_args(fields)
+    softmax = routing["scoring_func"] == "softmax"
     if softmax and has_indexer_args(fields):
         fields.wrong("moe_router_score_function", "'sigmoid' with sparse attention")
-    bias = fields.boolean("moe_router_enable_expert_bias", default=False)
-    if bias == softmax:
-        fields.wrong("moe_router_enable_expert_bias", f"{not bias} with {scores} scores")
-    limited = fields.given("moe_router_group_topk")
-    pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
-    topk = fields.integer("moe_router_topk", MOST_EXPERTS)
-    greedy = "group_limited_greedy" if limited else "greedy"
-    return {
-        **_kind(fields, "deepseek_v2" if softmax else "deepseek_v3"),
-        "scoring_func": scores,
-        "topk_method": greedy if softmax else "noaux_tc",
-        "num_experts_per_tok": topk,
-        "n_group": fields.integer("moe_router_num_groups", MOST_EXPERTS) if limited else 1,
-        "topk_group": fields.integer("moe_router_group_topk", MOST_EXPERTS) if limited else 1,
-        # Megatron normalises sigmoid scores of several experts, and softmax over those chosen.
-        "norm_topk_prob": not pre_softmax if softmax else topk > 1,
-        "routed_scaling_factor": fields.number(
-            "moe_router_topk_scaling_factor", 1e-6, 1e6, default=1.0
-        ),
-    }
+    return {**_kind(fields, "deepseek_v2" if softmax else "deepseek_v3"), **routing}
 
 
 def _kind(fields: Fields, dense: str) -> dict[str, object]:

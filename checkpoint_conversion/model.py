@@ -12,14 +12,13 @@ from checkpoint_conversion.config_fields import (
     MOST_EXPERTS,
     Fields,
     Rotary,
-    Routing,
     dtype_name,
     read_rotary,
-    read_routing,
     shown,
 )
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.indexer import INTERLEAVED, Indexer, read_indexer
+from checkpoint_conversion.routing import Routing, read_routing
 
 # Model type: architectures that have its tensors. Moonlight and R1 are DeepSeek-V3s.
 _ARCHITECTURES = {

@@ -32,7 +32,7 @@ from checkpoint_conversion.logit_comparison import (
 )
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import without_mtp_layers
-from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
+from checkpoint_conversion.megatron_args import megatron_notes, model_notes
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
@@ -170,7 +170,7 @@ def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
         note
         for checkpoint in checkpoints
         if checkpoint.format != "hf"
-        for note in functions.get(checkpoint.format, routing_notes)(checkpoint.config)
+        for note in functions.get(checkpoint.format, model_notes)(checkpoint.config)
     ]
     return list(dict.fromkeys(notes))
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.unsupported import refuse_unsupported_config
 from specs.absorbed_mla_layers import AbsorbedMLAAttentionLayer, spec_by_config
@@ -116,9 +117,16 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
     submodules = replace(
         hybrid_stack_spec.submodules,
         mla_layer=replace(mla_layer, submodules=TransformerLayerSubmodules(self_attention=unused)),
-        **(_local_layers(parts) if parts.backend == "local" else {}),
+        **(_local_layers(parts) if parts.backend == "local" else _moe_layer(parts)),
     )
     return ModuleSpec(module=AbsorbedMLAHybridStack, params={"parts": parts}, submodules=submodules)
+
+
+def _moe_layer(parts: LayerParts) -> dict[str, ModuleSpec]:
+    """Megatron's layer of experts, with the router that the options ask for."""
+    layer = hybrid_stack_spec.submodules.moe_layer
+    mlp = with_router(layer.submodules.mlp, parts.options)
+    return {"moe_layer": replace(layer, submodules=replace(layer.submodules, mlp=mlp))}
 
 
 def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:

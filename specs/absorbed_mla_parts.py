@@ -22,12 +22,13 @@ from megatron.core.transformer.transformer_layer import (
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.core_attention.module import LatentCoreAttention
+from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.dsa.core_attention import SparseCoreAttention, SparseCoreAttentionSubmodules
 from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
 from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
 from absorbed_mla.packed_roll import correct_packed_roll, require_packed_roll
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
@@ -39,7 +40,7 @@ class LayerParts:
 
     Args:
         backend: ``"local"`` or ``"transformer_engine"``; None takes TransformerEngine if installed.
-        options: Execution options of the attention.
+        options: Of the layers.
 
     Raises:
         ValueError: If the backend is unknown or not installed, or the options are invalid.
@@ -72,7 +73,13 @@ class LayerParts:
             config: Of the model.
             moe: Whether it is a mixture of experts.
             mtp: Whether it is inside of a layer of multi-token prediction.
+
+        Raises:
+            ValueError: If options of the router are given for a model without experts.
         """
+        if self.options.chooses_experts and not config.num_moe_experts:
+            given = {name: getattr(self.options, name) for name in ROUTER_OPTIONS}
+            raise ValueError(f"num_moe_experts is None, and options of a router are given: {given}")
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
@@ -101,14 +108,17 @@ class LayerParts:
         norm_in_mlp = self.provider.fuse_layernorm_and_linear() and not moe
         return {
             "pre_mlp_layernorm": IdentityOp if norm_in_mlp else self.norm,
-            "mlp": get_mlp_module_spec_for_backend(
-                backend=self.provider,
-                # How many there are is the config's.
-                num_experts=1 if moe else None,
-                moe_grouped_gemm=grouped_gemm,
-            ),
+            "mlp": with_router(self._mlp(moe, grouped_gemm), self.options),
             "mlp_bda": get_bias_dropout_add,
         }
+
+    def _mlp(self, moe: bool, grouped_gemm: bool) -> Any:
+        return get_mlp_module_spec_for_backend(
+            backend=self.provider,
+            # How many there are is the config's.
+            num_experts=1 if moe else None,
+            moe_grouped_gemm=grouped_gemm,
+        )
 
     def mtp_layer(self, inner: ModuleSpec | None) -> ModuleSpec:
         """A layer of multi-token prediction.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from absorbed_mla.checkpoint.names import KV_DOWN, KV_UP, Q_DOWN, QKV_DOWN
 
 # Classes of ours that hold the whole weight on every tensor-parallel rank.
-for _name in ("DuplicatedLinear", "TEDuplicatedLinear", "PackedRouter"):
+for _name in ("DuplicatedLinear", "TEDuplicatedLinear", "PackedRouter", "DeepSeekRouter"):
     AutoMapping.register_module_type(_name, "replicated")
 
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from absorbed_mla.batch_invariant.requirements import declare_experts_in_order
+from absorbed_mla.deepseek_router import DeepSeekRouter
 from absorbed_mla.experts.dispatcher import GroupedDispatcher
 from absorbed_mla.experts.experts import GroupedExperts
 from absorbed_mla.experts.router import ChoosingRouter
@@ -104,17 +105,25 @@ def _grouped(layer: ModuleSpec, parity: bool) -> ModuleSpec:
 def _grouped_mlp(mlp: functools.partial, parity: bool) -> functools.partial:
     submodules = _submodules(mlp)
     experts = submodules.experts
-    assert experts.func is SequentialMLP and submodules.router is TopKRouter, submodules
+    assert experts.func is SequentialMLP, submodules
     submodules = replace(
         submodules,
         experts=functools.partial(GroupedExperts, **experts.keywords),
-        router=ChoosingRouter,
+        router=_choosing_router(submodules.router),
     )
     # A layer of another kind takes its dispatcher from the experts that it got.
     keywords = {**mlp.keywords, "submodules": submodules}
     if mlp.func is not MoELayer:
         return functools.partial(mlp.func, **keywords)
     return functools.partial(GroupedMoE, parity=parity, **keywords)
+
+
+def _choosing_router(router: Any) -> Any:
+    """What builds the router of grouped experts that chooses like another."""
+    if router is TopKRouter:
+        return ChoosingRouter
+    assert router.func is DeepSeekRouter, router
+    return functools.partial(ChoosingRouter, **router.keywords)
 
 
 def _submodules(mlp: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.deepseek_router import normalises, require_choice, topk_routing
+from absorbed_mla.options import AbsorbedMLAOptions
 
 # Ways of balancing that choose by scores alone in inference.
 _BY_SCORE = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
@@ -18,13 +19,17 @@ class ChoosingRouter(TopKRouter):
 
     Args:
         config: Of the model.
+        options: Those of the router are read; None for Megatron's choice.
         host: Arguments of Megatron's class.
 
     Raises:
-        ValueError: If ``moe_router_load_balancing_type`` chooses by more than scores.
+        ValueError: If ``moe_router_load_balancing_type`` chooses by more than scores, or the config
+            does not go with the options.
     """
 
-    def __init__(self, config, **host) -> None:
+    def __init__(self, config, *, options: AbsorbedMLAOptions | None = None, **host) -> None:
+        self.options = AbsorbedMLAOptions.coerce(options)
+        require_choice(config, self.options)
         super().__init__(config, **host)
         kinds = self.routing_type if isinstance(self.routing_type, list) else [self.routing_type]
         if set(kinds) - _BY_SCORE:
@@ -65,6 +70,8 @@ class ChoosingRouter(TopKRouter):
             raise ValueError("grouped experts are for inference: call model.eval() first")
         assert padding_mask is None, "for training"
         config, in_parts, logits = self.config, logits.dim() == 4, logits.flatten(-3, -2)
+        of_group = self.options.moe_router_group_score_topk
+        normalised = self.options.moe_router_norm_topk_prob
         if in_parts or (logits.is_cuda and self._is_one_pass()):
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.choice import choose_experts
@@ -76,9 +83,11 @@ class ChoosingRouter(TopKRouter):
                 bias=self.expert_bias,
                 groups=config.moe_router_num_groups,
                 group_topk=config.moe_router_group_topk,
+                group_score_topk=of_group,
+                normalize=normalises(self.score_function, self.topk, normalised),
                 scale=config.moe_router_topk_scaling_factor,
             )
-        return topk_routing_with_score_function(
+        return topk_routing(
             logits,
             self.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
@@ -89,6 +98,8 @@ class ChoosingRouter(TopKRouter):
             expert_bias=self.expert_bias,
             router_replay=self.router_replay,
             dense_output=True,
+            group_score_topk=of_group,
+            norm_topk_prob=normalised,
         )
 
     def _takes_parts(self, input: Tensor) -> bool:

@@ -24,6 +24,7 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.routing import ROUTER_OPTIONS
 
 _NONE = "The model, in the words of Megatron's arguments, is none that can be exported:"
 
@@ -122,7 +123,15 @@ def _arguments(model: GPTModel) -> dict[str, object]:
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_sequence_length,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        **_router_options(model),
     }
+
+
+def _router_options(model: GPTModel) -> dict[str, object]:
+    """What the options of the layers say of the router; a stage may have no experts."""
+    attention = (m for m in model.modules() if isinstance(m, AbsorbedMLASelfAttention))
+    layer = next(attention, None)
+    return {name: getattr(layer.options, name) for name in ROUTER_OPTIONS} if layer else {}
 
 
 def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:

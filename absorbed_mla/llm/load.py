@@ -33,7 +33,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.mapping import without_mtp_layers
-from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.megatron_args import model_notes, router_options, to_megatron_args
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
@@ -148,6 +148,8 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     if not options.num_speculative_tokens:
         tensors = without_mtp_layers(tensors, config)
         config = dataclasses.replace(config, mtp_layers=0)
+    for note in model_notes(config):
+        _logger.warning(note)
     dtype = model_dtype(options, checkpoint)
     args = to_megatron_args(config, dtype=dtype)
     grouped = _groups_experts(config, options, device, dtype)
@@ -278,6 +280,7 @@ def _build(
         latent_norm_eps=args.latent_norm_epsilon,
         latent_cache_dtype=options.latent_cache_dtype,
         batch_invariant=options.parity,
+        **router_options(args),
     )
     backend = megatron_config.transformer_impl
     spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)

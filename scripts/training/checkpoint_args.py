@@ -15,6 +15,7 @@ from checkpoint_conversion.megatron_args import (
     read_norm_epsilon,
     read_rotary_args,
 )
+from checkpoint_conversion.routing import ROUTER_OPTIONS
 from training.model import params_dtype
 from training.presets import ModelPreset
 
@@ -131,8 +132,35 @@ def _experts(fields: Fields) -> dict:
         ),
         scale: fields.number(scale, 1e-6, 1e6) if fields.given(scale) else None,
         **{name: _optional(fields, name, required=limited) for name in groups if limited},
+        **_router_options(fields, 1 if scores == "softmax" else 2),
         "moe_aux_loss_coeff": fields.number("moe_aux_loss_coeff", 0.0, 1e6, default=1e-4),
     }
+
+
+def _router_options(fields: Fields, best: int) -> dict:
+    """Options of the layers' router; None for Megatron's choice.
+
+    Args:
+        fields: Of the arguments.
+        best: Experts of a group that rank it in models with these scores.
+    """
+    group_score, normalised = ROUTER_OPTIONS
+    found = {
+        group_score: _optional(fields, group_score),
+        normalised: fields.boolean(normalised, False) if fields.given(normalised) else None,
+    }
+    groups = fields.raw("moe_router_group_topk")
+    # Of an earlier converter, which has this epsilon in its arguments but not those options.
+    unsaid = fields.given("latent_norm_epsilon") and not fields.null(group_score)
+    if unsaid and not fields.given(group_score) and isinstance(groups, int) and groups > 0:
+        topk = fields.integer("moe_router_topk", _MOST, default=2)
+        if topk // groups != best:
+            fields.wrong(
+                group_score,
+                f"None or an integer: Megatron ranks groups by the best {topk // groups} of their "
+                f"experts, models like this one by the best {best}; convert the model again",
+            )
+    return found
 
 
 def _sparse(fields: Fields) -> dict:

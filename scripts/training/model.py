@@ -17,7 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.deepseek_router import use_deepseek_router
 from absorbed_mla.dsa.warm_up import train_only_indexer
+from absorbed_mla.options import ROUTER_OPTIONS
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
@@ -26,7 +28,10 @@ from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset
 
 # Fields of a preset that are no fields of Megatron's config.
-_NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}
+_NOT_IN_CONFIG = {
+    *("vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"),
+    *ROUTER_OPTIONS,
+}
 # Begin the names of fields of sparse attention.
 _SPARSE = ("dsa_", "experimental_attention_variant")
 
@@ -137,6 +142,7 @@ def build_model(
                 "Megatron's MLASelfAttention is dense"
             )
         block = get_standard_mla_decoder_block_spec(config, backend=config.transformer_impl)
+        block = use_deepseek_router(block, _model_options(model, AbsorbedMLAOptions()))
     else:
         options = AbsorbedMLAOptions(form=args.form, down_projection=args.down_projection)
         block = _absorbed_block(config, model, options)
@@ -173,9 +179,15 @@ def absorbed_gpt(
 def _absorbed_block(
     config: MLATransformerConfig, model: ModelPreset, options: AbsorbedMLAOptions
 ) -> TransformerBlockSubmodules:
-    options = options.replace(latent_norm_eps=model.latent_norm_eps)
+    options = _model_options(model, options)
     backend = config.transformer_impl
     return get_absorbed_mla_decoder_block_spec(config, backend=backend, options=options)
+
+
+def _model_options(model: ModelPreset, options: AbsorbedMLAOptions) -> AbsorbedMLAOptions:
+    """Options with those that belong to the model."""
+    own = {name: getattr(model, name) for name in ROUTER_OPTIONS}
+    return options.replace(latent_norm_eps=model.latent_norm_eps, **own)
 
 
 def _gpt(

@@ -17,6 +17,7 @@ class ModelPreset:
         moe_shared_expert_intermediate_size: Total width of the shared experts; None without them.
         latent_norm_eps: Epsilon of the norms inside the attention, which is 1e-6 in Hugging Face's
             models whatever ``layernorm_epsilon`` is.
+        moe_router_group_score_topk: Option of the layers, as is the next; None: Megatron's choice.
         experimental_attention_variant: ``"dsa"`` for sparse attention, with an indexer of the
             ``dsa_indexer_*`` fields; None for dense attention.
     """
@@ -51,6 +52,8 @@ class ModelPreset:
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = None
+    moe_router_norm_topk_prob: bool | None = None
     moe_router_enable_expert_bias: bool = True
     moe_aux_loss_coeff: float = 1e-4
     experimental_attention_variant: str | None = None
@@ -271,6 +274,7 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
         # Routing groups limit the nodes that a token is sent to; a small model fits on one node.
         moe_router_num_groups=None,
         moe_router_group_topk=None,
+        moe_router_group_score_topk=None,
         dsa_indexer_n_heads=shrink(preset.dsa_indexer_n_heads, 4),
         dsa_indexer_head_dim=_power_of_two(preset.dsa_indexer_head_dim, head_factor),
         dsa_indexer_topk=shrink(preset.dsa_indexer_topk, 16),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from checkpoint_conversion import logits
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
@@ -26,7 +27,7 @@ from checkpoint_conversion.logits import (
     transformers_model,
     without_mtp,
 )
-from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
+from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.converted import loaded_logits
 from tests.conversion.legacy_support import write_legacy
@@ -99,9 +100,11 @@ def opened(case: Case) -> tuple[ModelConfig, Tensors]:
     return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
 
 
-def evaluated(config: ModelConfig, tensors: Tensors, tokens: Tensor) -> Tensor:
-    """Logits of our model with these weights."""
-    model = megatron_model(config, "absorbed")
+def evaluated(
+    config: ModelConfig, tensors: Tensors, tokens: Tensor, attention: str = "absorbed"
+) -> Tensor:
+    """Logits of a model with these weights, which ``verify`` makes."""
+    model = megatron_model(config, attention)
     load_megatron_model(model, config, tensors)
     return megatron_logits(model, tokens)
 
@@ -239,9 +242,10 @@ class TestWhatMegatronComputesDifferently:
         standard = megatron_model(config, "standard")
         load_megatron_model(standard, config, tensors)
         assert case.error(megatron_logits(standard, case.tokens)) > 10 * TOLERANCE
-        assert not routing_notes(config)
-        assert any("rms_norm_eps is 0.01" in note for note in megatron_notes(config))
+        [note] = megatron_notes(config)
+        assert "rms_norm_eps is 0.01" in note
 
+    @pytest.mark.parametrize("attention", ["absorbed", "standard"])
     @pytest.mark.parametrize(
         ("architecture", "changes"),
         [
@@ -251,16 +255,19 @@ class TestWhatMegatronComputesDifferently:
         ],
         ids=["v2 groups", "v3 groups", "v3 scores not normalised"],
     )
-    def test_routing(self, make_case, architecture, changes):
+    def test_routing(self, make_case, monkeypatch, architecture, changes, attention):
+        """Megatron's own router; both attentions are evaluated with the model's."""
         case = make_case(architecture, num_experts_per_tok=4, **changes)
         config, tensors = opened(case)
-        assert routing_notes(config)
-        assert case.error(evaluated(config, tensors, case.tokens)) > WRONG
+        assert any("Megatron's router" in note for note in megatron_notes(config))
+        assert case.error(evaluated(config, tensors, case.tokens, attention)) < TOLERANCE
+        monkeypatch.setattr(logits, "router_options", lambda args: {})
+        assert case.error(evaluated(config, tensors, case.tokens, attention)) > WRONG
 
     def test_groups_that_agree(self, make_case):
         """Megatron ranks groups by topk // topk_group experts, as these models do."""
         groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
         case = make_case(V2_MOE, num_experts_per_tok=2, **groups)
         config, tensors = opened(case)
-        assert not routing_notes(config)
+        assert not any("Megatron's router" in note for note in megatron_notes(config))
         assert case.error(evaluated(config, tensors, case.tokens)) < TOLERANCE

@@ -19,6 +19,7 @@ from absorbed_mla.dims import MLADims, softmax_scale
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.routing import ROUTER_OPTIONS
 from tests.conversion.released import DEEPSEEK_V3, RELEASED
 from tests.conversion.support import CONFIGS, tiny_config
 
@@ -37,6 +38,7 @@ _COMMAND_LINE_ONLY = {
     "use_rotary_position_embeddings",
     "norm_epsilon",
     "latent_norm_epsilon",
+    *ROUTER_OPTIONS,
     "vocab_size",
     "padded_vocab_size",
     "max_position_embeddings",

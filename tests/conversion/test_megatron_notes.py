@@ -1,79 +1,175 @@
-"""Notes say where Megatron would compute something else with the same weights, and only there."""
+"""Routers against those of transformers; notes say where Megatron's own computes otherwise."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from checkpoint_conversion.megatron_args import megatron_notes, routing_notes, to_megatron_args
+from absorbed_mla.deepseek_router import topk_routing
+from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.megatron_args import (
+    from_megatron_args,
+    megatron_notes,
+    model_notes,
+    router_options,
+    to_megatron_args,
+)
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.routing import read_routing, routing_notes
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
-from tests.conversion.support import V2_LITE, tiny_config
+from tests.conversion.support import GLM5, V2_LITE, V32, tiny_config
+from tests.support.refusal import refusal
 
 _EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 _V2 = {**V2_LITE, **_EXPERTS, "topk_method": "group_limited_greedy"}
+_GLM = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "n_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 _ROUTING = [
     (_EXPERTS, []),
     ({**_EXPERTS, "n_group": 1, "topk_group": 1}, []),
     ({**_EXPERTS, "n_group": 2}, []),
     (
         {**_EXPERTS, "num_experts_per_tok": 2},
-        ["best 2 of each group's experts; Megatron by the best 1"],
+        ["best 2 of each group's experts; Megatron's router by the best 1"],
     ),
-    ({**_EXPERTS, "num_experts_per_tok": 6}, ["Megatron by the best 3"]),
-    ({**_EXPERTS, "norm_topk_prob": False}, ["the model does not normalise"]),
-    ({**_EXPERTS, "num_experts_per_tok": 1, "n_group": 2}, ["the model does normalise"]),
+    ({**_EXPERTS, "num_experts_per_tok": 6}, ["Megatron's router by the best 3"]),
+    ({**_EXPERTS, "norm_topk_prob": False}, ["the model does not divide"]),
+    (
+        {**_EXPERTS, "num_experts_per_tok": 1},
+        ["Megatron's router by the best 0", "the model does divide"],
+    ),
+    ({**_EXPERTS, "num_experts_per_tok": 1, "n_group": 2}, ["the model does divide"]),
+    ({**_EXPERTS, "num_experts_per_tok": 1, "n_group": 2, "norm_topk_prob": False}, []),
+    ({**_EXPERTS, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 8}, ["by the best 8"]),
+    # Every expert, whatever the group.
+    ({"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 8}, []),
     ({**V2_LITE, "n_routed_experts": 16}, []),
-    (_V2, ["chooses 2 groups by the best 1 of each group's experts; Megatron by the best 2"]),
+    (
+        _V2,
+        ["chooses 2 groups by the best 1 of each group's experts; Megatron's router by the best 2"],
+    ),
     ({**_V2, "num_experts_per_tok": 2}, []),
-    ({**_V2, "n_group": 2, "norm_topk_prob": True}, ["transformers ignores the field"]),
+    ({**_V2, "num_experts_per_tok": 1}, ["Megatron's router by the best 0"]),
+    ({**_V2, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}, ["by the best 2"]),
+    ({**_V2, "num_experts_per_tok": 2, "norm_topk_prob": True}, []),
+    ({**V32, **_EXPERTS, "num_experts_per_tok": 5, "norm_topk_prob": False}, ["does not divide"]),
+    ({**V32, **_EXPERTS, "num_experts_per_tok": 6}, ["by the best 3"]),
+    ({**GLM5, "norm_topk_prob": False}, ["does not divide"]),
+    ({**_GLM, "norm_topk_prob": False}, ["does not divide"]),
+    ({**_GLM, **_EXPERTS, "num_experts_per_tok": 2}, ["by the best 1"]),
 ]
 
 
 @pytest.mark.parametrize(("changes", "messages"), _ROUTING)
-def test_routing_differs_where_the_notes_say_so(changes, messages):
+def test_routing(changes, messages):
+    """Ours is transformers', and Megatron's own is where no note says that it is not."""
     config = tiny_config(**changes)
-    notes = routing_notes(config)
+    notes = routing_notes(routing_of(config))
     assert len(notes) == len(messages)
     assert all(message in note for message, note in zip(messages, notes))
-    ours, theirs = _route_by_transformers_and_megatron(config)
-    assert torch.allclose(ours, theirs, atol=1e-6) == (not notes)
+    for name, value in router_options(to_megatron_args(config)).items():
+        assert (value is None) == (not any(f"({name}={value})" in note for note in notes))
+    theirs, ours, megatrons = routed(config)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert (megatrons is not None and torch.allclose(megatrons, theirs, atol=1e-6)) == (not notes)
 
 
-def _route_by_transformers_and_megatron(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight of every expert for every token."""
-    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+@pytest.mark.parametrize(("changes", "messages"), _ROUTING)
+def test_routing_survives_megatrons_arguments(changes, messages):
+    config = tiny_config(**changes)
+    args = to_megatron_args(config)
+    back = from_megatron_args(args)
+    assert to_megatron_args(back) == args
+    found, wanted = routing_of(back), routing_of(config)
+    if wanted.n_group == 1:
+        # How groups would be ranked is not in the arguments.
+        assert (found.n_group, found.topk_group) == (1, 1)
+    else:
+        assert found == wanted
+    assert found.norm_topk_prob == wanted.norm_topk_prob
+
+
+def routing_of(config: ModelConfig):
+    return read_routing(Fields(config.hugging_face, []), config.model_type, config.num_experts)
+
+
+def routed(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Weight of every expert for every token: transformers', ours, and Megatron's.
+
+    Megatron's is None where it cannot choose as it is told.
+    """
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-    loaded = auto.CONFIG_MAPPING[config.model_type].from_dict(config.hugging_face)
-    v2 = config.model_type == "deepseek_v2"
-    router = (DeepseekV2TopkRouter if v2 else DeepseekV3TopkRouter)(loaded)
-    torch.manual_seed(0)
-    torch.nn.init.normal_(router.weight)
-    bias = None
-    if not v2:
-        bias = router.e_score_correction_bias.normal_(std=0.1)
+    router = router_of_transformers(config)
     with torch.no_grad():
         logits, weights, chosen = router(torch.randn(200, config.hidden_size))
+    theirs = torch.zeros_like(logits).scatter(1, chosen, weights)
     args = to_megatron_args(config)
-    probabilities, _ = topk_routing_with_score_function(
-        logits,
-        args.moe_router_topk,
-        use_pre_softmax=args.moe_router_pre_softmax,
-        num_groups=args.moe_router_num_groups,
-        group_topk=args.moe_router_group_topk,
-        scaling_factor=args.moe_router_topk_scaling_factor,
-        score_function=args.moe_router_score_function,
-        expert_bias=bias,
-    )
-    return torch.zeros_like(logits).scatter(1, chosen, weights), probabilities
+    fields = {
+        "use_pre_softmax": args.moe_router_pre_softmax,
+        "num_groups": args.moe_router_num_groups,
+        "group_topk": args.moe_router_group_topk,
+        "scaling_factor": args.moe_router_topk_scaling_factor,
+        "score_function": args.moe_router_score_function,
+        "expert_bias": getattr(router, "e_score_correction_bias", None),
+    }
+    own = {name.removeprefix("moe_router_"): x for name, x in router_options(args).items()}
+    ours, chosen_map = topk_routing(logits, args.moe_router_topk, **fields, **own)
+    assert torch.equal(chosen_map, theirs != 0)
+    try:
+        megatrons, _ = topk_routing_with_score_function(logits, args.moe_router_topk, **fields)
+    except RuntimeError:
+        megatrons = None
+    return theirs, ours, megatrons
+
+
+def router_of_transformers(config: ModelConfig) -> torch.nn.Module:
+    """With random weights and, if it has one, a random bias."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    loaded = CONFIG_MAPPING[config.model_type].from_dict(config.hugging_face)
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded)](loaded)
+    [*_, router] = (m for m in model.modules() if type(m).__name__.endswith("TopkRouter"))
+    router.to_empty(device="cpu")
+    torch.manual_seed(0)
+    torch.nn.init.normal_(router.weight)
+    if hasattr(router, "e_score_correction_bias"):
+        router.e_score_correction_bias.normal_(std=0.1)
+    return router
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # Transformers takes any experts of other groups then.
+        ({**_EXPERTS, "topk_group": 1, "num_experts_per_tok": 5}, "at most the 4 experts of topk"),
+        ({**_V2, "topk_group": 1, "num_experts_per_tok": 16}, "at most the 4 experts of topk"),
+        # Transformers raises an error.
+        ({**_EXPERTS, "n_group": 16, "topk_group": 8}, "at least 2 experts in a group"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, message):
+    with refusal(message):
+        tiny_config(**changes)
+
+
+def test_a_field_that_transformers_ignores():
+    config = tiny_config(**V2_LITE)
+    assert model_notes(config) == []
+    [note] = model_notes(tiny_config(**{**V2_LITE, "norm_topk_prob": True}))
+    assert note.startswith("norm_topk_prob is true: transformers ignores the field in DeepSeek-V2")
 
 
 def test_released_models_route_the_same():
     for name in RELEASED:
-        assert routing_notes(ModelConfig.from_hugging_face(RELEASED[name])) == []
+        config = ModelConfig.from_hugging_face(RELEASED[name])
+        assert routing_notes(routing_of(config)) == [] == model_notes(config)
     assert megatron_notes(ModelConfig.from_hugging_face(DEEPSEEK_V3)) == []
     assert megatron_notes(ModelConfig.from_hugging_face(DEEPSEEK_V2_LITE)) == []
     (note,) = megatron_notes(ModelConfig.from_hugging_face(MOONLIGHT))

@@ -22,6 +22,8 @@ def choose_experts(
     groups: int | None,
     group_topk: int | None,
     scale: float | None,
+    normalize: bool | None = None,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts as DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437) choose them.
 
@@ -30,13 +32,15 @@ def choose_experts(
     Args:
         logits: [T, E], contiguous, any float dtype; or parts [P, T, E] that add up to them.
         topk: K.
-        softmax: Whether scores are softmax(logits), which stay as they are; else sigmoid(logits),
-            divided by the sum of those that were chosen.
+        softmax: Whether scores are softmax(logits); else sigmoid(logits).
         bias: [E], added to the scores for the choice alone.
         groups: Of experts, equally many in each; None for one group.
         group_topk: Groups whose experts may be chosen: those with the greatest sums of their
-            ``topk // group_topk`` greatest scores. None: all.
+            ``group_score_topk`` greatest scores. None: all.
         scale: What scores are multiplied by at last.
+        normalize: Whether chosen scores are divided by their sum. None: sigmoid scores of several
+            experts are.
+        group_score_topk: None for Megatron's ``topk // group_topk``.
 
     Returns:
         Scores [T, K] in the dtype of ``logits``, and numbers of experts, int64 [T, K].
@@ -57,10 +61,11 @@ def choose_experts(
             GROUPS=triton.next_power_of_2(limited),
             SIZE=triton.next_power_of_2(size),
             GROUP_TOPK=group_topk if limited > 1 else 0,
-            OF_GROUP=topk // group_topk if limited > 1 else 0,
+            OF_GROUP=(group_score_topk or topk // group_topk) if limited > 1 else 0,
             TOPK=topk,
             SLOTS=triton.next_power_of_2(topk),
             SOFTMAX=softmax,
+            NORMALIZE=(not softmax and topk > 1) if normalize is None else normalize,
             BIASED=bias is not None,
             num_warps=1,
         )
@@ -86,6 +91,7 @@ def _choice_kernel(
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -134,7 +140,7 @@ def _choice_kernel(
         chosen = tl.where(slot == k, _sum(tl.where(place == first, expert, 0), 0), chosen)
         found = tl.where(slot == k, _sum(tl.where(place == first, score, 0.0), 0), found)
         key = tl.where(place == first, -float("inf"), key)
-    if not SOFTMAX and TOPK > 1:
+    if NORMALIZE:
         found = found / (_sum(found, 0) + 1e-20)
     out = token * TOPK + slot
     tl.store(chosen_ptr + out, chosen.to(tl.int64), mask=slot < TOPK)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
+from absorbed_mla.deepseek_router import topk_routing
 from absorbed_mla.experts.rows import ExpertRows
 from tests.support.backends import triton_interpreter
 
@@ -158,6 +159,42 @@ def test_choice(router, softmax, biased, scale):
     found = torch.zeros_like(logits).scatter_(1, chosen, scores)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert (expected != 0).sum() == 7 * topk
+
+
+# Experts, K, groups, groups that a token may choose from, experts that rank a group.
+RANKED = {
+    "V2": (160, 6, 8, 3, 1),
+    "V3": (48, 6, 4, 2, 2),
+    "one": (24, 1, 8, 3, 2),
+    "no groups": (24, 3, None, None, None),
+}
+
+
+@pytest.mark.parametrize("router", RANKED.values(), ids=RANKED)
+@pytest.mark.parametrize(("softmax", "biased"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_choice_as_models_rank_and_normalise(router, softmax, biased, normalized):
+    """The experts and scores of ``topk_routing``, whose judge is float64."""
+    experts, topk, groups, group_topk, of_group = router
+    logits = random(33, experts)
+    bias = random(experts) / 4 if biased else None
+    common = {"group_topk": group_topk, "group_score_topk": of_group}
+    expected, _ = topk_routing(
+        logits,
+        topk,
+        use_pre_softmax=softmax,
+        num_groups=groups,
+        scaling_factor=2.5,
+        score_function="softmax" if softmax else "sigmoid",
+        expert_bias=bias,
+        norm_topk_prob=normalized,
+        **common,
+    )
+    common |= {"softmax": softmax, "bias": bias, "groups": groups, "normalize": normalized}
+    scores, chosen = choose_experts(logits, topk, scale=2.5, **common)
+    found = torch.zeros_like(logits).scatter_(1, chosen, scores)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (expected != 0).sum() == 33 * topk
 
 
 @dtypes

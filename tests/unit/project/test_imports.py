@@ -209,7 +209,7 @@ LEVELS = [
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"experts", "data_parallel_attention"},
+    {"experts", "data_parallel_attention", "packed_router", "deepseek_router"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),
@@ -220,7 +220,7 @@ LEVELS = [
     {"dsa"},
     {"host_interface"},
     {"attention"},
-    {"cpu_host", "generation", "packed_roll", "packed_router", "standard_dsa", "standard_mla"},
+    {"cpu_host", "generation", "packed_roll", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
     {"llm", "export", "bridge"},
