@@ -230,7 +230,7 @@ def built(fields: dict, options: dict, *changes):
     model = gpt_model(spec=spec, **fields).eval()
     torch.manual_seed(2)
     for layer in moe_layers_of(model):
-        torch.nn.init.normal_(layer.router.weight)
+        torch.nn.init.normal_(layer.router.weight, std=0.1)
         if layer.router.expert_bias is not None:
             layer.router.expert_bias.copy_(torch.linspace(0.3, -0.3, EXPERTS))
     return model
@@ -245,7 +245,7 @@ def test_models(fields, options):
     grouped.load_state_dict(model.state_dict())
     expected = logits(model)
     torch.testing.assert_close(logits(grouped), expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(logits(built(fields, {})), expected, atol=1e-3)
+    assert (logits(built(fields, {})) - expected).abs().max() > 1e-4, "a case that tells nothing"
 
 
 def test_packs_with_padding_keep_the_router():
