@@ -8,6 +8,7 @@ None where Megatron's router computes the same.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
@@ -228,6 +229,25 @@ def _read_normalised(fields: Fields, softmax: bool, limited: bool, topk: int) ->
     if of_chosen and fields.given(NORMALISED):
         fields.wrong("moe_router_pre_softmax", f"True with {NORMALISED}")
     return fields.boolean(NORMALISED, default=of_chosen or (not softmax and topk > 1))
+
+
+def routing_differences(routing: Routing, fields: Fields) -> list[str]:
+    """Where the router of Megatron's arguments differs from that of config.json, one line each.
+
+    Args:
+        routing: Of config.json.
+        fields: Of the arguments.
+    """
+    found = Fields(read_routing_args(fields), [])
+    kind = "deepseek_v2" if found.raw("scoring_func") == "softmax" else "deepseek_v3"
+    own = read_routing(found, kind, fields.integer("num_experts", MOST_EXPERTS))
+    ignored = {"topk_method"} | ({"group_score_topk"} if routing.n_group == 1 else set())
+    names = [field.name for field in dataclasses.fields(Routing) if field.name not in ignored]
+    return [
+        f"{name} is {getattr(routing, name)}, in the model {getattr(own, name)}"
+        for name in names
+        if getattr(routing, name) != getattr(own, name)
+    ]
 
 
 def routing_notes(routing: Routing) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
-from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.routing import ROUTER_OPTIONS
+from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.routing import ROUTER_OPTIONS, routing_differences
 
+_logger = logging.getLogger(__name__)
 _NONE = "The model, in the words of Megatron's arguments, is none that can be exported:"
 
 
@@ -108,7 +110,20 @@ def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> Mod
     fields = Fields(args, [], "args.")
     check_kind(fields)
     fields.raise_problems(_NONE)
-    return ModelConfig.from_hugging_face(hf_config)
+    config = ModelConfig.from_hugging_face(hf_config)
+    _warn_of_another_router(args, config)
+    return config
+
+
+def _warn_of_another_router(args: dict[str, object], config: ModelConfig) -> None:
+    """Log where tokens go to other experts in a program that reads this config.json."""
+    routing = read_function(Fields(config.hugging_face, []), config).routing
+    if routing is None or args["num_experts"] != config.num_experts:
+        return
+    differences = routing_differences(routing, Fields(args, [], "args."))
+    if differences:
+        what = "; ".join(differences)
+        _logger.warning(f"hf_config describes another router than the model's: {what}")
 
 
 def _arguments(model: GPTModel) -> dict[str, object]:

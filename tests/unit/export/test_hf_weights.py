@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ from torch import Tensor, nn
 import absorbed_mla.export.live as live
 from absorbed_mla.checkpoint.distributed import save_model_weights
 from absorbed_mla.export import hf_weight_shapes, hf_weights
+from checkpoint_conversion import logits
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.mapping import hugging_face_shapes
-from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
 from tests.conversion.support import load_all, tiny_config
@@ -138,6 +141,47 @@ class TestEqualToTheConverter:
         path.write_text(json.dumps(tiny_config(**SAME).hugging_face))
         model = made()
         assert_equal(dict(hf_weights(model, hf_config=path)), dict(hf_weights(model)))
+
+
+class TestRouter:
+    """Of the layers' options, which no field of Megatron's config holds."""
+
+    CONFIG = tiny_config(
+        **SAME,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+    )
+
+    def model(self) -> tuple[GPTModel, Namespace]:
+        args = to_megatron_args(self.CONFIG, dtype=torch.float32)
+        return logits.megatron_model(self.CONFIG, "absorbed"), args
+
+    def test_in_the_config(self):
+        model, args = self.model()
+        found = live.model_config(model, None).hugging_face
+        assert (found["norm_topk_prob"], found["n_group"], found["topk_group"]) == (False, 4, 2)
+        assert "moe_router_group_score_topk" not in found, "two, as of every DeepSeek-V3"
+        back = to_megatron_args(ModelConfig.from_hugging_face(found))
+        assert router_options(back) == router_options(args)
+        assert router_options(args) == {
+            "moe_router_group_score_topk": 2,
+            "moe_router_norm_topk_prob": False,
+        }
+
+    @pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True}])
+    def test_of_another_config(self, caplog, changes):
+        model, _ = self.model()
+        fields = {**self.CONFIG.hugging_face, **changes}
+        with caplog.at_level(logging.WARNING, live.__name__):
+            live.model_config(model, fields)
+        expected = ["norm_topk_prob is True, in the model False"] if changes else []
+        found = [one.message for one in caplog.records if one.name == live.__name__]
+        assert found == [
+            f"hf_config describes another router than the model's: {line}" for line in expected
+        ]
 
 
 class TestValues:

@@ -10,12 +10,17 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.moe.router import TopKRouter
 
+from absorbed_mla.deepseek_router import DeepSeekRouter
+from absorbed_mla.options import ROUTER_OPTIONS
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
+from tests.conversion.support import V2_LITE, tiny_config
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
+from training.model import build_config, build_model, unwrap
 from training.model_options import NOT_WITH_CHECKPOINT_ARGS, padded_vocab_size, resolve_model
 from training.options_named import flag_of
 from training.presets import PRESETS, ModelPreset, get_preset
@@ -65,6 +70,54 @@ def test_the_conversion_understands_what_is_saved(name):
         "hugging_face": config.hugging_face,
     }
     assert config.dtype == torch.bfloat16
+
+
+_V2_GROUPS = {
+    **V2_LITE,
+    "q_lora_rank": 16,
+    "topk_method": "group_limited_greedy",
+    "n_routed_experts": 16,
+    "n_group": 8,
+    "topk_group": 3,
+    "num_experts_per_tok": 6,
+}
+
+
+@pytest.mark.parametrize("attention", ["absorbed", "standard"])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (_V2_GROUPS, (1, None)),
+        ({"norm_topk_prob": False}, (None, False)),
+        ({"num_experts_per_tok": 1}, (2, True)),
+    ],
+)
+def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, attention):
+    """Into the model that is trained, and into what its training saves."""
+    converted = to_megatron_args(tiny_config(**changes))
+    args, preset = _resolve_from(converted, monkeypatch, "--attention", attention)
+    wanted = dict(zip(ROUTER_OPTIONS, expected))
+    assert {name: getattr(preset, name) for name in wanted} == wanted
+    config = build_config(args, preset, torch.device("cpu"))
+    gpt = unwrap(build_model(args, config, preset, torch.device("cpu")))
+    routers = [m for m in gpt.modules() if isinstance(m, TopKRouter)]
+    assert len(routers) == 2
+    for router in routers:
+        assert type(router) is DeepSeekRouter
+        assert {name: getattr(router.options, name) for name in wanted} == wanted
+    assert preset_from_args(checkpoint_args(args, preset)) == preset
+
+
+def test_a_routing_that_is_not_said():
+    """Of a converter without these options: Megatron's choice would not be the model's."""
+    converted = vars(to_megatron_args(tiny_config(**_V2_GROUPS)))
+    for name in ROUTER_OPTIONS:
+        del converted[name]
+    with pytest.raises(ValueError, match="moe_router_group_score_topk is missing; it must be None"):
+        preset_from_args(Namespace(**converted))
+    # Megatron's own training, which knows no epsilon of latent norms either.
+    del converted["latent_norm_epsilon"]
+    assert preset_from_args(Namespace(**converted)).moe_router_group_score_topk is None
 
 
 def test_megatrons_own_models_have_one_epsilon():
