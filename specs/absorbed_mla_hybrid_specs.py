@@ -123,7 +123,9 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
 
 
 def _moe_layer(parts: LayerParts) -> dict[str, ModuleSpec]:
-    """Megatron's layer of experts, with the router that the options ask for."""
+    """Megatron's layer of experts, if the options ask for a router that is not Megatron's."""
+    if not parts.options.chooses_experts:
+        return {}
     layer = hybrid_stack_spec.submodules.moe_layer
     mlp = with_router(layer.submodules.mlp, parts.options)
     return {"moe_layer": replace(layer, submodules=replace(layer.submodules, mlp=mlp))}

@@ -36,11 +36,12 @@ def get_absorbed_mla_layer_spec(
     backend: str | None = None,
     options: AbsorbedMLAOptions | None = None,
 ) -> ModuleSpec:
-    """Spec of a TransformerLayer with absorbed MLA; MoE if the config has experts, else dense.
+    """Spec of a TransformerLayer with absorbed MLA, dense or MoE by ``moe_layer_freq``.
 
-    A block or model that gets this spec uses the same layer at every depth, and Megatron's own
-    final norm, which without TransformerEngine refuses sequence parallelism. For that case, and for
-    dense and MoE layers in one model, use :func:`get_absorbed_mla_decoder_block_spec`.
+    A block or model that gets this spec uses it at every depth: where the config has both kinds of
+    layers, each chooses its own when it is built. The final norm is Megatron's, which without
+    TransformerEngine refuses sequence parallelism; :func:`get_absorbed_mla_decoder_block_spec` has
+    one that works.
 
     Args:
         config: Megatron's MLA config (or the model config that ``--spec`` passes).
@@ -48,10 +49,14 @@ def get_absorbed_mla_layer_spec(
         options: Execution options of the attention.
 
     Raises:
-        ValueError: If the backend is unknown or not installed, or the options are invalid.
+        ValueError: If the backend is unknown or not installed, or the options or
+            ``moe_layer_freq`` are not usable.
     """
     _warn_of_standard_mtp(config)
-    return LayerParts(backend, options).layer(config, moe=bool(config.num_moe_experts))
+    parts, kinds = LayerParts(backend, options), set(moe_layers(config))
+    if len(kinds) > 1:
+        return spec_by_config(AbsorbedMLATransformerLayer, parts)
+    return parts.layer(config, moe=kinds == {True})
 
 
 def get_absorbed_mla_decoder_block_spec(

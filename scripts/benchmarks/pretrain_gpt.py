@@ -7,7 +7,7 @@ arguments, but no script that calls them; this is one, for mock data. ``--spec``
 of a GPTModel, or of a HybridModel where there is a ``--hybrid-layer-pattern``:
 
     $ torchrun --nproc-per-node 1 scripts/benchmarks/pretrain_gpt.py \
-          --spec specs.absorbed_mla_layer_specs get_absorbed_mla_layer_spec \
+          --spec specs.absorbed_mla_layer_specs get_absorbed_mla_decoder_block_spec \
           --multi-latent-attention --mock-data --tokenizer-type NullTokenizer ...
 
 Unlike Megatron's own script it compiles nothing: the wheel brings the datasets' helpers compiled.

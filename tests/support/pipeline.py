@@ -50,6 +50,7 @@ class Model:
         dtype: Of weights and computation.
         batch_invariant: Parity mode.
         fields: More fields of Megatron's config.
+        options: More options of the layers.
     """
 
     form: str = "auto"
@@ -58,6 +59,7 @@ class Model:
     dtype: torch.dtype = torch.float32
     batch_invariant: bool = False
     fields: tuple[tuple[str, object], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
 
     def build(self) -> list[GPTModel]:
         """This rank's part in the parallel layout of the moment, one for each virtual stage."""
@@ -80,7 +82,9 @@ class Model:
         return [self._chunk(config, None if virtual is None else i) for i in range(virtual or 1)]
 
     def _chunk(self, config, vp_stage: int | None) -> GPTModel:
-        options = AbsorbedMLAOptions(form=self.form, batch_invariant=self.batch_invariant)
+        options = AbsorbedMLAOptions(
+            form=self.form, batch_invariant=self.batch_invariant, **dict(self.options)
+        )
         spec = get_absorbed_mla_decoder_block_spec(
             config, backend="local", options=options, vp_stage=vp_stage
         )

@@ -186,6 +186,7 @@ class TestBuilder:
         layers = [*model.decoder.layers, *inner_layers(model)]
         attentions = [type(layer.self_attention) for layer in layers]
         assert attentions == [AbsorbedMLASelfAttention] * 4
+        assert [type(layer.mlp) for layer in model.decoder.layers] == [MLP, MoELayer, MoELayer]
         assert isinstance(inner_layers(model)[0].mlp, MoELayer)
         call(model, labels=token_batch(6)).mean().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]

@@ -114,8 +114,12 @@ class TestBlock:
     )
     def test_pattern_of_moe_layers(self, freq, kinds):
         """M for a mixture of experts, D for dense; Megatron reads the option alike."""
-        for kind in BLOCK_SPECS:
-            model = gpt_model(kind, **{**MIXED, "num_layers": 4, "moe_layer_freq": freq})
+        fields = {**MIXED, "num_layers": 4, "moe_layer_freq": freq}
+        layer = get_absorbed_mla_layer_spec(config_for(TINY, **fields), backend="local")
+        for model in (
+            *(gpt_model(kind, **fields) for kind in BLOCK_SPECS),
+            gpt_model(spec=layer, **fields),
+        ):
             types = {MLP: "D", MoELayer: "M"}
             assert "".join(types[type(layer.mlp)] for layer in model.decoder.layers) == kinds
 
@@ -127,7 +131,7 @@ class TestBlock:
         assert [type(layer.mlp) for layer in block.layers] == [MLP] * 3
 
     def test_layer_and_block_specs_build_the_same_model(self):
-        """Same weights, same logits: the two ways in differ in mixed models only."""
+        """Same weights, same logits."""
         config = config_for(TINY, torch.float32, num_layers=2)
         layer = get_absorbed_mla_layer_spec(config, backend="local")
         by_layer, by_block = gpt_model(spec=layer, num_layers=2), gpt_model(num_layers=2)
