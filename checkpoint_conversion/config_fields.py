@@ -236,8 +236,9 @@ def _read_scaling(fields: Fields, section: Fields, part: float) -> Rotary:
         original_max_position_embeddings=section.integer(
             "original_max_position_embeddings", _MOST_POSITIONS
         ),
-        beta_fast=section.number("beta_fast", 0.0, _MOST, default=32.0),
-        beta_slow=section.number("beta_slow", 0.0, _MOST, default=1.0),
+        # Transformers takes the default for 0.
+        beta_fast=section.number("beta_fast", 1e-6, _MOST, default=32.0),
+        beta_slow=section.number("beta_slow", 1e-6, _MOST, default=1.0),
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
     )

@@ -365,8 +365,8 @@ def read_rotary_args(fields: Fields) -> Rotary:
         original_max_position_embeddings=fields.integer(
             "original_max_position_embeddings", MOST_POSITIONS, default=4096
         ),
-        beta_fast=fields.number("beta_fast", 0.0, _MOST, default=32.0),
-        beta_slow=fields.number("beta_slow", 0.0, _MOST, default=1.0),
+        beta_fast=fields.number("beta_fast", 1e-6, _MOST, default=32.0),
+        beta_slow=fields.number("beta_slow", 1e-6, _MOST, default=1.0),
         mscale=fields.number("mscale", 0.0, _MOST, default=1.0),
         mscale_all_dim=fields.number("mscale_all_dim", 0.0, _MOST, default=0.0),
     )

@@ -1,0 +1,110 @@
+"""What a config.json leaves out is what transformers takes for the model type, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.model import MODEL_TYPES, ModelConfig, read_function
+from tests.conversion.support import hugging_face_config
+from tests.support.refusal import refusal
+
+auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+# Kimi-K2 has the classes of DeepSeek-V3.
+_CLASSES = {"kimi_k2": "deepseek_v3"}
+# Defaults that no model can be made of, and one that the converter does not support.
+_CHANGES = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "mistral4": {"rope_parameters": {"llama_4_scaling_beta": 0.0}},
+}
+# Counted from the tensors: transformers announces a layer that most checkpoints do not have.
+_COUNTED = "num_nextn_predict_layers"
+
+
+def defaults_of(model_type: str) -> dict:
+    """The config.json of transformers' default config."""
+    config = auto.CONFIG_MAPPING[_CLASSES.get(model_type, model_type)]()
+    fields = {**config.to_dict(), "model_type": model_type}
+    for name, value in _CHANGES.get(model_type, {}).items():
+        fields[name] = {**fields[name], **value} if isinstance(value, dict) else value
+    return fields
+
+
+def read(fields: dict) -> tuple:
+    """All that the converter takes from a config.json."""
+    config = ModelConfig.from_hugging_face(fields)
+    function = read_function(Fields(config.hugging_face, []), config)
+    return dataclasses.replace(config, hugging_face={}), config.dtype, function
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_field(model_type):
+    """Without any one of them, the model is the same, or an error names the field."""
+    fields = defaults_of(model_type)
+    expected, without = read(fields), []
+    for name in sorted(set(fields) - {"model_type", _COUNTED}):
+        try:
+            found = read({key: value for key, value in fields.items() if key != name})
+        except CheckpointError as error:
+            assert f"{name} is missing" in str(error)
+        else:
+            assert found == expected, f"{model_type} without {name}"
+            without.append(name)
+    assert {"routed_scaling_factor", "norm_topk_prob", "tie_word_embeddings"} <= set(without)
+    assert not {"num_hidden_layers", "n_routed_experts", "num_experts_per_tok"} & set(without)
+
+
+def test_scaling_factors_differ():
+    """So that the test above compares something."""
+    factors = {kind: defaults_of(kind)["routed_scaling_factor"] for kind in MODEL_TYPES}
+    assert factors["deepseek_v3"] == factors["glm_moe_dsa"] == 2.5
+    assert factors["glm4_moe_lite"] == 1.8 and factors["deepseek_v2"] == 1.0
+
+
+_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rope_theta", ...), *itertools.product(_OPTIONAL, [..., 0, None])],
+)
+def test_rotary_embedding(name, value):
+    """Frequencies and scale are those of what was read, as transformers computes them."""
+    rope = {
+        **hugging_face_config()["rope_scaling"],
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "beta_fast": 20,
+        "beta_slow": 2,
+        name: value,
+    }
+    if value is ...:
+        del rope[name]
+    fields = hugging_face_config(rope_parameters=rope)
+    del fields["rope_scaling"], fields["rope_theta"]
+    if value == 0 and name.startswith("beta"):
+        with refusal(f"rope_parameters.{name} must be a number from 1e-06"):
+            read(fields)
+        return
+    try:
+        _, _, function = read(fields)
+    except CheckpointError as error:
+        assert "rope_parameters.mscale " in str(error) and name == "mscale"
+        return
+    theirs, ours = table(fields, rope), table(fields, vars(function.rotary))
+    assert torch.equal(theirs[0], ours[0]) and theirs[1] == ours[1]
+
+
+def table(fields: dict, rope: dict) -> tuple[torch.Tensor, float]:
+    """Transformers' frequencies and their scale; ``rope`` has config.json's names or Megatron's."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    names = {"rotary_base": "rope_theta", "rotary_scaling_factor": "factor"}
+    rope = {names.get(name, name): value for name, value in rope.items()}
+    config = auto.CONFIG_MAPPING["deepseek_v3"](**{**fields, "rope_parameters": rope})
+    return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
