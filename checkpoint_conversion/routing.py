@@ -213,7 +213,7 @@ def read_routing_args(fields: Fields) -> dict[str, object]:
         best = fields.integer(GROUP_SCORE, MOST_EXPERTS, default=topk // limit)
         if not best:
             fields.wrong("moe_router_topk", f"at least moe_router_group_topk {limit}")
-        if best != _best(method):
+        if limit < found["n_group"] and best != _best(method):
             found[GROUP_SCORE] = best
     if softmax and normalised:
         found[NORMALISED] = True

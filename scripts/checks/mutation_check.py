@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Break the package on purpose, one line at a time, and see which test notices.
 
-Each mutation is applied to a copy of the checkout; the unit tests and then the distributed tests at
-TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
+Each mutation is applied to a copy of the checkout; the unit tests, those of the conversion and the
+distributed tests at TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
 
     $ python scripts/checks/mutation_check.py
     (nothing broken)         not caught
@@ -43,6 +43,7 @@ def pytest(paths: list[str], processes: int = 1) -> list[str]:
 
 SUITES = {
     "tests/unit": pytest(["tests/unit"]),
+    "tests/conversion": pytest(["tests/conversion"]),
     "tests/distributed (TP=2)": pytest(["tests/distributed"], processes=2),
 }
 

@@ -140,6 +140,34 @@ class TestAgainstMegatron:
         real = {name: tuple(t.shape) for name, t in mapped_weights(model).items()}
         assert real == megatron_shapes(self.CONFIG)
 
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            # Experts in the first and third layer; the last is dense, and so is MTP's.
+            {"num_hidden_layers": 4, "first_k_dense_replace": 0, "moe_layer_freq": 2},
+            {"num_hidden_layers": 3, "first_k_dense_replace": 0, "moe_layer_freq": 2},
+            {"tie_word_embeddings": True},
+        ],
+        ids=["dense MTP layer", "MTP layer of experts", "tied"],
+    )
+    def test_mtp_layers(self, changes):
+        """Of the kind of the decoder's last layer; every weight comes back under its names."""
+        config = tiny_config(**SAME, **changes, num_nextn_predict_layers=1)
+        weights = mapped_weights(megatron_model(config))
+        assert {name: tuple(t.shape) for name, t in weights.items()} == megatron_shapes(config)
+        theirs = to_hugging_face(in_memory(weights), config)
+        layer = f"model.layers.{config.num_layers}."
+        experts = any(name.startswith(f"{layer}mlp.experts.") for name in theirs)
+        assert experts == config.moe_layers[-1]
+        values = load_all(theirs)
+        head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        assert ("lm_head.weight" in values) != config.tied_embeddings
+        assert torch.equal(values[f"{layer}shared_head.head.weight"], values[head])
+        assert torch.equal(
+            values[f"{layer}embed_tokens.weight"], values["model.embed_tokens.weight"]
+        )
+        assert_same_tensors(load_all(to_megatron(theirs, config)), weights)
+
     def test_partition_dims(self, model):
         for name, parameter in model.named_parameters():
             rule = tensor_parallel_rule(as_mapped(name))

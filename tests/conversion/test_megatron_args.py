@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.dims import MLADims, softmax_scale
+from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.routing import ROUTER_OPTIONS
 from tests.conversion.released import DEEPSEEK_V3, RELEASED
-from tests.conversion.support import CONFIGS, tiny_config
+from tests.conversion.support import CONFIGS, random_tensors, tiny_config, write_hugging_face
+from tests.support.refusal import refusal
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -204,6 +207,8 @@ def test_hostile_patterns(freq):
         from_megatron_args(_args(moe_layer_freq=freq))
 
 
+_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+_NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None}
 _REFUSED = [
     ({"multi_latent_attention": False}, "args.multi_latent_attention must be True, got False"),
     ({"multi_latent_attention": ...}, "args.multi_latent_attention is missing"),
@@ -242,6 +247,20 @@ _REFUSED = [
     ({"moe_router_enable_expert_bias": False}, "must be True with sigmoid scores, got False"),
     ({"moe_router_score_function": "softmax"}, "must be False with softmax scores, got True"),
     ({"moe_router_group_topk": 1, "moe_router_num_groups": None}, "moe_router_num_groups is miss"),
+    (
+        {**_SOFTMAX, "moe_router_pre_softmax": False},
+        "args.moe_router_pre_softmax must be True with moe_router_group_topk",
+    ),
+    ({"moe_router_norm_topk_prob": 0}, "args.moe_router_norm_topk_prob must be true or false"),
+    (
+        {**_SOFTMAX, "moe_router_pre_softmax": False, **_NO_GROUPS}
+        | {"moe_router_norm_topk_prob": True},
+        "args.moe_router_pre_softmax must be True with moe_router_norm_topk_prob",
+    ),
+    (
+        {"moe_router_topk": 1, "moe_router_group_topk": 2, "moe_router_num_groups": 4},
+        "args.moe_router_topk must be at least moe_router_group_topk 2",
+    ),
     ({"mscale": 0.5, "mscale_all_dim": 0.0}, "args.mscale must be 1 with mscale_all_dim 0"),
     ({"rope_type": "rope"}, "args.mscale_all_dim must be 0 with rope_type 'rope' and rotary_sc"),
     ({"params_dtype": "bf16"}, "args.params_dtype must be torch.bfloat16 or torch.float16 or"),
@@ -254,6 +273,37 @@ def test_what_hugging_face_has_not_is_named(changes, message):
         from_megatron_args(_args(**changes))
     assert message in str(error.value)
     assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Megatron's own ranking by the best three of a group.
+        (
+            {"num_experts": 12, "moe_router_topk": 6, "moe_router_group_topk": 2}
+            | {"moe_router_num_groups": 3},
+            {"moe_router_group_score_topk": 3},
+        ),
+        # The softmax of the chosen experts.
+        (
+            {**_SOFTMAX, **_NO_GROUPS, "moe_router_pre_softmax": False},
+            {"moe_router_norm_topk_prob": True},
+        ),
+    ],
+)
+def test_routing_of_megatron_alone(tmp_path, changes, expected):
+    """It comes back as it was; a config.json of transformers could not say it."""
+    args = _args(**changes, **dict.fromkeys(ROUTER_OPTIONS, ...))
+    config = from_megatron_args(args)
+    found = {name: config.hugging_face.get(name) for name in ROUTER_OPTIONS}
+    assert {name: value for name, value in found.items() if value is not None} == expected
+    back = vars(to_megatron_args(config))
+    assert {name: back[name] for name in changes} == changes
+    assert {back[name] for name in ROUTER_OPTIONS} == {None}, "Megatron's router does it"
+    folder = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+    convert(folder, tmp_path / "absorbed", "absorbed", dry_run=True)
+    with refusal("transformers would choose other experts", *map(str, expected)):
+        convert(folder, tmp_path / "other", "hf", TargetOptions(dtype=torch.float32))
 
 
 def test_what_a_real_run_leaves_to_megatrons_defaults():

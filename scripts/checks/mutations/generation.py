@@ -33,6 +33,24 @@ MUTATIONS = {
     "parity_experts_routed_in_one_pass": Mutation(
         "absorbed_mla/experts/router.py", " or is_enabled(self.weight.device)", ""
     ),
+    "llm_chooses_megatrons_experts": Mutation(
+        "absorbed_mla/llm/load.py", "        **router_options(args),\n", ""
+    ),
+    "grouped_experts_forget_the_ranking": Mutation(
+        "absorbed_mla/experts/router.py",
+        "            group_score_topk=of_group,\n            norm",
+        "            norm",
+    ),
+    "kernel_ranks_groups_as_megatron": Mutation(
+        "absorbed_mla/kernels/experts/choice.py",
+        "(group_score_topk or topk // group_topk)",
+        "(topk // group_topk)",
+    ),
+    "kernel_normalises_as_megatron": Mutation(
+        "absorbed_mla/kernels/experts/choice.py",
+        "if normalize is None else normalize",
+        "if True else normalize",
+    ),
     "parity_experts_keep_the_sign_of_zero": Mutation(
         "absorbed_mla/experts/experts.py", "up.add_(0.0)", "up"
     ),

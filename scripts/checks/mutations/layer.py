@@ -15,6 +15,33 @@ MUTATIONS = {
         "return x.storage_offset(), *walked",
         "return (x.storage_offset(),)",
     ),
+    "router_ranks_groups_as_megatron": Mutation(
+        "absorbed_mla/deepseek_router.py",
+        "group_score_topk or topk // group_topk",
+        "topk // group_topk",
+    ),
+    "router_normalises_as_megatron": Mutation(
+        "absorbed_mla/deepseek_router.py",
+        "topk > 1 if norm_topk_prob is None else norm_topk_prob",
+        "topk > 1",
+    ),
+    "router_replays_nothing": Mutation(
+        "absorbed_mla/deepseek_router.py", "if router_replay is None:", "if True:"
+    ),
+    "packs_lose_the_router": Mutation(
+        "absorbed_mla/packed_router.py", " and submodules.router is TopKRouter", ""
+    ),
+    "router_options_of_dense_models": Mutation(
+        "specs/absorbed_mla_parts.py",
+        "if self.options.chooses_experts and not config.num_moe_experts:",
+        "if False:",
+    ),
+    "layer_spec_of_one_kind": Mutation(
+        "specs/absorbed_mla_layer_specs.py", "    if len(kinds) > 1:\n", "    if False:\n"
+    ),
+    "hybrid_experts_with_megatrons_router": Mutation(
+        "specs/absorbed_mla_hybrid_specs.py", "else _moe_layer(parts)", "else {}"
+    ),
     "fp8_training_not_rounded": Mutation(
         "absorbed_mla/attention.py", "kv = self.cached_attention.rounded(kv)", "pass"
     ),
