@@ -54,6 +54,9 @@ class DeepSeekRouter(PackedRouter, _ModelsChoice):
         ValueError: If the config chooses experts in a way that does not go with these options.
     """
 
+    # Megatron-FSDP asks for it: it knows Megatron's routers by the name of their class.
+    tensor_model_parallel = False
+
     def __init__(self, config: Any, *, options: AbsorbedMLAOptions, **host: Any) -> None:
         require_choice(config, options)
         _routing_with(options)

@@ -9,6 +9,7 @@ None where Megatron's router computes the same.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
@@ -176,6 +177,27 @@ def routing_args(routing: Routing) -> dict[str, object]:
         "moe_router_dtype": "fp32",
         **own,
     }
+
+
+def options_of(config: Mapping[str, object]) -> dict[str, object]:
+    """Our arguments of a model that Megatron's router does not route for, by its config.json.
+
+    Args:
+        config: Of a model type of ``DEFAULTS``; nothing else needs them.
+
+    Returns:
+        Those that are not None.
+
+    Raises:
+        CheckpointError: If its routing cannot be computed.
+    """
+    fields = Fields(config, [])
+    kind, experts = fields.raw("model_type"), fields.raw("n_routed_experts")
+    if kind not in DEFAULTS or not isinstance(experts, int):
+        return {}
+    own = routing_args(read_routing(fields, str(kind), experts))
+    fields.raise_problems("config.json describes a routing that cannot be computed:")
+    return {name: own[name] for name in ROUTER_OPTIONS if own[name] is not None}
 
 
 def read_routing_args(fields: Fields) -> dict[str, object]:

@@ -92,7 +92,9 @@ def get_absorbed_mla_hybrid_stack_spec(
         ValueError: If the backend, the options or the config are not usable.
     """
     refuse_unsupported_config(config)
-    return _stack_spec(LayerParts(backend, options))
+    parts = LayerParts(backend, options)
+    parts.require_experts(config)
+    return _stack_spec(parts)
 
 
 class NeedsTransformerEngine:

@@ -77,9 +77,7 @@ class LayerParts:
         Raises:
             ValueError: If options of the router are given for a model without experts.
         """
-        if self.options.chooses_experts and not config.num_moe_experts:
-            given = {name: getattr(self.options, name) for name in ROUTER_OPTIONS}
-            raise ValueError(f"num_moe_experts is None, and options of a router are given: {given}")
+        self.require_experts(config)
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
@@ -88,6 +86,16 @@ class LayerParts:
             ),
             metainfo=self.metainfo,
         )
+
+    def require_experts(self, config: MLATransformerConfig) -> None:
+        """Check that options of the router are for a model with experts.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        if self.options.chooses_experts and not config.num_moe_experts:
+            given = {name: getattr(self.options, name) for name in ROUTER_OPTIONS}
+            raise ValueError(f"num_moe_experts is None, and options of a router are given: {given}")
 
     def attention(self, config: MLATransformerConfig, *, mtp: bool = False) -> dict[str, Any]:
         """The fields of ``TransformerLayerSubmodules`` up to the first residual connection."""

@@ -12,13 +12,13 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 # Bridge writes the spec's name into run_config.yaml, and reads only names that it was told of.
 register_allowed_target_prefix("absorbed_mla.bridge.")
 # Of the norms inside the attention in Hugging Face's models, whatever rms_norm_eps is.
-_OPTIONS = AbsorbedMLAOptions(latent_norm_eps=1e-6)
+OPTIONS = AbsorbedMLAOptions(latent_norm_eps=1e-6)
 
 
 def absorbed_mla_layer_spec(
     config: MLATransformerConfig,
     vp_stage: int | None = None,
-    options: AbsorbedMLAOptions = _OPTIONS,
+    options: AbsorbedMLAOptions = OPTIONS,
 ) -> TransformerBlockSubmodules:
     """Spec of a decoder block for ``provider.transformer_layer_spec``.
 

@@ -2,7 +2,8 @@
 """Break the package on purpose, one line at a time, and see which test notices.
 
 Each mutation is applied to a copy of the checkout; the unit tests, those of the conversion and the
-distributed tests at TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
+distributed tests at TP=2 run until the first failure. A mutation that no test notices makes the
+script exit with 1.
 
     $ python scripts/checks/mutation_check.py
     (nothing broken)         not caught

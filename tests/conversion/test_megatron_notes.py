@@ -15,9 +15,9 @@ from checkpoint_conversion.megatron_args import (
     to_megatron_args,
 )
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.routing import read_routing, routing_notes
+from checkpoint_conversion.routing import options_of, read_routing, routing_notes
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
-from tests.conversion.support import GLM5, V2_LITE, V32, tiny_config
+from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, tiny_config
 from tests.support.refusal import refusal
 
 _EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
@@ -73,6 +73,8 @@ def test_routing(changes, messages):
     assert all(message in note for message, note in zip(messages, notes))
     for name, value in router_options(to_megatron_args(config)).items():
         assert (value is None) == (not any(f"({name}={value})" in note for note in notes))
+    own = router_options(to_megatron_args(config))
+    assert options_of(config.hugging_face) == {k: v for k, v in own.items() if v is not None}
     theirs, ours, megatrons = routed(config)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert (megatrons is not None and torch.allclose(megatrons, theirs, atol=1e-6)) == (not notes)
@@ -157,6 +159,8 @@ def router_of_transformers(config: ModelConfig) -> torch.nn.Module:
 def test_sizes_that_do_not_fit(changes, message):
     with refusal(message):
         tiny_config(**changes)
+    with refusal(message):
+        options_of(hugging_face_config(**changes))
 
 
 def test_a_field_that_transformers_ignores():

@@ -302,7 +302,11 @@ def test_refused(fields, options, message, change):
 
 
 def test_refused_without_experts():
-    for spec in (get_absorbed_mla_decoder_block_spec, get_absorbed_mla_layer_spec):
+    for spec in (
+        get_absorbed_mla_decoder_block_spec,
+        get_absorbed_mla_layer_spec,
+        get_absorbed_mla_hybrid_stack_spec,
+    ):
         with pytest.raises(ValueError, match="num_moe_experts is None, and options of a router"):
             spec(config_for(TINY), backend="local", options=AbsorbedMLAOptions(**MEGATRONS))
 
