@@ -60,15 +60,13 @@ def test_bfloat16(checkpoint):
             assert module._is_stacked() and module._weights[0].dtype == torch.bfloat16
 
 
-def of_many_experts(folder):
+def of_many_experts(folder, **fields):
     """A checkpoint whose tokens choose four of eight experts: their sums depend on the order."""
     config = tiny_config(
         vocab_size=257,
         num_hidden_layers=2,
         n_routed_experts=8,
-        num_experts_per_tok=4,
-        topk_group=2,
-        torch_dtype="float32",
+        **{"num_experts_per_tok": 4, "topk_group": 2, "torch_dtype": "float32", **fields},
     )
     tensors = {name: x * 0.3 for name, x in random_tensors(config, torch.float32).items()}
     return write_hugging_face(folder, config, tensors)
@@ -86,9 +84,14 @@ def generated(folder, experts: str, *batches: list[list[int]]) -> list[tuple]:
     ]
 
 
-def test_parity_mode(tmp_path):
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"n_group": 4, "num_experts_per_tok": 3, "norm_topk_prob": False}],
+    ids=["Megatron's router", "ours"],
+)
+def test_parity_mode(tmp_path, fields):
     """Grouped or one after the other, alone or together: equal to the bit."""
-    folder = of_many_experts(tmp_path / "model")
+    folder = of_many_experts(tmp_path / "model", **fields)
     prompts = [[7, 3, 90], list(range(1, 40)), list(range(200, 212))]
     expected = generated(folder, "sequential", prompts)
     found = generated(folder, "grouped", prompts, prompts[1:2])
