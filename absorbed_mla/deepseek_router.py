@@ -122,12 +122,11 @@ def _require_groups(config: Any, group_score_topk: int) -> None:
         )
 
 
-@functools.cache
 def _routing_with(options: AbsorbedMLAOptions) -> Callable:
     """Megatron's ``TopKRouter.routing`` that calls our choice instead of Megatron's.
 
-    It is the same code with other globals, so that Megatron's own routers in the process, perhaps
-    in other threads, keep theirs.
+    It is the same code with a copy of its globals, so that Megatron's own routers in the process,
+    perhaps in other threads, keep theirs.
 
     Raises:
         ValueError: If there is no such call.
@@ -228,7 +227,9 @@ def normalises(score_function: str, topk: int, norm_topk_prob: bool | None) -> b
         topk: Experts of a token.
         norm_topk_prob: The option; None takes Megatron's rule.
     """
-    return score_function != "softmax" and topk > 1 if norm_topk_prob is None else norm_topk_prob
+    if norm_topk_prob is not None:
+        return norm_topk_prob
+    return score_function != "softmax" and topk > 1
 
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -25,7 +25,7 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig, read_function
-from checkpoint_conversion.routing import ROUTER_OPTIONS, routing_differences
+from checkpoint_conversion.routing import ROUTER_OPTIONS, only_megatrons, routing_differences
 
 _logger = logging.getLogger(__name__)
 _NONE = "The model, in the words of Megatron's arguments, is none that can be exported:"
@@ -104,9 +104,12 @@ def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> Mod
     args = _arguments(model)
     if hf_config is None:
         try:
-            return from_megatron_args(args)
+            config = from_megatron_args(args)
         except CheckpointError as error:
             raise CheckpointError(_NONE, error.problems) from None
+        for problem in only_megatrons(Fields(config.hugging_face, [])):
+            _logger.warning(problem)
+        return config
     fields = Fields(args, [], "args.")
     check_kind(fields)
     fields.raise_problems(_NONE)

@@ -22,8 +22,8 @@ MUTATIONS = {
     ),
     "router_normalises_as_megatron": Mutation(
         "absorbed_mla/deepseek_router.py",
-        "topk > 1 if norm_topk_prob is None else norm_topk_prob",
-        "topk > 1",
+        "    if norm_topk_prob is not None:\n",
+        "    if False:\n",
     ),
     "router_replays_nothing": Mutation(
         "absorbed_mla/deepseek_router.py", "if router_replay is None:", "if True:"

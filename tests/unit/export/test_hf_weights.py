@@ -171,6 +171,13 @@ class TestRouter:
             "moe_router_norm_topk_prob": False,
         }
 
+    def test_of_megatron_alone(self, caplog):
+        model = made(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
+        with caplog.at_level(logging.WARNING, live.__name__):
+            live.model_config(model, None)
+        [found] = [one.message for one in caplog.records if one.name == live.__name__]
+        assert found == "moe_router_norm_topk_prob is True: no model of Hugging Face's routes so"
+
     @pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True}])
     def test_of_another_config(self, caplog, changes):
         model, _ = self.model()
