@@ -224,11 +224,17 @@ def _rotary(rotary: Rotary) -> dict[str, object]:
     return {**vars(rotary), "rotary_base": int(base) if base == int(base) else base}
 
 
-def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
+def from_megatron_args(
+    args: Namespace | Mapping[str, object], prefix: str = "args."
+) -> ModelConfig:
     """The model that Megatron-LM's arguments describe, with a config.json for it.
 
     Kimi-K2 and Moonlight become DeepSeek-V3, whose architecture they have. The arguments do not
     hold a tokenizer's special tokens, so config.json names none.
+
+    Args:
+        args: As a checkpoint of Megatron carries them.
+        prefix: Precedes their names in messages.
 
     Raises:
         CheckpointError: Listing arguments that are missing or that no Hugging Face model has.
@@ -236,7 +242,7 @@ def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
     values = vars(args) if isinstance(args, Namespace) else args
     if not isinstance(values, Mapping):
         raise CheckpointError(f"A checkpoint's args must be a namespace, got {shown(args)}")
-    fields = Fields(values, [], "args.")
+    fields = Fields(values, [], prefix)
     check_kind(fields)
     rotary = read_rotary_args(fields)
     _check_scaling(fields, rotary)

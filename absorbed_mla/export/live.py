@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -28,7 +29,8 @@ from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.routing import ROUTER_OPTIONS, only_megatrons, routing_differences
 
 _logger = logging.getLogger(__name__)
-_NONE = "The model, in the words of Megatron's arguments, is none that can be exported:"
+_NONE = "The model's config describes none that can be exported:"
+_PREFIX = "config."
 
 
 class LiveCheckpoint(MegatronCheckpoint):
@@ -102,20 +104,23 @@ def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> Mod
         CheckpointError: Listing what no Hugging Face model has that the converter knows.
     """
     args = _arguments(model)
-    if hf_config is None:
-        try:
-            config = from_megatron_args(args)
-        except CheckpointError as error:
-            raise CheckpointError(_NONE, error.problems) from None
-        for problem in only_megatrons(Fields(config.hugging_face, [])):
-            _logger.warning(problem)
-        return config
-    fields = Fields(args, [], "args.")
+    fields = Fields(args, _activation_problems(model.config), _PREFIX)
     check_kind(fields)
+    if hf_config is not None:
+        fields.raise_problems(_NONE)
+        config = ModelConfig.from_hugging_face(hf_config)
+        _warn_of_another_router(args, config)
+        return config
+    try:
+        found = from_megatron_args(args, _PREFIX)
+    except CheckpointError as error:
+        # It has checked the kind of model, too.
+        problems = dict.fromkeys([*fields.problems, *error.problems])
+        raise CheckpointError(_NONE, [*problems]) from None
     fields.raise_problems(_NONE)
-    config = ModelConfig.from_hugging_face(hf_config)
-    _warn_of_another_router(args, config)
-    return config
+    for problem in only_megatrons(Fields(found.hugging_face, [])):
+        _logger.warning(problem)
+    return found
 
 
 def _warn_of_another_router(args: dict[str, object], config: ModelConfig) -> None:
@@ -129,15 +134,23 @@ def _warn_of_another_router(args: dict[str, object], config: ModelConfig) -> Non
         _logger.warning(f"hf_config describes another router than the model's: {what}")
 
 
+def _activation_problems(config: TransformerConfig) -> list[str]:
+    """What keeps the MLPs from being SwiGLU, which is one argument and two fields of the config."""
+    found = [] if config.gated_linear_unit else ["config.gated_linear_unit must be True, got False"]
+    if config.activation_func is not F.silu:
+        name = getattr(config.activation_func, "__name__", repr(config.activation_func))
+        found.append(f"config.activation_func must be torch.nn.functional.silu, got {name}")
+    return found
+
+
 def _arguments(model: GPTModel) -> dict[str, object]:
     """The model as the arguments that a training of it would store."""
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    swiglu = config.gated_linear_unit and config.activation_func is F.silu
     return fields | {
         # Arguments that have another name in the config, or are the model's.
         "num_experts": config.num_moe_experts,
-        "swiglu": swiglu,
+        "swiglu": True,  # see _activation_problems
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_sequence_length,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,

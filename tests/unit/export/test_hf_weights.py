@@ -263,12 +263,30 @@ class TestRefused:
         with refusal("model", "GPTModel", "empty list"):
             hf_weights([])
 
-    def test_model_that_no_table_knows(self):
-        with refusal("swiglu must be True, got False"):
-            hf_weights(made(activation_func=torch.nn.functional.gelu))
-        changes = {"activation_func": torch.nn.functional.gelu}
-        with refusal("swiglu must be True, got False"):
-            hf_weights(made(**changes), hf_config=tiny_config(**SAME).hugging_face)
+    @pytest.mark.parametrize("described", [False, True], ids=["config", "hf_config"])
+    def test_model_that_no_table_knows(self, described):
+        """Messages name fields of the config, which are what the program can change."""
+        other = {"activation_func": nn.functional.gelu, "gated_linear_unit": False}
+        model = made(**other, qk_layernorm=False)
+        options = {"hf_config": tiny_config(**SAME).hugging_face} if described else {}
+        with refusal(
+            "config.gated_linear_unit must be True, got False",
+            "config.activation_func must be torch.nn.functional.silu, got gelu",
+            "config.qk_layernorm must be True, got False",
+        ):
+            hf_weights(model, **options)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"activation_func": nn.functional.gelu}, "config.activation_func must be"),
+            ({"gated_linear_unit": False}, "config.gated_linear_unit must be True"),
+        ],
+        ids=["gelu", "not gated"],
+    )
+    def test_half_of_swiglu(self, changes, message):
+        with refusal(message):
+            hf_weights(made(**changes))
 
     def test_config_that_is_none(self):
         with refusal("model_type", "'llama'"):
