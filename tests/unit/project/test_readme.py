@@ -18,6 +18,7 @@ from tests.support import readme
 
 sys.path.append(str(readme.ROOT / "scripts"))
 
+from absorbed_mla.export import hf_weights
 from absorbed_mla.llm.server import cli as server_cli
 from checkpoint_conversion import command_line
 from generation import arguments as generation
@@ -76,6 +77,19 @@ def test_python_parses_and_imports_what_exists(block):
             for name in node.names:
                 assert hasattr(module, name.name), (node.module, name.name)
     assert any(node.module == "absorbed_mla" for node in imports)
+
+
+def test_model_of_the_page_can_be_exported():
+    """What a newcomer begins with is one of DeepSeek's layers, so that all of this package fits."""
+    lines = ast.parse(next(block.text for block in BLOCKS if block.kind == "python")).body
+    # Calls that make process groups, which the tests have, and all behind the model.
+    last = next(i for i, line in enumerate(lines) if ast.unparse(line).startswith("model = "))
+    made = [line for line in lines[: last + 1] if not isinstance(line, ast.Expr)]
+    names: dict = {}
+    exec(compile(ast.Module(made, []), "README.md", "exec"), names)
+    weights = dict(hf_weights(names["model"]))
+    assert weights["model.layers.0.self_attn.kv_a_layernorm.weight"].shape == (32,)
+    assert weights["lm_head.weight"].shape == (256, 128)
 
 
 def test_torchrun_commands_have_options_that_exist():
