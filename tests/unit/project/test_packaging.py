@@ -66,7 +66,7 @@ def expected_under(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the files that git tracks or would track, to build in."""
-    copy = tmp_path_factory.mktemp("checkout with space") / "tree"
+    copy = tmp_path_factory.mktemp("checkout with space") / "absorbed_mla"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -137,6 +137,8 @@ class TestImportPaths:
         with zipfile.ZipFile(build(checkout, "editable", tmp_path)) as archive:
             archive.extractall(tmp_path / "site")
         assert locate(tmp_path, tmp_path / "site") == expected_under(checkout)
+        # Also for a program beside the checkout, whose folder has the name of the package.
+        assert locate(checkout.parent, tmp_path / "site") == expected_under(checkout)
 
     def test_pythonpath(self, checkout, tmp_path):
         assert locate(tmp_path, pythonpath=[checkout]) == expected_under(checkout)
