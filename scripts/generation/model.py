@@ -15,6 +15,7 @@ from training import distributed
 from training.checkpoint import load_weights
 from training.model import absorbed_gpt, build_config
 from training.model_options import padded_vocab_size, token_dispatcher
+from training.parallelism import how_to_pad
 from training.presets import ModelPreset
 from training.validation import check_device
 
@@ -70,8 +71,10 @@ def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
     for name in names:
         size = getattr(model, name) or 0
         if size % tp:
+            remedy = f". {how_to_pad(args.load, tp)}" if name == "vocab_size" else ""
             raise ValueError(
                 f"the model's {name} {size} cannot be divided by the number of processes {tp}"
+                f"{remedy}"
             )
     longest, given = model.max_position_embeddings, args.max_sequence_length
     if given is not None and given > longest:

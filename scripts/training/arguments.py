@@ -194,8 +194,9 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["all_gather"],
         metavar="TYPE",
-        help=f"how context-parallel ranks exchange latents: {' or '.join(CP_COMM_TYPES)}, one for "
-        "all layers or one for each layer (default: all_gather)",
+        help=f"how context-parallel ranks exchange latents: {', '.join(CP_COMM_TYPES)} or auto "
+        "(all_gather where its memory allows it), one for all layers or one for each layer "
+        "(default: all_gather)",
     )
     _add_switches(
         add,

@@ -95,8 +95,7 @@ def build_config(
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
-            # One for all layers, or a list.
-            cp_comm_type=args.cp_comm_type[0] if len(args.cp_comm_type) == 1 else args.cp_comm_type,
+            cp_comm_type=_cp_comm_type(args, model),
             variable_seq_lengths=lengths_vary,
             sequence_parallel=args.sequence_parallel,
             recompute_granularity=args.recompute_granularity,
@@ -115,6 +114,15 @@ def build_config(
         )
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these options: {error}") from error
+
+
+def _cp_comm_type(args: argparse.Namespace, model: ModelPreset) -> str | list[str]:
+    """One for all layers, or a list."""
+    types = args.cp_comm_type
+    if model.experimental_attention_variant is not None:
+        # What "auto" takes with sparse attention. Megatron's config accepts no other name.
+        types = ["all_gather" if name == "auto" else name for name in types]
+    return types[0] if len(types) == 1 else types
 
 
 def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.device) -> dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from pathlib import Path
 
 from absorbed_mla.options import CP_COMM_TYPES
 from training.model_options import token_dispatcher, transformer_impl
@@ -32,6 +34,7 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             raise ValueError(
                 f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
             )
+    _check_vocabulary(args)
     if model.num_layers % pp:
         raise ValueError(
             f"{name_of(args, '--num-layers')} must be divisible by "
@@ -55,10 +58,6 @@ def _split_by_tensor_parallelism(args: argparse.Namespace) -> list[tuple[str, in
     sizes = [
         (name_of(args, "--num-attention-heads"), model.num_attention_heads),
         (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
-        (
-            "the padded vocabulary (--make-vocab-size-divisible-by)",
-            args.make_vocab_size_divisible_by,
-        ),
     ]
     if args.sequence_parallel and args.context_parallel_size == 1:
         name = own_name_of(args, "--seq-length")
@@ -68,6 +67,28 @@ def _split_by_tensor_parallelism(args: argparse.Namespace) -> list[tuple[str, in
         sizes.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
         sizes.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared))
     return sizes
+
+
+def how_to_pad(load: Path, ranks: int) -> str:
+    """What to do about a checkpoint's vocabulary that tensor-parallel ranks do not divide."""
+    return (
+        f"Pad it: absorbed-mla-convert convert {shlex.quote(str(load))} FOLDER --to absorbed "
+        f"--make-vocab-size-divisible-by {ranks}; then --load FOLDER"
+    )
+
+
+def _check_vocabulary(args: argparse.Namespace) -> None:
+    """Whether tensor-parallel ranks can share the rows of the embedding."""
+    tp, rows = args.tensor_model_parallel_size, args.make_vocab_size_divisible_by
+    if rows % tp == 0:
+        return
+    what, remedy = "--make-vocab-size-divisible-by", ""
+    if args.use_checkpoint_args:
+        what = f"{name_of(args, '--vocab-size')}, which counts the padding,"
+        remedy = f". {how_to_pad(args.load, tp)}"
+    raise ValueError(
+        f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {rows}{remedy}"
+    )
 
 
 def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None:
@@ -111,10 +132,16 @@ def _check_context_parallelism(args: argparse.Namespace) -> None:
 
 def _check_comm_types(args: argparse.Namespace) -> None:
     types, layers = args.cp_comm_type, args.model.num_layers
+    accepted = CP_COMM_TYPES if args.attention == "standard" else ("auto", *CP_COMM_TYPES)
     for name in types:
-        if name not in CP_COMM_TYPES:
+        if name == "auto" and name not in accepted:
             raise ValueError(
-                f"--cp-comm-type must be one of {', '.join(CP_COMM_TYPES)}, got {name!r}: a2a and "
+                f"--cp-comm-type auto needs --attention absorbed, got {args.attention}; name "
+                f"one of {', '.join(accepted)}"
+            )
+        if name not in accepted:
+            raise ValueError(
+                f"--cp-comm-type must be one of {', '.join(accepted)}, got {name!r}: a2a and "
                 "a2a+p2p split keys by heads, and all heads share one latent"
             )
     if len(types) not in (1, layers):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import shlex
+from pathlib import Path
 
+import pytest
+import torch
+
+from checkpoint_conversion import command_line
 from tests.support import needs
 from training.arguments import parse_arguments
+from training.model import build_config
 from training.model_options import resolve_model
 from training.validation import parse_split, validate_arguments
 
@@ -81,7 +88,17 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
             8,
             "--context-parallel-size 2 x --tensor-model-parallel-size 4 = 8, got 132",
         ),
-        ([*_CP2, "--cp-comm-type", "a2a"], 2, "must be one of all_gather, p2p, got 'a2a': a2a and"),
+        ([*_CP2, "--cp-comm-type", "a2a"], 2, "one of auto, all_gather, p2p, got 'a2a': a2a and"),
+        (
+            [*_CP2, "--cp-comm-type", "auto", "--attention", "standard"],
+            2,
+            "--cp-comm-type auto needs --attention absorbed, got standard; name one of all_gather",
+        ),
+        (
+            [*_TP2, "--make-vocab-size-divisible-by", "3"],
+            2,
+            "--make-vocab-size-divisible-by must be divisible by --tensor-model-parallel-size 2",
+        ),
         (["--cp-comm-type", "a2a+p2p"], 1, "all heads share one latent"),
         (
             [*_CP2, "--cp-comm-type", "p2p", "p2p"],
@@ -102,6 +119,39 @@ def test_bad_options_name_the_option(argv, world_size, message):
     with pytest.raises(ValueError) as error:
         _validate(*argv, world_size=world_size)
     assert message in str(error.value)
+
+
+def test_vocabulary_of_a_checkpoint():
+    """The error names the command that helps, and none that --use-checkpoint-args excludes."""
+    args = parse_arguments(["--tensor-model-parallel-size", "2", "--sequence-parallel"])
+    args.model = resolve_model(args)
+    args.use_checkpoint_args, args.load = True, Path("some where")
+    args.make_vocab_size_divisible_by = 257
+    with pytest.raises(ValueError) as error:
+        validate_arguments(args, 2)
+    what, remedy = str(error.value).split(". ")
+    assert what == (
+        "vocab_size of the checkpoint in --load, which counts the padding, must be divisible by "
+        "--tensor-model-parallel-size 2, got 257"
+    )
+    [command] = re.findall(r"absorbed-mla-convert (.+);", remedy)
+    parsed = command_line.parse_arguments(shlex.split(command))
+    assert (parsed.source, parsed.vocab_multiple) == (args.load, 2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "types", "expected"),
+    [
+        ("tiny", ["auto"], "auto"),
+        ("tiny", ["auto", "p2p", "auto"], ["auto", "p2p", "auto"]),
+        ("deepseek-v3.2", ["auto"], "all_gather"),
+    ],
+)
+def test_exchange_of_latents(preset, types, expected):
+    """Megatron's config accepts all of them, also with sparse attention."""
+    small = [] if preset == "tiny" else ["--scale-down", "16", "--num-layers", "3"]
+    args = _validate("--preset", preset, *small, *_CP2, "--cp-comm-type", *types, world_size=2)
+    assert build_config(args, args.model, torch.device("cpu")).cp_comm_type == expected
 
 
 def test_standard_attention_on_local_layers_is_not_cut():
