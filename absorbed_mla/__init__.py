@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
+__version__ = "0.1.0"  # and in checkpoint_conversion
 __all__ = [
     "LLM",
     "AbsorbedMLAOptions",
@@ -40,6 +41,7 @@ __all__ = [
     "AbsorbedMLASelfAttentionSubmodules",
     "MLADims",
     "SamplingParams",
+    "__version__",
     "to_absorbed_state_dict",
     "to_standard_state_dict",
 ]
@@ -58,7 +60,15 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise
+        raise ImportError(
+            f"{__name__}.{name} needs megatron-core: pip install 'megatron-core>=0.19.0,<0.21', on "
+            "Python 3.11 with --no-deps --ignore-requires-python"
+        ) from error
 
 
 def __dir__() -> list[str]:

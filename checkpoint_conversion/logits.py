@@ -239,6 +239,12 @@ def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
         else:
             block = get_standard_mla_decoder_block_spec(megatron_config, backend="local")
         return use_deepseek_router(block, options)
+    from absorbed_mla.own_packages import require_own_packages
+
+    try:
+        require_own_packages("specs")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
     return get_absorbed_mla_decoder_block_spec(megatron_config, backend="local", options=options)

@@ -11,7 +11,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ENVIRONMENT=${ABSORBED_MLA_ENV:-$ROOT/.venv}
 [[ $ENVIRONMENT == /* ]] || ENVIRONMENT=$PWD/$ENVIRONMENT
 STAMP=.absorbed-mla-requirements # the requirements that a finished environment was made from
-PROJECT_STAMP=.absorbed-mla-project # which project, in which version, is installed in it
+PROJECT_STAMP=.absorbed-mla-project # which project is installed in it
 UNFINISHED=.absorbed-mla-unfinished
 
 # torch's version is exact because triton's must fit it, ruff's because formatting changes with it.

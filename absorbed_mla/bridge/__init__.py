@@ -12,7 +12,11 @@ Models with standard MLA are converted as before. Programs that make the provide
 ``absorbed_mla.bridge.everywhere`` instead, which gives the spec to every provider of these models.
 """
 
-from absorbed_mla.bridge import mapping
-from absorbed_mla.bridge.spec import absorbed_mla_layer_spec
+from absorbed_mla.own_packages import require_own_packages
+
+require_own_packages("specs")
+
+from absorbed_mla.bridge import mapping  # noqa: E402
+from absorbed_mla.bridge.spec import absorbed_mla_layer_spec  # noqa: E402
 
 __all__ = ["absorbed_mla_layer_spec", "mapping"]

@@ -23,6 +23,7 @@ from absorbed_mla.llm.outputs import RequestOutput
 from absorbed_mla.llm.prompts import Prompt, encode, params_of, prompts_of, required
 from absorbed_mla.llm.requests import Requests
 from absorbed_mla.llm.tokenizers import Message, Tokenizer, open_tokenizer
+from absorbed_mla.own_packages import require_own_packages
 
 if TYPE_CHECKING:
     from absorbed_mla.generation.statistics import Statistics
@@ -58,6 +59,7 @@ class LLM:
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
     ) -> None:
+        require_own_packages("checkpoint_conversion", "specs")
         from absorbed_mla.llm.front import Front, GatheringRunner
         from absorbed_mla.llm.load import end_tokens, open_model, require_model, tokenizer_folder
         from absorbed_mla.llm.ranks import started_by_torchrun
@@ -127,6 +129,7 @@ class LLM:
         Raises:
             ValueError: If the model cannot generate, or an option is not for it.
         """
+        require_own_packages("checkpoint_conversion", "specs")
         from absorbed_mla.llm.live_model import runner_of
 
         runner, found = runner_of(model, tokenizer, options)

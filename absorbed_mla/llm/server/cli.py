@@ -11,6 +11,7 @@ from pathlib import Path
 
 from absorbed_mla.llm.options import DEVICES, DTYPES, EXPERTS, LLMOptions
 from absorbed_mla.options import LATENT_CACHE_DTYPES
+from absorbed_mla.own_packages import require_own_packages
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Seconds after which a thread gets its turn. The model's thread gives it away several times a step,
@@ -148,6 +149,7 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: pip install 'absorbed-mla[serve]'") from error
+    require_own_packages("checkpoint_conversion", "specs")
     from absorbed_mla.llm.garbage import leave_out_what_is_there
     from absorbed_mla.llm.llm import LLM
     from absorbed_mla.llm.server.app import build_app

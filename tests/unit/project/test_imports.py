@@ -205,7 +205,7 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        *("offloading", "graph_capture", "whole_step", "recomputed_outputs"),
+        *("offloading", "graph_capture", "whole_step", "recomputed_outputs", "own_packages"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
@@ -223,9 +223,9 @@ LEVELS = [
     {"cpu_host", "generation", "packed_roll", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
-    {"llm", "export", "bridge"},
+    {"llm", "export", "bridge", "convert_command"},
 ]
-TOP = ("absorbed_mla.llm", "absorbed_mla.export", "absorbed_mla.bridge")
+TOP = tuple(f"absorbed_mla.{name}" for name in sorted(LEVELS[-1]))
 
 
 class TestGraph:

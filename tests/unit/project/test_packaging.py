@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint_conversion.cli
+import absorbed_mla
+import checkpoint_conversion
+from absorbed_mla import convert_command
 from tests.unit.project.test_imports import import_graph
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,12 +118,16 @@ class TestWheel:
     def test_console_script(self, wheel):
         (name,) = (n for n in wheel.namelist() if n.endswith("/entry_points.txt"))
         scripts = wheel.read(name).decode()
-        assert "absorbed-mla-convert = checkpoint_conversion.cli:main" in scripts
-        assert callable(checkpoint_conversion.cli.main)
+        assert "absorbed-mla-convert = absorbed_mla.convert_command:main" in scripts
+        assert callable(convert_command.main)
 
-    def test_version(self):
+    def test_version(self, wheel):
         """Conversions record it, also from a checkout that nobody installed."""
-        assert checkpoint_conversion.__version__ == PROJECT["version"]
+        (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
+        version = re.search(r"^Version: (.+)$", wheel.read(name).decode(), re.MULTILINE)[1]
+        assert absorbed_mla.__version__ == checkpoint_conversion.__version__ == version
+        # Its changes are described.
+        assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
     def test_specs_is_a_namespace_portion(self, wheel):
         """With an __init__.py it would hide, or be hidden by, another distribution's specs."""
@@ -153,6 +159,21 @@ class TestImportPaths:
 @functools.cache
 def _graph() -> dict[str, set[str]]:
     return import_graph(ROOT)
+
+
+def test_a_missing_megatron_is_named(tmp_path):
+    """On Python 3.11 pip does not install it, because its metadata exclude 3.11."""
+    program = """
+import sys
+sys.modules["megatron"] = None  # as if it were not there
+try:
+    from absorbed_mla import AbsorbedMLASelfAttention
+except ImportError as error:
+    print(error)
+"""
+    printed = run_python("-W", "ignore", "-c", program, cwd=tmp_path, pythonpath=[ROOT])
+    assert "absorbed_mla.AbsorbedMLASelfAttention needs megatron-core: pip install" in printed
+    assert "--ignore-requires-python" in printed
 
 
 class TestDependencies:
