@@ -9,6 +9,7 @@ from checks.mutations import (
     core_attention,
     generation,
     inference,
+    installation,
     kernels,
     layer,
     prefix_cache,
@@ -31,6 +32,7 @@ _PARTS = (
     conversion,
     prefix_cache,
     serving,
+    installation,
 )
 MUTATIONS: dict[str, Mutation] = {
     name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()
