@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 after a signal, 1 if the model has died, 2 after wrong input.
     """
+    # Megatron warns about every optional package that it does not find.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     parser = _parser()
     args = parser.parse_args(argv)
     try:

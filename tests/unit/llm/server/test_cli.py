@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -67,6 +68,16 @@ class TestOptions:
     )
     def test_refused(self, capsys, words, error):
         assert error in refused(capsys, "nowhere", *words)
+
+    def test_warnings_of_megatron_are_not_shown(self, capsys):
+        """About each optional package that is not there, before the one line that says what is."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            refused(capsys, "nowhere")
+            for module in ("megatron.core.models.backends", "mine"):
+                warnings.warn_explicit(module, UserWarning, "file.py", 1, module=module)
+        shown = [str(one.message) for one in seen]
+        assert "mine" in shown and not any("megatron" in text for text in shown)
 
     def test_port_in_use(self, capsys):
         """Seen before the model is loaded."""
