@@ -146,7 +146,7 @@ def in_bf16(tp: int) -> tuple[list[float], float]:
     expected = Trainer(**fields).steps()
     noisy = [Trainer(**fields, noise=E4M3, seed=seed).steps() for seed in range(3)]
     noise = max(abs(a - b) / b for losses in noisy for a, b in zip(losses, expected))
-    assert 0.002 < noise < 0.02, noise
+    assert 0.002 < noise < 0.04, noise
     return expected, noise
 
 
@@ -155,7 +155,7 @@ def in_bf16(tp: int) -> tuple[list[float], float]:
 def test_losses(parallel, recipe, fp8_param):
     """Five steps go as in bf16, as far as rounding to FP8 lets them.
 
-    FP8 rounds activations and gradients besides, gradients to one bit less: the bound is five times
+    FP8 rounds activations and gradients besides, gradients to one bit less: the bound is three times
     what such noise in the weights alone does.
     """
     skip_small_blocks(recipe, parallel)
@@ -163,7 +163,7 @@ def test_losses(parallel, recipe, fp8_param):
     losses = Trainer(**FP8, **parallel, fp8_recipe=recipe, fp8_param=fp8_param).steps()
     assert losses != expected
     # The first step of delayed scaling has no scales yet.
-    bound = 0.1 if recipe == "delayed" else 5 * noise
+    bound = 0.1 if recipe == "delayed" else 3 * noise
     assert losses == pytest.approx(expected, rel=bound), f"noise {noise:.4f}"
     assert losses[-1] < 0.9 * losses[0]
 
