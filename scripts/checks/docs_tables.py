@@ -35,6 +35,7 @@ from checks import (
     serving_tables,
     sparse_tables,
 )
+from checks.beside_transformers import table as beside_transformers
 from checks.fuzz import tables as fuzz
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
@@ -256,6 +257,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
     "accuracy": accuracy_table,
+    "beside transformers": beside_transformers.table,
     "sparse forward": sparse_tables.forward_table,
     "sparse backward": sparse_tables.backward_table,
     "indexer": sparse_tables.indexer_table,

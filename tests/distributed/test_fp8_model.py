@@ -155,8 +155,8 @@ def in_bf16(tp: int) -> tuple[list[float], float]:
 def test_losses(parallel, recipe, fp8_param):
     """Five steps go as in bf16, as far as rounding to FP8 lets them.
 
-    FP8 rounds activations and gradients besides, gradients to one bit less: the bound is three times
-    what such noise in the weights alone does.
+    FP8 rounds activations and gradients besides, gradients to one bit less: the bound is three
+    times what such noise in the weights alone does.
     """
     skip_small_blocks(recipe, parallel)
     expected, noise = in_bf16(world.tp_size())
