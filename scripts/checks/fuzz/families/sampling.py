@@ -113,11 +113,11 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     clean = logits.masked_fill(greedy[:, None], 0.0)
     right = greedy.clone()
     for signs in combinations((-1, 1), repeat=2):
-        right |= _may_be_drawn(clean, numbers, found.clamp(0, config.vocabulary - 1), *signs)
+        right |= may_be_drawn(clean, numbers, found.clamp(0, config.vocabulary - 1), *signs)
     compare.holds("drawn tokens", ~right, found, most_likely)
 
 
-def _may_be_drawn(
+def may_be_drawn(
     logits: Tensor, numbers: Tensor, tokens: Tensor, of_min_p: int, of_top_p: int
 ) -> Tensor:
     """Whether the random numbers fall into the tokens' parts, bool [rows].

@@ -127,6 +127,10 @@ FAULTS = {
         "absorbed_mla.kernels.sampling.draw.draw_tokens",
         lambda found: torch.where(torch.arange(len(found)) == 0, (found + 1) % 300, found),
     ),
+    "penalties": (
+        "absorbed_mla.generation.sampler.draw",
+        lambda found: (found + 1) % 2,
+    ),
     "token-weights": (
         "absorbed_mla.testing.token_weights.kernel_weights",
         lambda found: found + (found // 100),
