@@ -7,6 +7,7 @@ from checks.mutations import (
     context_parallel,
     conversion,
     core_attention,
+    fuzz,
     generation,
     inference,
     installation,
@@ -33,6 +34,7 @@ _PARTS = (
     prefix_cache,
     serving,
     installation,
+    fuzz,
 )
 MUTATIONS: dict[str, Mutation] = {
     name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()

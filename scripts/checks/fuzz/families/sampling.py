@@ -20,6 +20,8 @@ from checks.fuzz.family import Family
 # fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
 _EDGE = 1e-5
 _SCALE = 2.0**40
+# Logits of a case.
+_NUMBERS = 2**22
 
 
 class Config(NamedTuple):
@@ -76,7 +78,8 @@ def _most_likely(logits: Tensor) -> Tensor:
 def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.sampling.peaks import find_most_likely
 
-    logits = _logits(config, draw, draw.length(draw.limit(300, 9), 16, least=1))
+    rows = draw.length(draw.limit(300, 9), 16, least=1)
+    logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))
     found = find_most_likely(_given(logits, draw), config.piece)
     compare.same("tokens", found, _most_likely(logits))
 
@@ -101,7 +104,7 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.sampling.draw import draw_tokens
 
     rows = draw.length(draw.limit(64, 6), 16, least=1)
-    rows = max(1, min(rows, 2**21 // config.vocabulary))
+    rows = max(1, min(rows, _NUMBERS // config.vocabulary))
     logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
     given = numbers if draw.flag() else numbers.contiguous()
     found = draw_tokens(_given(logits, draw), given, filters=config.filters, piece=config.piece)
@@ -159,7 +162,7 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
     """What the kernels keep for themselves: shares of the most likely token's probability."""
     from absorbed_mla.testing.token_weights import kernel_weights
 
-    rows = max(1, min(draw.length(draw.limit(64, 6), 16), 2**21 // config.vocabulary))
+    rows = max(1, min(draw.length(draw.limit(64, 6), 16), _NUMBERS // config.vocabulary))
     logits = _logits(config, draw, rows).nan_to_num(0.0, 1.0, -5.0)
     numbers = _numbers(config, draw, rows)
     found = kernel_weights(logits, numbers)
