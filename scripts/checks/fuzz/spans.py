@@ -79,7 +79,7 @@ def hide_unseen(x: Tensor, spans: Spans, *, of_keys: bool) -> Tensor:
 
 def draw_long_spans(draw: Draw, most_queries: int, most_keys: int) -> tuple[int, int, Spans]:
     """Few queries over many keys, causal as ``draw_spans`` means it."""
-    keys, spans, start = draw.length(most_keys, most_keys // 2, least=1), [], 0
+    keys, spans, start = draw.length(most_keys, 2048, most_keys // 2, least=1), [], 0
     for length in draw.lengths(draw.integer(1, 3), most_queries, 16, least=1):
         length = min(length, keys)
         first = draw.choice(0, draw.integer(0, keys - length))

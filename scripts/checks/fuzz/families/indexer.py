@@ -1,4 +1,4 @@
-"""DSA's indexer: scores, over a cache too, their gradients, and the choice of the best keys."""
+"""DSA's indexer: scores, also over a cache, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.paged import draw_requests
+from checks.fuzz.families.paged import Config as PagedConfig
+from checks.fuzz.families.paged import Requests, draw_cache, draw_requests
 from checks.fuzz.families.sparse import draw_chosen
 from checks.fuzz.family import Family
 from checks.fuzz.references import rounded_sum
@@ -152,50 +153,47 @@ def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of new tokens and the keys in the blocks of their requests."""
     from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
 
-    requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
-    device, size = draw.device, config.block_size
+    requests, paged = draw_requests(draw, config.heads, draw.limit(3000, 40)), _paged(config)
     tokens = requests.tokens
+    cached = draw_cache(paged, draw, requests.keys)
     query = draw.normal(tokens, config.heads, config.width, dtype=config.dtype)
     weights = draw.normal(tokens, config.heads)
-    blocks = [-(-length // size) for length in requests.keys]
-    order = iter(draw.sample(range(2 * sum(blocks) + 2), sum(blocks)))
-    table = torch.full((len(blocks), max(blocks, default=0) + 1), 2**31 - 648, dtype=torch.int32)
-    for row, number in enumerate(blocks):
-        table[row, :number] = torch.tensor([next(order) for _ in range(number)], dtype=torch.int32)
-    table = table.to(device)
-    shape = 2 * sum(blocks) + 2, size + draw.integer(0, 1), config.width
-    cache = torch.full(shape, torch.nan, device=device).to(config.dtype)[:, :size]
     lists = requests.starts, requests.queries, requests.keys
-    lists = [draw.integer_tensor(x) for x in lists]
     most = [max(x, default=0) + draw.choice(0, 3) for x in (requests.queries, requests.keys)]
-    places = locate(*lists, most[0], tokens)
-    rows = [torch.full((tokens,), -1, dtype=torch.int32, device=device) for _ in range(3)]
-    keys = []
-    of_requests = zip(requests.starts, requests.queries, requests.keys)
-    for row, (start, count, length) in enumerate(of_requests):
-        own = slice(start, start + count)
-        rows[0][own], rows[2][own] = row, start + count
-        rows[1][own] = torch.arange(length - count, length, device=device, dtype=torch.int32) + 1
-        keys.append(draw.normal(length, config.width, dtype=config.dtype))
-        position = torch.arange(length, device=device)
-        cache[table[row, position // size].long(), position % size] = keys[-1]
+    places = locate(*(draw.integer_tensor(x) for x in lists), most[0], tokens)
+    rows = _located(requests, draw.device)
     for name, found, wanted in zip(("row", "seen", "row_end"), places, rows):
         compare.same(name, found, wanted)
     first, end = sorted(draw.integer(0, tokens) for _ in range(2))
-    empty = torch.zeros(0, 1, config.width, dtype=config.dtype, device=device)
-    whole = _vectors(config, query[:, None], empty, weights[:, None])
-    found = cached_scores(
-        whole.query[:, 0], whole.weights[:, 0], cache, table, places, slice(first, end), most[1],
-        config.relu, tiles=draw.flag(),
-    )  # fmt: skip
-    for row, (start, count) in enumerate(zip(requests.starts, requests.queries)):
+    whole = _vectors(config, query[:, None], query[:0, None, 0], weights[:, None])
+    operands = whole.query[:, 0], whole.weights[:, 0], cached.cache, cached.table.int(), places
+    found = cached_scores(*operands, slice(first, end), most[1], config.relu, tiles=draw.flag())
+    of_requests = zip(cached.keys, requests.starts, requests.queries)
+    for row, (keys, start, count) in enumerate(of_requests):
         own = slice(max(start, first), min(start + count, end))
         if own.start >= own.stop:
             continue
-        vectors = _vectors(config, query[own][:, None], keys[row][:, None], weights[own][:, None])
-        seen = torch.arange(len(keys[row]), device=device) < rows[1][own][:, None]
-        part = found[own.start - first : own.stop - first, : len(keys[row])][None]
+        vectors = _vectors(config, query[own][:, None], keys[:, None], weights[own][:, None])
+        seen = torch.arange(len(keys), device=keys.device) < rows[1][own][:, None]
+        part = found[own.start - first : own.stop - first, : len(keys)][None]
         _compare_scores(f"scores of request {row}", config, part, vectors, seen, compare)
+
+
+def _paged(config: Config) -> PagedConfig:
+    """A cache of index keys is one of latents without k_rope."""
+    sizes = config.width, 0, config.heads, config.dtype, config.block_size
+    return PagedConfig(*sizes, fp8=False, invariant=False)
+
+
+def _located(requests: Requests, device: torch.device) -> Tensor:
+    """Row, keys that are seen and end of the row of each token, int32 [3, T]; -1 for none."""
+    rows = torch.full((3, requests.tokens), -1, dtype=torch.int32, device=device)
+    of_requests = zip(requests.starts, requests.queries, requests.keys)
+    for row, (start, count, length) in enumerate(of_requests):
+        own = slice(start, start + count)
+        rows[0, own], rows[2, own] = row, start + count
+        rows[1, own] = torch.arange(length - count + 1, length + 1, device=device).int()
+    return rows
 
 
 def _quarters(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -287,67 +285,6 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
     compare.rows("dweights", made[2], *(x.permute(2, 0, 1) for x in (dw, dw_noise)), FP32)
 
 
-class SelectConfig(NamedTuple):
-    """How many keys are chosen, and whether rows have lengths of their own."""
-
-    topk: int
-    counted: bool
-
-
-def _select_config(draw: Draw) -> SelectConfig:
-    topk = draw.choice(1, 64, 512, 2048, 2048, 4096, 8192, draw.length(4096, 64, least=1))
-    return SelectConfig(min(topk, draw.limit(8192, 40)), draw.flag())
-
-
-def _select(config: SelectConfig, draw: Draw, compare: Comparison) -> None:
-    """Exactly the first keys of a stable sort, for scores with ties, infinities, NaN and -0."""
-    from absorbed_mla.kernels.dsa.radix_select import radix_select
-
-    batch = 1 if config.counted else draw.choice(1, 1, 2)
-    most = draw.limit(40000, 300)
-    keys = draw.length(most, config.topk, 4096, 1024)
-    queries = draw.length(max(1, min(draw.limit(300, 6), 2**22 // max(keys, 1))), 132, 16)
-    scores = draw.normal(batch, queries, keys, magnitude=draw.often(1.0, 1e-3, 1e30))
-    kind = draw.choice("any", "ties", "few values", "equal", "special")
-    if kind == "ties":
-        scores = (scores * 8).round() / 8
-    elif kind == "few values":
-        scores = scores.sign()
-    elif kind == "equal":
-        scores = torch.zeros_like(scores)
-    elif kind == "special":
-        for value, share in ((torch.nan, 0.02), (torch.inf, 0.02), (-torch.inf, 0.2), (-0.0, 0.1)):
-            scores[draw.uniform(*scores.shape) < share] = value
-    padded = torch.full((batch, queries, keys + 5), torch.nan, device=scores.device)
-    padded[..., :keys] = scores
-    key_start, offset, seen = draw.integer(0, 100), None, None
-    count = torch.full((queries,), keys, device=scores.device)
-    if config.counted:
-        key_start, seen = 0, draw.integers(keys + 1, queries, dtype=torch.int32)
-        count = seen
-    elif draw.flag():
-        offset = draw.choice(0, keys - queries, draw.integer(-queries, keys))
-        count = (torch.arange(queries, device=scores.device) + offset + 1).clamp(0, keys)
-    found = radix_select(padded[..., :keys], config.topk, key_start, offset, seen=seen)
-    compare.same("keys", found, _best(scores, count, config.topk, key_start).int())
-
-
-def _best(scores: Tensor, count: Tensor, topk: int, key_start: int) -> Tensor:
-    """[Q, B, topk], ascending, then -1."""
-    keys = scores.shape[-1]
-    place = torch.arange(keys, device=scores.device)
-    seen = place < count[:, None]
-    wide = scores.double().nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0
-    # What is not seen comes behind the lowest score.
-    order = wide.where(seen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    # Of scores of -inf the seen ones come first: they have lower numbers.
-    order = order[..., :topk]
-    chosen = order.where(torch.arange(order.shape[-1], device=place.device) < count[:, None], keys)
-    chosen = torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=keys)
-    chosen = chosen.sort(-1).values
-    return (chosen + key_start).where(chosen < keys, -1).transpose(0, 1)
-
-
 _DSA = "kernels.dsa"
 _CACHE = f"{_DSA}.cached_scores"
 _SUMS = tuple(f"{_DSA}.key_sums._{name}_kernel" for name in ("table", "place", "sum"))
@@ -366,5 +303,4 @@ FAMILIES = (
         _chosen,
     ),
     Family("index-gradient", (f"{_DSA}.index_gradient._gradient_kernel",), _plain_config, _visible),
-    Family("select-keys", (f"{_DSA}.radix_select._select_kernel",), _select_config, _select),
 )

@@ -1,4 +1,4 @@
-"""Attention over chosen keys (DSA), forward, backward and over a cache, and its probabilities."""
+"""Attention over chosen keys (DSA): forward, backward, and over a cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _topk(draw: Draw) -> int:
     return min(most, draw.choice(1, 33, 64, 256, 512, 2048, draw.length(2048, 64, 32, least=1)))
 
 
-def _triton_config(draw: Draw) -> Config:
+def triton_config(draw: Draw) -> Config:
+    """What Triton's kernels take."""
     gpu = draw.device.type == "cuda"
     content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
     rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
@@ -68,7 +69,8 @@ def _triton_config(draw: Draw) -> Config:
     return Config(*config)
 
 
-def _hopper_config(draw: Draw) -> Config:
+def hopper_config(draw: Draw) -> Config:
+    """What the kernels for Hopper take."""
     content, dtype, many = draw.choice(128, 256, 512, 512), draw.choice(BF16, FP16), draw.flag(0.3)
     heads = draw.choice(1, 2, 4, 7, 8, 16, 32) if many else draw_heads(draw)
     block_size = draw.choice(16, 64, 64, draw.integer(1, 100))
@@ -105,7 +107,8 @@ def seen_by(chosen: Tensor, keys: int) -> Tensor:
     return table[..., :keys].transpose(0, 1)
 
 
-def _draw_operands(config: Config, draw: Draw) -> Operands:
+def draw_operands(config: Config, draw: Draw) -> Operands:
+    """Queries, keys and lists of up to ``_PAIRS`` pairs of a query and a key."""
     batch, width = draw.choice(1, 1, 2), config.content + config.rope
     pairs = _PAIRS // (config.heads * batch)
     if config.many:
@@ -122,7 +125,7 @@ def _draw_operands(config: Config, draw: Draw) -> Operands:
     return Operands(q, kv, chosen, seen_by(chosen, keys), scale)
 
 
-def _parts(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
+def split_parts(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
     """Content and rope part of each, with other strides or not."""
     return [
         draw.amid_nan(part) for x in tensors for part in x.split((config.content, config.rope), -1)
@@ -131,11 +134,11 @@ def _parts(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
 
 def _run(kernel: str, config: Config, draw: Draw, compare: Comparison) -> None:
     """Forward and backward."""
-    q, kv, chosen, seen, scale = _draw_operands(config, draw)
+    q, kv, chosen, seen, scale = draw_operands(config, draw)
     content = config.content
     hidden = kv.clone()
     hidden[~seen.any(1).transpose(0, 1)] = torch.nan
-    operands = _parts(config, draw, q, hidden)
+    operands = split_parts(config, draw, q, hidden)
     out, lse = operators.sparse_attention_forward(*operands, chosen, scale, kernel)
     exact = q.double(), kv.double()[:, :, None], kv.double()[:, :, None, :content]
     attended = attention(*exact, scale, seen[:, None], config.dtype)
@@ -200,57 +203,10 @@ def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Compa
         latent, scales, k_rope = Fp8Latents(content, config.rope).parts(rows.rows)
     else:
         latent, k_rope = rows.rows.split((content, config.rope), -1)
-    operands = *_parts(config, draw, q), latent, scales, k_rope, chosen
+    operands = *split_parts(config, draw, q), latent, scales, k_rope, chosen
     found = operators.sparse_attention_cached(*operands, *places, scale, draw.choice(*kernels))
     compare.rows("out", found[0], out, noise, config.dtype)
     compare.lse(found[1], lse, config.dtype)
-
-
-def _targets(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Probabilities of chosen keys, and of a run of keys, summed over heads."""
-    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
-
-    q, kv, chosen, _, scale = _draw_operands(config, draw)
-    probs, lse = _probabilities(q, kv, scale, draw)
-    operands = _parts(config, draw, q, kv)
-    _compare_chosen(chosen_target(tuple(operands), lse, chosen, scale), probs, chosen, compare)
-    first, end = sorted(draw.integer(0, len(q)) for _ in range(2))
-    key_start = draw.integer(0, len(kv))
-    num_keys = draw.integer(0, len(kv) - key_start)
-    offset = draw.choice(None, 0, draw.integer(-len(q), len(kv)))
-    own = slice(first, end)
-    found = visible_target(tuple(operands), lse, own, key_start, num_keys, offset, scale)
-    wanted = probs[:, own, key_start : key_start + num_keys]
-    if offset is not None:
-        wanted = wanted.tril(offset)
-    compare.near("visible", found, wanted, 1e-3 * wanted + 1e-6)
-
-
-def _probabilities(q: Tensor, kv: Tensor, scale: float, draw: Draw) -> tuple[Tensor, Tensor]:
-    """fp64 [B, S_q, S_k], summed over heads, and the LSE fp32 [S_q, B, N], some -inf."""
-    operands = q.double(), kv.double()[:, :, None], kv.double()[:, :, None]
-    every = torch.ones(len(q), len(kv), dtype=torch.bool, device=q.device)
-    attended = attention(*operands, scale, every, q.dtype)
-    lse = attended.lse.float()
-    lse[draw.uniform(*lse.shape) < 0.1] = -torch.inf
-    known = (lse != -torch.inf).permute(1, 2, 0)[..., None]
-    return (attended.probs * known).sum(1), lse
-
-
-def _compare_chosen(found: Tensor, probs: Tensor, chosen: Tensor, compare: Comparison) -> None:
-    there = (chosen >= 0).transpose(0, 1)
-    wanted = probs.gather(-1, chosen.transpose(0, 1).clamp(min=0).long()).where(there, 0.0)
-    compare.near("chosen", found, wanted, 1e-3 * wanted + 1e-6)
-
-
-def _hopper_target(config: Config, draw: Draw, compare: Comparison) -> None:
-    """As ``_targets``, of chosen keys."""
-    from absorbed_mla.kernels.hopper.sparse_target import sparse_target
-
-    q, kv, chosen, _, scale = _draw_operands(config, draw)
-    probs, lse = _probabilities(q, kv, scale, draw)
-    operands = tuple(_parts(config, draw, q, kv))
-    _compare_chosen(sparse_target(operands, lse, chosen, scale), probs, chosen, compare)
 
 
 _DSA = "kernels.dsa"
@@ -265,14 +221,14 @@ FAMILIES = (
     Family(
         "sparse-triton",
         (_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", _DELTA, *_LISTS, *_SUMS),
-        _triton_config,
+        triton_config,
         partial(_run, "triton"),
         share=1.5,
     ),
     Family(
         "sparse-invariant",
         (_FORWARD, _COUNT),
-        _triton_config,
+        triton_config,
         partial(_run, "invariant"),
         share=0.5,
     ),
@@ -285,7 +241,7 @@ FAMILIES = (
             *_LISTS,
             *_SUMS,
         ),
-        _hopper_config,
+        hopper_config,
         partial(_run, "hopper"),
         hopper=True,
         share=1.5,
@@ -293,29 +249,14 @@ FAMILIES = (
     Family(
         "sparse-cached-triton",
         (_FORWARD, *_CACHED),
-        _triton_config,
+        triton_config,
         partial(_cached, ("triton", "triton", "invariant")),
     ),
     Family(
         "sparse-cached-hopper",
         (f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward", *_CACHED),
-        _hopper_config,
+        hopper_config,
         partial(_cached, ("hopper",)),
         hopper=True,
-    ),
-    Family(
-        "sparse-target",
-        (f"{_DSA}.target._visible_kernel", f"{_DSA}.target._chosen_kernel"),
-        _triton_config,
-        _targets,
-        share=0.7,
-    ),
-    Family(
-        "sparse-target-hopper",
-        (f"{_HOPPER}.sparse_target_kernel.sum_sparse_probabilities", _COUNT),
-        _hopper_config,
-        _hopper_target,
-        hopper=True,
-        share=0.7,
     ),
 )
