@@ -118,11 +118,6 @@ def failures(name: str, cases: int) -> int:
 
 # Results that are not compared number by number: what a fault makes of them.
 FAULTS = {
-    # Of the last token other experts.
-    "choose-experts": (
-        "checks.fuzz.families.choice._choose",
-        lambda found: (found[0], torch.cat((found[1][:-1], found[1][-1:] + 1))),
-    ),
     "draw-tokens": (
         "absorbed_mla.kernels.sampling.draw.draw_tokens",
         lambda found: torch.where(torch.arange(len(found)) == 0, (found + 1) % 300, found),
@@ -148,6 +143,39 @@ def test_other_choices_are_found(name, small, monkeypatch):
     right = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *args, **more: fault(right(*args, **more)))
     assert failures(name, 3) >= 2
+
+
+@needs.no_gpu
+@pytest.mark.no_cover
+def test_other_experts_are_found(small, monkeypatch):
+    """With their own scores, as where a bias of the choice is wrong."""
+    choice = importlib.import_module("checks.fuzz.families.choice")
+    right = choice._choose
+
+    def wrong(config, logits, bias, scale):
+        other = torch.arange(logits.shape[-1]) * 0.1
+        config = config._replace(biased=True)
+        return right(config, logits, other if bias is None else bias + other, scale)
+
+    monkeypatch.setattr(choice, "_choose", wrong)
+    assert failures("choose-experts", 3) >= 2
+
+
+def test_parts_of_tokens():
+    """Of ten equal tokens the sixth has the random numbers from 0.5 to 0.6; filters leave some."""
+    from checks.fuzz.families.sampling import may_be_drawn
+
+    def drawn(random: float, *filters: float) -> list[int]:
+        numbers = torch.tensor([1.0, random, *filters, 1.0], dtype=torch.float64)
+        logits, tokens = torch.zeros(10, 10), torch.arange(10)
+        fits = may_be_drawn(logits, numbers[:, None].expand(6, 10), tokens, 1, 1)
+        return tokens[fits].tolist()
+
+    assert drawn(0.55, 0.0, 10, 1.0) == [5]
+    assert drawn(0.6, 0.0, 10, 1.0) == [5, 6]  # rounding may move the edge
+    assert drawn(0.55, 0.0, 4, 1.0) == [2]
+    assert drawn(0.55, 0.0, 10, 0.35) == [2]
+    assert drawn(0.99, 1.0, 10, 1.0) == [9]
 
 
 @needs.no_gpu
