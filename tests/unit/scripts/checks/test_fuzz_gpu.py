@@ -168,7 +168,7 @@ def test_parts_of_tokens():
     def drawn(random: float, *filters: float) -> list[int]:
         numbers = torch.tensor([1.0, random, *filters, 1.0], dtype=torch.float64)
         logits, tokens = torch.zeros(10, 10), torch.arange(10)
-        fits = may_be_drawn(logits, numbers[:, None].expand(6, 10), tokens, 1, 1)
+        fits = may_be_drawn(logits, numbers[:, None].expand(6, 10), tokens, -1, 1)
         return tokens[fits].tolist()
 
     assert drawn(0.55, 0.0, 10, 1.0) == [5]
