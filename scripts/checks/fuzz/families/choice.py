@@ -29,7 +29,9 @@ class Config(NamedTuple):
         size: Experts of a group.
         group_topk: Groups whose experts may be chosen, or None.
         topk: K.
+        group_score_topk: Experts by which a group is ranked; None: ``topk // group_topk``.
         softmax: Whether scores are softmax's, else sigmoid's.
+        normalize: Whether chosen scores are divided by their sum; None: several of sigmoid's are.
         biased: Whether a bias is added for the choice.
         parts: Parts of the logits; 0: they are whole.
         dtype: Of whole logits; parts are fp32.
@@ -39,7 +41,9 @@ class Config(NamedTuple):
     size: int
     group_topk: int | None
     topk: int
+    group_score_topk: int | None
     softmax: bool
+    normalize: bool | None
     biased: bool
     parts: int
     dtype: torch.dtype
@@ -56,13 +60,18 @@ def _config(draw: Draw) -> Config:
     group_topk = None if groups is None else draw.integer(1, groups)
     topk = draw.choice(1, 2, 4, 6, 8, 8, draw.integer(1, 12))
     topk = min(topk, size * (group_topk or 1))
-    if group_topk:
+    ranked_by = draw.choice(None, 1, 2, draw.integer(1, size)) if group_topk else None
+    if ranked_by is not None:
+        ranked_by = min(ranked_by, size)
+    elif group_topk:
         topk = max(topk, group_topk)  # a group is ranked by one expert at least
     experts = size * (groups or 1)
     most_parts = max(1, 2048 >> (experts - 1).bit_length())
     parts = draw.choice(0, draw.integer(1, min(most_parts, 40)))
     dtype = draw.choice(FP32, FP32, BF16, FP16)
-    return Config(groups, size, group_topk, topk, draw.flag(), draw.flag(), parts, dtype)
+    normalize = draw.choice(None, False, True)
+    rules = group_topk, topk, ranked_by, draw.flag(), normalize, draw.flag()
+    return Config(groups, size, *rules, parts, dtype)
 
 
 def _choose(config: Config, logits: Tensor, bias: Tensor | None, scale: float | None):
@@ -77,6 +86,8 @@ def _choose(config: Config, logits: Tensor, bias: Tensor | None, scale: float | 
         groups=config.groups,
         group_topk=config.group_topk,
         scale=scale,
+        normalize=config.normalize,
+        group_score_topk=config.group_score_topk,
     )
 
 
@@ -105,7 +116,7 @@ def _expected(config: Config, logits: Tensor, bias: Tensor | None) -> _Wanted:
     tied = torch.zeros_like(keys[..., 0], dtype=torch.bool)
     if config.group_topk:
         of_groups = keys.unflatten(-1, (config.groups, config.size))
-        ranked_by = config.topk // config.group_topk
+        ranked_by = config.group_score_topk or config.topk // config.group_topk
         totals = of_groups.topk(ranked_by, -1).values.sum(-1)
         groups, tied = _first(totals, config.group_topk)
         # Sums of several scores may be equal, or not, by rounding.
@@ -140,7 +151,8 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     outside = ((chosen < 0) | (chosen >= experts)).any(-1)
     compare.holds("experts", unlike | twice | outside, chosen, wanted.experts)
     weights = wanted.scores.gather(-1, chosen)
-    if not config.softmax and config.topk > 1:
+    megatrons = not config.softmax and config.topk > 1
+    if megatrons if config.normalize is None else config.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights * (scale or 1.0)
     # The score of a sum of parts is as exact as fp32's sum.
