@@ -19,6 +19,7 @@ then pads steps as for graphs, but captures none.
 from __future__ import annotations
 
 import contextlib
+import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -42,6 +43,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import prefill_graphs
 from absorbed_mla.generation.prefix.stored import stored_prefixes
 from absorbed_mla.generation.ranks import Replicas, agree, require_layout, require_shared_cache
+from absorbed_mla.generation.request_record import RequestRecord
 from absorbed_mla.generation.requests import (
     Progress,
     Result,
@@ -52,6 +54,9 @@ from absorbed_mla.generation.requests import (
 from absorbed_mla.generation.sampler import RequestSampler, derive_seed
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.generation.statistics import StepCounter
+from absorbed_mla.log_once import log_once
+
+logger = logging.getLogger(__name__)
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -82,7 +87,8 @@ class Engine:
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
-            it cannot generate, or its cache cannot be kept on disk.
+            it cannot generate, or its cache cannot be kept on disk, or an option asks for what
+            cannot run with this version of Megatron.
     """
 
     def __init__(self, model: GPTModel, options: EngineOptions) -> None:
@@ -234,7 +240,7 @@ class Engine:
                 seed = derive_seed(self._seed, self._num_seeds)
                 self._num_seeds += 1
             self._sampler.add(number, sampling, seed, prompt)
-            room = self.options.max_sequence_length - len(prompt)
+            room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
             self._queue(number, prompt, sampling.to_host(room, drafts=drafts))
             if sampling.prompt_logprobs is not None and number in self.host.requests:
@@ -259,6 +265,9 @@ class Engine:
         # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
         request.sampling_params = sampling
         self.host._add_request(request)
+        entry = self.host.requests.get(number)
+        if entry is not None:
+            entry.record = RequestRecord.from_request(request)
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""
@@ -359,11 +368,20 @@ class Engine:
         return progress, {"finished_request_records": ended}
 
     def _decode_loop(self) -> DecodeLoop | None:
-        """None where replicas share experts as Megatron has it: each step then asks all of them."""
-        together = self._replicas.several
-        if not self.options.decode_loop or why_never(self.host):
+        """As the options ask for it; None, with the reason logged, if it cannot run."""
+        asked, together = self.options.decode_loop, self._replicas.several
+        if asked is False:
             return None
+        why = why_never(self.host)
         if together and exchange_of(self.model) is None:
+            # Each step then asks all replicas.
+            why = why or "data-parallel ranks share experts"
+        if why and asked:
+            raise ValueError(f"decode_loop=True cannot run: {why}")
+        if why:
+            log_once(
+                logger, f"all steps run by Megatron's scheduler, not by the decode loop: {why}"
+            )
             return None
         config = self.model.config
         graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
@@ -403,22 +421,29 @@ class Engine:
         cancelled. One whose prompt is being read in chunks is aborted after that.
         """
         self._to_abort |= self._failures.numbers
-        if not self._to_abort:
-            return
         host = self.host
+        if not self._to_abort and not host.stop_word_finished_request_ids:
+            return
         # Callers take results away, so these do not say what has ended.
         self._to_abort &= self._sampling.keys()
-        for number in self._to_abort - {host.context.chunked_prefill_request_id}:
-            if number not in host.waiting_request_ids:
-                host.stop_word_finished_request_ids.add(number)
-                continue
-            host.waiting_request_ids.remove(number)
-            # It was evicted after it was told to stop.
-            host.stop_word_finished_request_ids.discard(number)
-            record = host.requests.pop(number).record
-            result = result_of(record, self._sampling[number], aborted=True)
-            ended = self._failures.cut(Progress(number, [], result=result), len(result.tokens))
-            self._end(number, ended.result)
+        host.stop_word_finished_request_ids |= self._to_abort
+        for number in sorted(host.stop_word_finished_request_ids):
+            if number == host.context.chunked_prefill_request_id:
+                # Megatron would forget that it is to end.
+                host.stop_word_finished_request_ids.discard(number)
+            elif number in host.waiting_request_ids:
+                self._end_waiting(number)
+
+    def _end_waiting(self, number: int) -> None:
+        """End a request that has not begun, or was evicted in the step that told it to end."""
+        host = self.host
+        host.waiting_request_ids.remove(number)
+        host.stop_word_finished_request_ids.discard(number)
+        record = host.requests.pop(number).record
+        aborted = number in self._to_abort
+        result = result_of(record, self._sampling[number], aborted=aborted)
+        ended = self._failures.cut(Progress(number, [], result=result), len(result.tokens))
+        self._end(number, ended.result)
 
     def _end(self, number: int, result: Result) -> None:
         """Keep the result of a request that ends without a forward pass, for the next report."""

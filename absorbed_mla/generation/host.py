@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
@@ -38,8 +39,16 @@ from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
 from absorbed_mla.inference.interleaved_context import interleaved_context
+from absorbed_mla.inference.megatron_names import require_names
 from absorbed_mla.inference.tiered_context import TieredContext
 from absorbed_mla.inference.token_shares import dividing_prefill
+
+# What ``resume_with_cached_blocks`` replaces or asks.
+_RESUMING = (
+    "evict_overflow_paused_requests",
+    "get_index_of_chunked_prefill_request",
+    "resume_paused_requests",
+)
 
 
 def host_engine(
@@ -53,9 +62,10 @@ def host_engine(
         sampler: Draws the tokens, instead of Megatron's own.
 
     Raises:
-        ValueError: If the options do not fit the model or each other.
+        ValueError: If the options do not fit the model, each other, or this version of Megatron.
     """
     require_divided(model, options)
+    _require_context(options)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
@@ -71,11 +81,40 @@ def host_engine(
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
     # Megatron chooses one of its own by name and has no argument for another.
-    assert hasattr(controller, "_sampling") and hasattr(controller, "detokenize")
+    require_names(controller, ["_sampling"], "Engine")
     controller._sampling = sampler
     # Nobody reads the texts that it makes of a request that has ended: results are tokens.
     controller.detokenize = _no_text
-    return DynamicInferenceEngine(controller, context)
+    host = DynamicInferenceEngine(controller, context)
+    _require_engine(host, options)
+    return host
+
+
+def _require_context(options: EngineOptions) -> None:
+    """Refuse a Megatron whose context has not what is replaced there, or used in its place."""
+    context, allocator = DynamicInferenceContext, KVBlockAllocator
+    require_names(context, _RESUMING, "Engine")
+    if options.prefix_caching:
+        require_names(allocator, ["register_kv_block_hashes"], "prefix_caching=True")
+    if options.num_speculative_tokens:
+        require_names(context, ["update_requests"], "num_speculative_tokens")
+    if options.prefix_cache_dir is not None:
+        require_names(allocator, ["_deregister_blocks"], "prefix_cache_dir")
+        names = ["_find_kv_match_count", "check_availability"]
+        require_names(context, names, "prefix_cache_dir")
+    if options.host_blocks or options.decode_context_parallel:
+        what = "host_cache_tokens" if options.host_blocks else "decode_context_parallel=True"
+        names = ["_allocate_memory_buffer", "initialize_attention_state"]
+        require_names(context, names, what)
+
+
+def _require_engine(host: DynamicInferenceEngine, options: EngineOptions) -> None:
+    """Refuse a Megatron that takes requests otherwise, or does not count what is reported."""
+    names = ["_add_request", "evicted_request_count", "_prefix_cache_blocks_matched"]
+    require_names(host, names, "Engine")
+    if options.num_speculative_tokens:
+        names = ["_spec_tokens_accepted_per_pos", "_spec_tokens_proposed_per_pos"]
+        require_names(host, names, "num_speculative_tokens")
 
 
 def _no_text(*_, **__) -> str:

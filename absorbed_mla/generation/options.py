@@ -71,7 +71,8 @@ class EngineOptions:
             ``num_cuda_graphs`` and the decode loop. 0: Megatron's graphs, one for each layer, for
             up to 512 tokens. See ``prefill_graphs.py``.
         decode_loop: Whether steps that only add a token to each request run without Megatron's
-            scheduler. Tokens are the same; with graphs, one holds such a step as a whole.
+            scheduler. Tokens are the same; with graphs, one holds such a step as a whole. None:
+            where they can; a log message says why not.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
 
     Raises:
@@ -95,7 +96,7 @@ class EngineOptions:
     prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
     prefill_graph_tokens: int = 0
-    decode_loop: bool = True
+    decode_loop: bool | None = None
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,6 +116,11 @@ class EngineOptions:
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
+        if not 0 <= self.paused_cache_tokens // BLOCK_SIZE < self.cache_blocks:
+            raise ValueError(
+                "paused_cache_tokens must be at least 0 and a block less than the cache's "
+                f"{self.cache_blocks * BLOCK_SIZE}, got {self.paused_cache_tokens}"
+            )
         if self.host_cache_tokens:
             self._require_two_tiers()
         self._require_prefill_graphs()
@@ -156,7 +162,7 @@ class EngineOptions:
         refused = self.not_with_prefill_graphs()
         if most and refused:
             raise ValueError(
-                "prefill_graph_tokens needs num_cuda_graphs, decode_loop=True, "
+                "prefill_graph_tokens needs num_cuda_graphs, decode_loop=True or None, "
                 "num_speculative_tokens=0 and decode_context_parallel=False, got "
                 f"{refused}"
             )
@@ -165,7 +171,7 @@ class EngineOptions:
         """The field, with its value, that does not go with ``prefill_graph_tokens``, or ``""``."""
         works = {
             "num_cuda_graphs": self.num_cuda_graphs is not None,
-            "decode_loop": self.decode_loop,
+            "decode_loop": self.decode_loop is not False,
             "num_speculative_tokens": not self.num_speculative_tokens,
             "decode_context_parallel": not self.decode_context_parallel,
         }
@@ -196,6 +202,17 @@ class EngineOptions:
     def host_blocks(self) -> int:
         """Number of blocks of the latent cache in host memory."""
         return self.host_cache_tokens // BLOCK_SIZE
+
+    @property
+    def request_tokens(self) -> int:
+        """Most tokens that one request has in the cache."""
+        paused = self.paused_cache_tokens // BLOCK_SIZE
+        return (self.cache_blocks + self.host_blocks - paused) * BLOCK_SIZE
+
+    def room(self, length: int) -> int:
+        """Tokens that fit the context and the cache after a prompt; 0 or less: none."""
+        beyond = cached_tokens(0, self.num_speculative_tokens)
+        return min(self.max_sequence_length, self.request_tokens - beyond) - length
 
     def to_host(
         self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
@@ -260,8 +277,8 @@ class EngineOptions:
             max_tokens: Of a forward pass: ``step_tokens``, rounded up.
         """
         length, longest = len(prompt), self.max_sequence_length
-        new_tokens = min(sampling.max_tokens or longest, longest - length)
-        cache = (self.cache_blocks + self.host_blocks) * BLOCK_SIZE
+        cache = self.request_tokens
+        new_tokens = min(sampling.max_tokens or max(1, self.room(length)), longest - length)
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if not length:
             return "the prompt is empty"

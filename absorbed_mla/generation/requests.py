@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
 
 from absorbed_mla.generation.sampling import SamplingParams
 
@@ -24,8 +28,9 @@ class Result:
             them.
         prompt_top_log_probs: At the same positions, those of the most likely tokens.
         finish: Why it ended: ``"stop"`` (a stop token), ``"length"`` (``max_tokens``),
-            ``"context"`` (the engine's ``max_sequence_length``), ``"abort"``, ``"error"`` (the
-            model's logits are NaN or infinite), or ``""`` if it could not run.
+            ``"context"`` (the engine's ``max_sequence_length``, or without ``max_tokens`` the size
+            of its cache), ``"abort"``, ``"error"`` (the model's logits are NaN or infinite), or
+            ``""`` if it could not run.
         error: Why the request could not run or go on, or ``""``.
     """
 
@@ -70,14 +75,23 @@ def count_tokens(record: DynamicInferenceRequestRecord) -> int:
 
 
 def last_of(record: DynamicInferenceRequestRecord, name: str, count: int) -> list:
-    """The last ``count`` entries of a list that every part of a request has."""
+    """The entries of a list, which every part of a request has, for the last ``count`` tokens."""
     found: list = []
     for part in reversed(record.requests):
         missing = count - len(found)
         if missing <= 0:
             break
-        found = (getattr(part, name) or [])[-missing:] + found
+        found = _of_generated(part, name)[-missing:] + found
     return found
+
+
+def _of_generated(part: DynamicInferenceRequest, name: str) -> list:
+    """Entries for the tokens that a part has generated.
+
+    Where its prompt was read in chunks, Megatron has put those of the chunks' ends before them.
+    """
+    entries = getattr(part, name) or []
+    return entries[max(0, len(entries) - len(part.generated_tokens)) :]
 
 
 def progress_of(
@@ -111,7 +125,6 @@ def result_of(
     # Megatron computes them for all requests of a step if one of them has asked.
     if sampling.logprobs is not None:
         result.log_probs = _joined(record, "generated_log_probs")
-        # A prompt that was read in parts may have some of its own before them.
         top = last_of(record, "generated_top_n_logprobs", len(result.tokens))
         result.top_log_probs = list(map(_by_token, top))
     if sampling.prompt_logprobs is not None:

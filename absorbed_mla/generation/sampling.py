@@ -27,7 +27,8 @@ class SamplingParams:
     token's position, and on nothing else that runs in the engine.
 
     Attributes:
-        max_tokens: Maximum number of tokens to generate; None: as many as fit the context.
+        max_tokens: Maximum number of tokens to generate; None: as many as fit the context
+            and the cache.
         min_tokens: No token that stops the request is drawn before this many others.
         temperature: Divides the logits; 0 takes the most likely token (greedy).
         top_k: Sample from the k most likely tokens only; 0 or -1 means all.

@@ -13,6 +13,8 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from torch import Tensor
 
+from absorbed_mla.inference.megatron_names import require_names
+
 # Attribute of the context: [layers with an indexer, blocks, block_size, Di].
 _NAME = "index_keys"
 
@@ -55,8 +57,10 @@ def allocate_index_keys(
         device: Of the keys.
 
     Raises:
-        ValueError: While a CUDA graph is captured, or if memory savers keep the latents.
+        ValueError: While a CUDA graph is captured, if memory savers keep the latents, or if this
+            version of Megatron allocates them in another way.
     """
+    require_names(context, ["_allocate_memory_buffer"], "a cache of index keys")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "a DynamicInferenceContext needs memory for index keys before a CUDA graph is "

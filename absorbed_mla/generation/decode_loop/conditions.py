@@ -6,6 +6,8 @@ from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
+from absorbed_mla.generation.decode_loop.context_rows import TABLES
+from absorbed_mla.inference.megatron_names import missing_name
 from absorbed_mla.inference.tiered_context import TieredContext
 
 # Of Megatron 0.19; where a later one has other names, its own steps run.
@@ -13,29 +15,54 @@ _HOST = (
     "_can_schedule_chunked_prefill",
     "_can_schedule_non_chunked_prefill",
     "_cg_admission_gating_active",
+    "_check_stop_words_for_request_post_append",
     "_prefill_tokens_computed",
     "_prefill_tokens_skipped",
     "_prefix_cache_blocks_matched",
     "_prefix_cache_hits",
+    "_run_coroutine_sync",
+    "async_bookkeep",
+    "enable_chunked_prefill",
+    "failed_request_ids",
+    "finished_request_count",
+    "get_request",
+    "requests",
     "schedule_waiting_requests",
+    "state",
+    "stop_word_finished_request_ids",
+    "waiting_request_ids",
 )
 _CONTEXT = (
+    *TABLES,
     "_bookkeeping_h2d_done_event",
     "_cpu_bookkeeping_buf",
-    "_cpu_mha_block_table",
-    "_cpu_mha_cu_kv_seq_lengths",
-    "_cpu_mha_cu_query_seq_lengths",
-    "_cpu_mha_kv_seq_lengths",
-    "_cpu_mha_query_lengths",
-    "_staging_real_token_count",
-    "_staging_request_in_prefill_status",
-    "_staging_request_kv_length_offsets",
-    "_staging_request_query_lengths",
+    "active_attn_metadata",
     "active_request_metadata",
+    "batch_dimensions",
+    "calculate_log_probs_tensors",
     "cuda_graph_batch_dimensions_list",
+    "current_input_and_position_ids",
+    "gpu_view",
+    "num_prefill_requests",
+    "padded_active_request_count",
+    "padded_active_token_count",
+    "padded_batch_dimensions",
     "prefix_cache_lru_clock",
+    "release_memory_blocks_from_request_indexes",
+    "request_metadata",
+    "round_up_tokens",
+    "step_count",
+    "update_requests",
+    "using_cuda_graph_this_step",
 )
-_ALLOCATOR = ("active_count", "total_avail", "enable_prefix_caching")
+_VIEW = ("_buf", "mha_block_table", "token_to_input_ids")
+_ALLOCATOR = (
+    "active_count",
+    "allocate_memory_blocks",
+    "dummy_block_idx",
+    "enable_prefix_caching",
+    "is_memory_available",
+)
 _CONTROLLER = (
     "_all_logits_cuda",
     "_dynamic_step_calculate_log_probs",
@@ -46,7 +73,20 @@ _CONTROLLER = (
     "_dynamic_step_log_probs_bookkeeping",
     "_dynamic_step_sample_logits",
     "_sampled_tokens_cuda",
+    "_sampling",
 )
+
+
+def _missing(host: DynamicInferenceEngine) -> str:
+    """The name that the loop uses and this Megatron has not, or ``""``."""
+    context = host.context
+    return (
+        missing_name(host, _HOST)
+        or missing_name(context, _CONTEXT)
+        or missing_name(context.kv_block_allocator, _ALLOCATOR)
+        or missing_name(context.gpu_view, _VIEW)
+        or missing_name(host.controller, _CONTROLLER)
+    )
 
 
 def why_never(host: DynamicInferenceEngine) -> str:
@@ -55,8 +95,7 @@ def why_never(host: DynamicInferenceEngine) -> str:
     Drafts, blocks in host memory and Megatron's asynchronous scheduling change more in a step than
     a token; its logs, events and records of routing are written by its own steps.
     """
-    context, controller = host.context, host.controller
-    config = context.config
+    context, config = host.context, host.context.config
     conditions = {
         "it drafts tokens": host.num_speculative_tokens > 0,
         "its cache is partly in host memory": isinstance(context, TieredContext),
@@ -65,14 +104,8 @@ def why_never(host: DynamicInferenceEngine) -> str:
         "experts' routing is recorded": context.moe_enable_routing_replay,
         "events of tokens are recorded": host.track_generated_token_events,
         "steps are logged": host.logging_step_interval > 0,
-        "this Megatron has other tables": not (
-            all(hasattr(host, name) for name in _HOST)
-            and all(hasattr(context, name) for name in _CONTEXT)
-            and all(hasattr(context.kv_block_allocator, name) for name in _ALLOCATOR)
-            and all(hasattr(controller, name) for name in _CONTROLLER)
-        ),
     }
-    return next((reason for reason, holds in conditions.items() if holds), "")
+    return _missing(host) or next((reason for reason, holds in conditions.items() if holds), "")
 
 
 def runs_here(host: DynamicInferenceEngine) -> bool:

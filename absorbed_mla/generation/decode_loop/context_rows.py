@@ -52,6 +52,8 @@ _OF_ROWS = (
     "_cpu_mha_query_lengths",
 )
 _SUMS, _COUNT = "_cpu_mha_cu_query_seq_lengths", "_staging_real_token_count"
+# All of them, by their names in Megatron's context.
+TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
 
 
 class ContextRows:
@@ -74,8 +76,7 @@ class ContextRows:
         self.count = context.total_request_count
         self._decodes = context.num_prefill_requests == 0
         self._padded = context.padded_active_request_count
-        names = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
-        self._of = {name: getattr(context, name).numpy() for name in names}
+        self._of = {name: getattr(context, name).numpy() for name in TABLES}
         kinds = (context.request_metadata, context.active_request_metadata)
         self._metadata = [{k: v.numpy() for k, v in kind.items()} for kind in kinds]
         view = context.gpu_view

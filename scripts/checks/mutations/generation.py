@@ -164,6 +164,68 @@ MUTATIONS = {
         'last_of(record, "generated_top_n_logprobs", len(result.tokens))',
         '_joined(record, "generated_top_n_logprobs")',
     ),
+    "entries_of_chunks_after_an_eviction": Mutation(
+        "absorbed_mla/generation/requests.py",
+        "entries[max(0, len(entries) - len(part.generated_tokens)) :]",
+        "entries",
+    ),
+    "last_entries_of_one_part": Mutation(
+        "absorbed_mla/generation/requests.py",
+        "[-missing:] + found\n",
+        "[-missing:] + found\n        break\n",
+    ),
+    "log_probs_of_a_prompt_that_was_not_read": Mutation(
+        "absorbed_mla/generation/requests.py", "if len(found) >= count)", "if found)"
+    ),
+    "log_probs_of_what_follows_a_prompt": Mutation(
+        "absorbed_mla/generation/requests.py", "next((found[:count] for", "next((found for"
+    ),
+    "evicted_requests_forget_stop_tokens": Mutation(
+        "absorbed_mla/generation/request_record.py",
+        "        part.stop_word_ids = former.stop_word_ids\n",
+        "",
+    ),
+    "stopped_and_evicted_in_one_step": Mutation(
+        "absorbed_mla/generation/engine.py",
+        "if not self._to_abort and not host.stop_word_finished_request_ids:",
+        "if not self._to_abort:",
+    ),
+    "penalties_of_all_drafts": Mutation(
+        "absorbed_mla/generation/sampler.py", "drafts[:j]) for j", "drafts) for j"
+    ),
+    "prompt_log_probs_of_cached_blocks": Mutation(
+        "absorbed_mla/generation/engine.py",
+        "self.host.requests[number].record[-1].precomputed_block_hashes = []",
+        "pass",
+    ),
+    "top_log_probs_of_prompts_only": Mutation(
+        "absorbed_mla/generation/sampling.py",
+        "top_n_logprobs=max(self.logprobs or 0, self.prompt_logprobs or 0)",
+        "top_n_logprobs=self.prompt_logprobs or 0",
+    ),
+    "length_beyond_the_context": Mutation(
+        "absorbed_mla/generation/sampling.py",
+        "min(self.max_tokens or max_new_tokens, max_new_tokens)",
+        "self.max_tokens or max_new_tokens",
+    ),
+    "answers_fill_the_context_not_the_cache": Mutation(
+        "absorbed_mla/generation/options.py",
+        "min(self.max_sequence_length, self.request_tokens - beyond) - length",
+        "self.max_sequence_length - length",
+    ),
+    "decode_loop_is_left_out_without_a_word": Mutation(
+        "absorbed_mla/generation/engine.py",
+        '            log_once(\n                logger, f"all',
+        '            (\n                None, f"all',
+    ),
+    "decode_loop_needs_no_names": Mutation(
+        "absorbed_mla/generation/decode_loop/conditions.py", "return _missing(host) or", "return"
+    ),
+    "missing_names_raise_later": Mutation(
+        "absorbed_mla/inference/megatron_names.py",
+        "    if missing := missing_name(owner, names):",
+        '    if missing := "":',
+    ),
     "decode_loop_waits_where_all_end": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
         "if not needed:\n            return True",

@@ -16,6 +16,10 @@ SIZES = {"max_sequence_length": 100, "max_requests": 3}
         ({"max_sequence_length": 1}, "max_sequence_length must be at least 2"),
         ({"max_requests": 0}, "max_requests at least 1"),
         ({"cache_tokens": 63}, "cache_tokens must be at least 64, got 63"),
+        (
+            {"cache_tokens": 128, "paused_cache_tokens": 128},
+            "paused_cache_tokens must be at least 0 and a block less than the cache's 128, got 128",
+        ),
         ({"decode_context_parallel": 2}, "decode_context_parallel must be True or False, got 2"),
     ],
 )

@@ -46,8 +46,13 @@ def expected(model):
             {**CHUNKED, "blocks": 3},
             "190 tokens and 50 new ones do not fit into a cache of 192",
         ),
+        (
+            Request(prompt(100), 50),
+            {"blocks": 3, "paused_blocks": 1},
+            "100 tokens and 50 new ones do not fit into a cache of 128",
+        ),
     ],
-    ids=["empty", "unknown-token", "negative-token", "too-long", "step", "cache"],
+    ids=["empty", "unknown-token", "negative-token", "too-long", "step", "cache", "paused"],
 )
 @pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
 def test_refused(model, expected, refused, options, error, place):
@@ -112,6 +117,30 @@ def test_the_end_of_the_sequence(model):
     run = generate(engine_of(model, **CHUNKED), [request])
     assert_generates(run, by_whole_forwards(model, [Request(request.prompt, 6)]))
     assert run.results[0].finish == "context"
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "num_tokens"),
+    [
+        (190, {**CHUNKED, "blocks": 3}, 2),
+        (100, {"blocks": 3, "paused_blocks": 1}, 28),
+        (250, CHUNKED, 6),
+    ],
+    ids=["cache", "paused", "context"],
+)
+def test_as_many_as_fit(model, length, options, num_tokens):
+    """Without ``max_tokens``: the rest of the context, or of the cache if that is less."""
+    sampling = SamplingParams(max_tokens=None, temperature=0)
+    [result] = engine_of(model, **options).generate([prompt(length)], sampling)
+    assert (result.error, result.finish) == ("", "context")
+    [expected] = by_whole_forwards(model, [Request(prompt(length), num_tokens)])
+    assert result.tokens == expected.tokens
+
+
+def test_a_prompt_that_fills_the_cache(model):
+    sampling = SamplingParams(max_tokens=None)
+    [result] = engine_of(model, **CHUNKED, blocks=3).generate([prompt(192)], sampling)
+    assert "192 tokens and 1 new ones do not fit into a cache of 192" in result.error
 
 
 def test_full_cache(model):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from absorbed_mla.generation.drawing import draw_by_numbers, most_likely, weigh
 from absorbed_mla.generation.sampler import (
+    RequestSampler,
     SampledRequest,
     _Row,
     derive_seed,
@@ -14,6 +17,7 @@ from absorbed_mla.generation.sampler import (
     uniform,
 )
 from absorbed_mla.generation.sampling import SamplingParams
+from tests.support.decode_loop import LRU
 from tests.support.drawing import drawn, table_of
 from tests.support.engine import (
     Request,
@@ -259,6 +263,23 @@ def test_random_numbers():
     assert len({derive_seed(0, i) for i in range(1000)}) == 1000
 
 
+def test_penalties_count_the_drafts_before_a_token():
+    """A step verifies them together, each place after other tokens."""
+    sampler = RequestSampler(2)
+    sampler.add(5, SamplingParams(temperature=0, presence_penalty=0.5), 0, [9, 8])
+    sampler.extend(5, [7])
+    table = {"request_ids": 5, "request_kv_length_offsets": 2, "request_query_lengths": 3}
+    context = SimpleNamespace(
+        paused_request_count=0,
+        total_request_count=1,
+        gpu_view=SimpleNamespace(token_to_input_ids=torch.tensor([7, 0, 1])),
+        **{name: torch.tensor([value]) for name, value in table.items()},
+    )
+    # Tokens 0, 1 and 2 lie less apart than a penalty.
+    logits = torch.tensor([0.9, 0.8, 0.7, 0, 0, 0, 0, 0, 0, 0]).repeat(3, 1)
+    assert sampler.sample_speculative(logits, 1, 0, 2, context).tolist() == [0, 1, 2]
+
+
 class TestInTheEngine:
     """With Megatron's scheduler, which says what each row is."""
 
@@ -329,7 +350,11 @@ class TestInTheEngine:
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"chunked_prefill": True, "step_tokens": 64}, {"prefix_caching": True}],
+        [
+            {},
+            {"chunked_prefill": True, "step_tokens": 64},
+            {"prefix_caching": True, "inference_config": LRU},
+        ],
         ids=["plain", "chunked", "prefix"],
     )
     def test_log_probs(self, model, options):
