@@ -4,6 +4,7 @@ Nothing here needs a network or pip: the build backend is called directly, in a 
 and imports are looked up in interpreters that see no other site-packages (-S).
 """
 
+import ast
 import functools
 import os
 import re
@@ -75,6 +76,17 @@ def checkout(tmp_path_factory) -> Path:
     for name in (*PACKAGES, "tests", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
+
+
+def third_party(path: Path) -> set[str]:
+    """Top-level names that a file imports anywhere, but for the standard library's."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
 
 
 def build(checkout: Path, kind: str, target: Path) -> Path:
@@ -204,6 +216,17 @@ class TestDependencies:
         allowed = self.DECLARED | PACKAGES | self.extra("generate")
         assert self.imported_by("absorbed_mla.llm", but_not="absorbed_mla.llm.server") <= allowed
         assert self.imported_by("absorbed_mla.llm.server") <= allowed | self.extra("serve")
+
+    def test_scripts_import_their_extra(self):
+        """``scripts`` brings all that the scripts of a checkout import, benchmarks aside."""
+        folder = ROOT / "scripts"
+        own = {path.stem for path in folder.iterdir()}
+        parts = own - {"benchmarks", "checks"}
+        files = [path for name in parts for path in (folder / name).glob("*.py")]
+        imported = set().union(*map(third_party, [*files, *folder.glob("*.py")]))
+        assert {"matplotlib", "openai", "transformers"} <= imported
+        allowed = self.DECLARED | {"numpy"} | self.extra("scripts", "generate")
+        assert imported - own - PACKAGES <= allowed
 
     def test_conversion_imports_its_extra_alone(self):
         """Whoever only converts needs nothing of Megatron's; comparing logits needs everything."""
