@@ -85,4 +85,15 @@ MUTATIONS = {
         'return rank_major.index_select(0, self.layout.index("sequence_order", x.device))',
         "return rank_major",
     ),
+    "prompts_of_few_tokens_divided": Mutation(
+        "absorbed_mla/inference/token_shares.py",
+        "if tokens < LEAST_TOKENS or tokens %",
+        "if tokens %",
+    ),
+    "decode_steps_divided": Mutation(
+        "absorbed_mla/inference/token_shares.py", " or context.is_decode_only():", ":"
+    ),
+    "runs_of_a_rank_begin_at_zero": Mutation(
+        "absorbed_mla/inference/token_shares.py", "before += own.stop - own.start", "before += 0"
+    ),
 }

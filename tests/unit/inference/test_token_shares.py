@@ -43,3 +43,28 @@ def test_runs_within_a_segment(segment, size, pieces):
             assert torch.equal(whole[segment][there], held[here]) and len(held[here])
             found += held[here].tolist()
     assert sorted(found) == whole[segment].tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "graph", "decodes", "divided"),
+    [
+        (token_shares.LEAST_TOKENS, False, False, True),
+        (token_shares.LEAST_TOKENS - 8, False, False, False),
+        (token_shares.LEAST_TOKENS + 2, False, False, False),
+        (token_shares.LEAST_TOKENS, True, False, False),
+        (token_shares.LEAST_TOKENS, False, True, False),
+    ],
+    ids=["divided", "few", "no multiple", "graph", "decodes"],
+)
+def test_which_steps_are_divided(tokens, graph, decodes, divided):
+    """Those that read prompts, of enough tokens; a graph holds what a rank did when captured."""
+    context = SimpleNamespace(
+        padded_active_token_count=tokens,
+        using_cuda_graph_this_step=lambda: graph,
+        is_decode_only=lambda: decodes,
+    )
+    group = SimpleNamespace(size=lambda: 4, rank=lambda: 1)
+    shares = token_shares._shares(context, group, 2)
+    assert (shares is not None) is divided
+    if divided:
+        assert sum(own.stop - own.start for own in shares.own) == tokens // 4
