@@ -71,6 +71,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(bits(found[name]), bits(tensor)), name
+        assert found[name].is_contiguous(), name
 
 
 def bits(tensor: Tensor) -> Tensor:
