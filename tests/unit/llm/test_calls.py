@@ -19,6 +19,7 @@ from tests.support.llm import (
     ctrl_c_interrupts,
     expected_text,
     fake_llm,
+    until,
 )
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -74,26 +75,20 @@ class TestThreads:
         assert llm._awake is awake
 
     def test_everybody_gets_a_turn(self):
-        """A thread that takes the lock again at once does not keep it from the others."""
-        lock, order, stop = FairLock(), [], threading.Event()
+        """A thread that takes the lock again at once does not keep it from one that waits."""
+        lock, order = FairLock(), []
 
         def take(name: str) -> None:
-            while not stop.is_set():
-                with lock, lock:
-                    order.append(name)
-                    stop.wait(0.001)
+            with lock, lock:
+                order.append(name)
 
-        threads = [threading.Thread(target=take, args=(name,)) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        try:
-            while len(order) < 40:
-                stop.wait(0.01)
-        finally:
-            stop.set()
-        for thread in threads:
-            thread.join(10)
-        assert 15 <= order[5:37].count("a") <= 17
+        with lock:
+            other = threading.Thread(target=take, args=("other",))
+            other.start()
+            until(lambda: lock._waiting.locked())
+        take("again")
+        other.join(10)
+        assert order == ["other", "again"]
 
 
 class TestCtrlC:
