@@ -26,7 +26,8 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig, read_function
-from checkpoint_conversion.routing import ROUTER_OPTIONS, only_megatrons, routing_differences
+from checkpoint_conversion.routing import ROUTER_OPTIONS
+from checkpoint_conversion.routing_notes import only_megatrons, routing_differences
 
 _logger = logging.getLogger(__name__)
 _NONE = "The model's config describes none that can be exported:"

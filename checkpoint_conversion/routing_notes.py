@@ -1,0 +1,89 @@
+"""What users are told about a model's routing, one line each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
+from checkpoint_conversion.routing import (
+    GROUP_SCORE,
+    NORMALISED,
+    ROUTER_OPTIONS,
+    Routing,
+    read_routing,
+    read_routing_args,
+    routing_args,
+)
+
+
+def routing_differences(routing: Routing, fields: Fields) -> list[str]:
+    """Where the router of Megatron's arguments differs from that of config.json, one line each.
+
+    Args:
+        routing: Of config.json.
+        fields: Of the arguments.
+    """
+    found = Fields(read_routing_args(fields), [])
+    kind = "deepseek_v2" if found.raw("scoring_func") == "softmax" else "deepseek_v3"
+    own = read_routing(found, kind, fields.integer("num_experts", MOST_EXPERTS))
+    ignored = {"topk_method"} | ({"group_score_topk"} if routing.n_group == 1 else set())
+    names = [field.name for field in dataclasses.fields(Routing) if field.name not in ignored]
+    return [
+        f"{name} is {getattr(routing, name)}, in the model {getattr(own, name)}"
+        for name in names
+        if getattr(routing, name) != getattr(own, name)
+    ]
+
+
+def routing_notes(routing: Routing) -> list[str]:
+    """Where Megatron's own router differs with the same weights, one line each."""
+    own, notes = routing_args(routing), []
+    topk, groups = routing.num_experts_per_tok, routing.topk_group
+    if own[GROUP_SCORE] is not None:
+        notes.append(
+            f"{routing.topk_method} chooses {groups} groups by the best {routing.group_score_topk} "
+            f"of each group's experts; Megatron's router by the best {topk // groups} "
+            f"(num_experts_per_tok {topk} // topk_group {groups}){_option(own, GROUP_SCORE)}"
+        )
+    if own[NORMALISED] is not None:
+        does, not_ = ("does not", "does") if routing.norm_topk_prob else ("does", "does not")
+        notes.append(
+            f"norm_topk_prob is {str(routing.norm_topk_prob).lower()}: the model {not_} divide the "
+            f"scores of a token's experts by their sum, Megatron's router {does} with "
+            f"num_experts_per_tok {topk}{_option(own, NORMALISED)}"
+        )
+    return notes
+
+
+def _option(own: dict[str, object], name: str) -> str:
+    return f"; this package's layers need AbsorbedMLAOptions({name}={own[name]})"
+
+
+def ignored_notes(fields: Fields, model_type: str) -> list[str]:
+    """A note about a field of config.json that the model's authors read and transformers ignores.
+
+    Args:
+        fields: Of config.json.
+        model_type: Of the model.
+    """
+    if model_type != "deepseek_v2" or not fields.equals("norm_topk_prob", True):
+        return []
+    if fields.given(NORMALISED):
+        return []
+    return [
+        "norm_topk_prob is true: transformers ignores the field in DeepSeek-V2, and so does this "
+        "package; DeepSeek's own code divides the scores of a token's experts by their sum"
+    ]
+
+
+def only_megatrons(fields: Fields) -> list[str]:
+    """Why no Hugging Face model routes as a config.json made of Megatron's arguments says.
+
+    Args:
+        fields: Of config.json.
+    """
+    return [
+        f"{name} is {fields.raw(name)}: no model of Hugging Face's routes so"
+        for name in ROUTER_OPTIONS
+        if fields.given(name)
+    ]
