@@ -38,7 +38,7 @@ from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.decode_loop.conditions import why_never
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.failures import Failures
-from absorbed_mla.generation.host import host_engine, inference_mode
+from absorbed_mla.generation.host import host_engine, inference_mode, require_inference_mode
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import prefill_graphs
 from absorbed_mla.generation.prefix.stored import stored_prefixes
@@ -293,6 +293,7 @@ class Engine:
         Raises:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
+        require_inference_mode(self.model)
         self._abort()
         reported, self._unreported = self._unreported, []
         if reported and not self._replicas.several:

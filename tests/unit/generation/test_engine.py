@@ -282,6 +282,25 @@ class TestLiveModel:
         fresh = engine_of(model, **CHUNKED, **PREFIX)
         assert after.results == generate(fresh, SHARED[:2], log_probs=True).results
 
+    def test_modes_that_others_leave(self):
+        """As another engine of the process does when it stops, and a program that evaluates."""
+        model = generating_model()
+        requests = [Request(prompt(length, length), length % 4 + 2) for length in (5, 11, 33)]
+        expected = by_whole_forwards(model, requests)
+
+        def leave(progress):
+            InferenceMode.unset_active()
+            model.train()
+
+        engine = engine_of(model, max_requests=2)
+        leave(None)
+        results = engine.generate(
+            [request.prompt for request in requests],
+            [request.sampling() for request in requests],
+            leave,
+        )
+        assert [result.tokens for result in results] == [one.tokens for one in expected]
+
     @pytest.mark.parametrize("training", [True, False])
     def test_goes_on_after_an_interruption(self, training):
         model = generating_model()
