@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.packed_roll import require_packed_roll
 from absorbed_mla.unsupported import refuse_unsupported_config
 from specs.absorbed_mla_layers import AbsorbedMLAAttentionLayer, spec_by_config
 from specs.absorbed_mla_parts import LayerParts
@@ -44,8 +45,8 @@ class AbsorbedMLAHybridStack(HybridStack):
         host: The other arguments of Megatron's stack.
 
     Raises:
-        ValueError: If a layer is asked for that the backend does not have, or something that
-            absorbed MLA does not support.
+        ValueError: If a layer is asked for that the backend does not have, something that
+            absorbed MLA does not support, or MTP that cannot be corrected for padded packs.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class AbsorbedMLAHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **host: Any,
     ) -> None:
+        if config.mtp_num_layers:
+            require_packed_roll()
         if parts.backend == "local":
             _refuse_layers_of_transformer_engine(layer_type_list or [])
         # Megatron's final norm is TransformerEngine's in any case.

@@ -7,6 +7,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.packed_roll import require_packed_roll
 from specs.absorbed_mla_parts import LayerParts, moe_layers
 
 
@@ -30,7 +31,8 @@ def get_absorbed_mla_mtp_block_spec(
         vp_stage: Virtual pipeline stage, or None.
 
     Raises:
-        ValueError: If the backend, the options or ``moe_layer_freq`` are not usable.
+        ValueError: If the backend, the options or ``moe_layer_freq`` are not usable, or this
+            Megatron's MTP cannot be corrected for padded packs.
     """
     return mtp_block_of(LayerParts(backend, options), config, vp_stage)
 
@@ -43,4 +45,5 @@ def mtp_block_of(
     block = get_gpt_mtp_block_spec_for_backend(config, layer, parts.provider, vp_stage=vp_stage)
     if block is None:
         return None
+    require_packed_roll()
     return MultiTokenPredictionBlockSubmodules([parts.mtp_layer(layer)] * len(block.layer_specs))

@@ -29,7 +29,7 @@ from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
-from absorbed_mla.packed_roll import correct_packed_roll, require_packed_roll
+from absorbed_mla.packed_roll import correct_packed_roll
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
 BACKENDS = ("local", "transformer_engine")
@@ -133,11 +133,7 @@ class LayerParts:
 
         Args:
             inner: The transformer layer inside of it; None where the host builds it.
-
-        Raises:
-            ValueError: If this Megatron's MTP cannot be corrected for padded packs.
         """
-        require_packed_roll()
         spec = get_mtp_layer_spec_for_backend(inner, self.provider)
         norms = {"enorm": self.norm, "hnorm": self.norm, "layer_norm": self.norm}
         return replace(spec, submodules=replace(spec.submodules, **norms))

@@ -15,6 +15,7 @@ from specs.absorbed_mla_layer_specs import (
 )
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support.cases import TINY, config_for
+from tests.support.hybrid import hybrid_model
 from tests.support.layouts import packed
 from tests.support.numerics import compare
 from tests.support.packed_mtp import documents, gradients, pack
@@ -92,7 +93,11 @@ def test_every_spec_brings_it(spec, monkeypatch):
 
 
 def test_a_megatron_without_it(monkeypatch):
+    """Models without MTP do not need it."""
     monkeypatch.setattr(packed_roll, "_megatrons_roll", None)
     get_absorbed_mla_decoder_block_spec(config_for(TINY), backend="local")
+    hybrid_model("+-")
     with refusal("mtp_num_layers", "roll_tensor"):
         get_absorbed_mla_mtp_block_spec(config_for(TINY, mtp_num_layers=1), backend="local")
+    with refusal("mtp_num_layers", "roll_tensor"):
+        hybrid_model("+-/+-")
