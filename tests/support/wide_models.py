@@ -22,6 +22,19 @@ WIDTHS = {
     "max_position_embeddings": 1024,
     "vocab_size": 131,
 }
+# What is smaller in tests on a CPU.
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 # Of the weights of tests.conversion.models: rounding to bf16 then moves log-probabilities by a
 # fifth of what other experts do.
 _SCALE = 0.5

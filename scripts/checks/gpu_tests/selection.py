@@ -36,8 +36,6 @@ CPU_ONLY = (
     "llm/test_tokenizer_folders.py",
     "llm/test_tokenizers.py",
 )
-# In folders that are left out, files with a test that needs a GPU.
-GPU_TESTS_ELSEWHERE = ("scripts/benchmarks/test_pretraining.py",)
 # They have a process of their own disturb the GPU. (Tests that measure memory measure that of their
 # process.)
 ALONE = ("tests/unit/kernels/test_shared_gpu.py",)
@@ -50,7 +48,7 @@ def unit_files(root: Path) -> list[str]:
     for path in sorted(folder.rglob("test_*.py")):
         name = path.relative_to(folder).as_posix()
         left_out = any(name == one or name.startswith(f"{one}/") for one in CPU_ONLY)
-        if not left_out or name in GPU_TESTS_ELSEWHERE:
+        if not left_out:
             found.append(path.relative_to(root).as_posix())
     return found
 

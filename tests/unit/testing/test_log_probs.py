@@ -22,23 +22,12 @@ from tests.support.log_probs import (
     exceeded,
     written,
 )
-from tests.support.wide_models import wide_folder
+from tests.support.wide_models import NARROW, wide_folder
 
 pytestmark = needs.no_gpu
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(n, 2 * n)) for n in (3, 40, 65)]
-NARROW = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}
 
 
 @pytest.fixture(scope="module")

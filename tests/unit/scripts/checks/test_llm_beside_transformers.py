@@ -12,25 +12,13 @@ from checks.beside_transformers import measure, table
 from checks.beside_transformers.cases import MODELS, WAYS, Case, cases_of
 from tests.support import needs, wide_models
 
-NARROW = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}
 SHAPE = "V3, 8 experts in 2, 1 taken, 2 of a token"
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """Its folder; ``LLM`` runs in this process, which is in a world already."""
-    monkeypatch.setattr(wide_models, "WIDTHS", {**wide_models.WIDTHS, **NARROW})
+    monkeypatch.setattr(wide_models, "WIDTHS", {**wide_models.WIDTHS, **wide_models.NARROW})
     monkeypatch.setattr(measure, "NEW_TOKENS", 6)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

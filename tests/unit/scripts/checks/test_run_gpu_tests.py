@@ -23,6 +23,10 @@ FILES = {
     "skipped": "import pytest\npytest.skip('needs a GPU', allow_module_level=True)\n",
     "crash": "import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\n",
     "broken": "import no_such_module\n",
+    "late": (
+        "import pytest\n@pytest.fixture\ndef used():\n    yield\n    assert False, 'left over'\n"
+        "def test_a(used): pass\n"
+    ),
     "endless": "import time\ndef test_a(): pass\ndef test_b(): time.sleep(100)\n",
     # As a process of torchrun that fails where the first one does not.
     "other_rank": "import atexit, os\natexit.register(os._exit, 1)\ndef test_a(): pass\n",
@@ -59,19 +63,20 @@ def run(tmp_path, monkeypatch):
 def test_what_became_of_tests(run):
     said = []
     found, folder = run(
-        job_of("good", "bad"),
+        job_of("good", "bad", "late"),
         job_of("skipped"),
         job_of("crash"),
         job_of("broken"),
         job_of("other_rank"),
         say=said.append,
     )
-    assert len(said) == len(found) == 6
+    assert len(said) == len(found) == 7
     counts = {n: (one.passed, one.failed, one.skipped) for n, one in found.items()}
     assert counts["bad"] == (1, 1, 0) and counts["skipped"] == (0, 0, 1)
     assert found["bad"].failures == {
         "test_bad.py::test_b": "AssertionError: two is not one",
     }
+    assert counts["late"] == (0, 1, 0) and "left over" in str(found["late"].failures)
     assert found["skipped"].ran_nothing and found["skipped"].skips == {"needs a GPU": 1}
     assert not found["skipped"].is_bad and not found["bad"].ended
     assert found["crash"].passed == 1 and found["crash"].ended == "exit code 3"
@@ -82,7 +87,7 @@ def test_what_became_of_tests(run):
     assert "test_skipped.py: 1 x needs a GPU" in text
     assert "test_bad.py::test_b: AssertionError: two is not one" in text
     assert "assert 1 == 2" in text, "the end of the log"
-    assert lines[-1] == "4 passed, 2 failed, 1 skipped in 6 files, 1 s"
+    assert lines[-1] == "4 passed, 3 failed, 1 skipped in 7 files, 1 s"
 
 
 def test_exit_code_under_torchrun():
@@ -134,7 +139,7 @@ def test_half_a_line_of_a_report(tmp_path):
 
 def test_selected_files():
     """Nothing in the lists is missing, and no test for a GPU is left out."""
-    for name in (*selection.CPU_ONLY, *selection.GPU_TESTS_ELSEWHERE):
+    for name in selection.CPU_ONLY:
         assert (ROOT / "tests/unit" / name).exists(), name
     selected = selection.unit_files(ROOT)
     assert set(selection.ALONE) <= set(selected)
@@ -159,6 +164,7 @@ def test_numbers_of_processes():
 def test_every_file_is_in_one_job_of_one_shard(gpus):
     jobs = jobs_of(ROOT, gpus, {})
     files = [name for job in jobs for name in job.files]
+    assert jobs == sorted(jobs, key=lambda job: (job.alone, -job.seconds)), "longest first"
     expected = selection.distributed_files(ROOT, gpus)
     assert set(expected) <= set(files) and len(files) == len(set(files))
     shards = [shard_of(jobs, number, 3) for number in (1, 2, 3)]
