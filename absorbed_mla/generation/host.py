@@ -32,7 +32,10 @@ from absorbed_mla.generation.blocks import (
     place_drafts,
     register_blocks_once,
 )
-from absorbed_mla.generation.free_blocks import resume_with_cached_blocks
+from absorbed_mla.generation.free_blocks import (
+    evict_blocks_together,
+    resume_with_cached_blocks,
+)
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.ranks import require_divided
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
@@ -73,6 +76,8 @@ def host_engine(
     config.pg_collection = _groups_of_steps(model, options)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
+    if options.prefix_caching:
+        evict_blocks_together(context.kv_block_allocator)
     resume_with_cached_blocks(context)
     place_drafts(context)
     if with_keys := indexers(model):
@@ -94,8 +99,10 @@ def _require_context(options: EngineOptions) -> None:
     """Refuse a Megatron whose context has not what is replaced there, or used in its place."""
     context, allocator = DynamicInferenceContext, KVBlockAllocator
     require_names(context, _RESUMING, "Engine")
+    require_names(allocator, ["is_memory_available"], "Engine")
     if options.prefix_caching:
-        require_names(allocator, ["register_kv_block_hashes"], "prefix_caching=True")
+        names = ["register_kv_block_hashes", "evict_lru_blocks", "get_evictable_block_count"]
+        require_names(allocator, names, "prefix_caching=True")
     if options.num_speculative_tokens:
         require_names(context, ["update_requests"], "num_speculative_tokens")
     if options.prefix_cache_dir is not None:

@@ -234,6 +234,11 @@ MUTATIONS = {
     "cached_blocks_are_no_reserve": Mutation(
         "absorbed_mla/generation/host.py", "    resume_with_cached_blocks(context)\n", ""
     ),
+    "evictions_one_by_one": Mutation(
+        "absorbed_mla/generation/free_blocks.py",
+        "evict(max(count, min(together, cached)))",
+        "evict(count)",
+    ),
     "shared_blocks_count_for_each_request": Mutation(
         "absorbed_mla/generation/free_blocks.py",
         "used += int((~in_use[blocks]).sum())",

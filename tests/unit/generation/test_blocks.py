@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 
+from absorbed_mla.generation.free_blocks import evict_blocks_together
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 
 
@@ -34,6 +38,24 @@ def test_leak(damage, error):
     damage(engine.host.context.kv_block_allocator)
     with pytest.raises(RuntimeError, match=error):
         engine.require_no_leak()
+
+
+@pytest.mark.parametrize(("lacking", "evicted"), [(1, 10), (10, 10), (11, 11), (640, 640)])
+def test_blocks_are_evicted_together(lacking, evicted):
+    """A sixty-fourth of them at least, and no more than there are; the oldest first."""
+    clock = SimpleNamespace(prefix_cache_lru_clock=0)
+    policy = PrefixCachingEvictionPolicy.LRU
+    allocator = KVBlockAllocator(clock, 641, 0, True, policy)
+    evict_blocks_together(allocator)
+    for clock.prefix_cache_lru_clock in range(640):
+        blocks = allocator.allocate_memory_blocks(1).clone()
+        allocator.register_kv_block_hashes(blocks.tolist(), [1 + clock.prefix_cache_lru_clock])
+        allocator.release_memory_blocks(blocks)
+    assert not allocator.total_avail
+    assert len(allocator.allocate_memory_blocks(lacking)) == lacking
+    assert allocator.total_avail == evicted - lacking
+    assert sorted(allocator.kv_hash_to_block_id) == list(range(1 + evicted, 641))
+    assert not allocator.evict_lru_blocks(641)
 
 
 def test_every_cached_block_can_be_evicted():
