@@ -57,7 +57,8 @@ def hf_weights(
 
     Raises:
         ValueError: At the call: if the model has another attention, is none that the converter
-            knows, or an option is wrong. If ranks hold or ask for different things, all raise it.
+            knows, or an option is wrong; if the ranks' process group has no backend for the model's
+            device. If ranks hold or ask for different things, all raise it.
         RuntimeError: While iterating, if another rank has stopped.
     """
     parts, device = _planned(model, dtype, fp8, hf_config)
@@ -95,9 +96,23 @@ def _planned(
     writer_for("hf", config, options)
     shards = [shard for shard in model_shards(chunks) if sent_by_this_rank(shard)]
     device = next(chunks[0].parameters()).device
+    _require_messages_on(device)
     told = _exchanged(config, options, [describe(shard) for shard in shards])
     checkpoint = LiveCheckpoint(gathered_tensors(told, shards, device), config)
     return plan_conversion(checkpoint, "hf", options).parts, device
+
+
+def _require_messages_on(device: torch.device) -> None:
+    """Refuse a model on a device whose tensors its ranks cannot send to each other."""
+    group = dist.group.WORLD
+    assert group is not None
+    kinds = {kind.type for kind in group._device_types}
+    if group.size() > 1 and device.type not in kinds:
+        raise ValueError(
+            f"hf_weights sends tensors on the model's device; the model is on {device.type!r}, and "
+            f"the process group has a backend for {', '.join(sorted(kinds))}: move the model, or "
+            "use init_process_group('cpu:gloo,cuda:nccl')"
+        )
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

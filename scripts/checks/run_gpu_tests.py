@@ -38,7 +38,7 @@ from benchmarks.kit import provenance
 from benchmarks.kit.report import write_json
 from checks.gpu_tests.plan import Job, jobs_of, known_seconds, shard_of
 from checks.gpu_tests.processes import Limits, run_jobs
-from checks.gpu_tests.results import FileResult
+from checks.gpu_tests.results import FileResult, seconds_by_file
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     if args.list:
         for job in _jobs(args, args.gpus or 1):
-            print(f"{job.seconds:6.0f}s {job.processes or 1} {' '.join(job.files)}")
+            print(f"{job.seconds:6.0f}s {job.processes or 1} {' '.join(job.tests or job.files)}")
         return 0
     environment = _environment()
     visible = environment["gpus"]
@@ -167,8 +167,7 @@ def _write(
         "files": [asdict(one) for one in sorted(results, key=lambda one: one.file)],
     }
     write_json(folder / "summary.json", report)
-    measured = {one.file: round(one.seconds, 1) for one in results if not one.ended}
-    known = {**known_seconds(gpus), **measured}
+    known = {**known_seconds(gpus), **seconds_by_file(results)}
     write_json(folder / "seconds.json", {str(gpus): dict(sorted(known.items()))})
 
 

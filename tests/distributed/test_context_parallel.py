@@ -246,6 +246,7 @@ class TestDisagreement:
     @pytest.fixture(autouse=True)
     def _nothing_known(self, whole_world_cp):
         # On a GPU a layout that a rank has passed before is not waited for.
+        sequences._dense.cache_clear()
         sequences._shared.cache_clear()
 
     def attempt(self, tokens: int = 4, params=None, batch: int = 1) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from absorbed_mla.registry import ATTENTION_BACKENDS
-from benchmarks.kit.simulated_rank import exchange_by_copies
+from benchmarks.kit.simulated_rank import Finished, exchange_by_copies
 from tests.distributed.test_oracle_grid import form, layout
 from tests.support import needs, world
 from tests.support.cases import TINY
@@ -95,14 +95,12 @@ def recorded(messages: list[Tensor]) -> Iterator[None]:
         dist.batch_isend_irecv,
     )
 
-    # Gloo's works hang if they are waited for twice.
-    finished = mock.Mock(spec=["wait"])
-
     def finish(works, *buffers: Tensor) -> list:
         for work in works:
             work.wait()
         messages.extend(buffer.clone() for buffer in buffers)
-        return [finished]
+        # Gloo's works hang if they are waited for twice.
+        return [Finished(world.device())]
 
     def all_gather(output, sent, group=None, async_op=False):
         return finish([gather(output, sent, group=group, async_op=True)], output)[0]

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs
 from tests.support.decode_graphs import check_captured, decode_graphs  # noqa: F401
-from tests.support.decode_loop import CASES, check, check_ahead
+from tests.support.decode_loop import CASES, check, check_ahead, parity_model
 from tests.support.engine import generating_model
 
 pytestmark = needs.processes(2)
@@ -25,8 +24,7 @@ def test_tensor_parallel(sequence_parallel):
 def test_launched_ahead():
     """Every rank launches the same steps ahead."""
     with batch_invariant_mode():
-        model = generating_model(AbsorbedMLAOptions(batch_invariant=True), num_layers=1)
-        check_ahead(model, CASES["everything"])
+        check_ahead(parity_model(num_layers=1), CASES["everything"])
 
 
 def test_shared_cache():

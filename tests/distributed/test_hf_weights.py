@@ -62,7 +62,8 @@ def sharded(config: ModelConfig, kind: str = "absorbed") -> GPTModel:
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     ep = parallel_state.get_expert_model_parallel_world_size() if any(config.moe_layers) else 1
     sizes = {PP: pp, EP: ep, "pipeline_dtype": torch.float32}
-    return megatron_model(config, kind, stage=ends, q_lora_rank=config.q_lora_rank, **sizes, **SILU)
+    fields = {**sizes, **SILU, "q_lora_rank": config.q_lora_rank}
+    return megatron_model(config, kind, stage=ends, **fields).to(world.device())
 
 
 def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:
@@ -150,7 +151,7 @@ def test_chunks_of_a_virtual_pipeline(folder):
                 pipeline_dtype=torch.float32,
                 **sizes,
                 **SILU,
-            )
+            ).to(world.device())
             for chunk in range(2)
         ]
         whole = {}
@@ -223,6 +224,15 @@ class TestLeaving:
         """No message is left over from what was given up."""
         names = [name for name, _ in hf_weights(model)]
         assert names == [*hugging_face_shapes(four_layers())]
+
+
+@needs.processes(2, 4)
+def test_a_device_without_messages_is_refused():
+    """As a model on the CPU is whose ranks have NCCL only."""
+    with world.parallel(**SIZES[ONE]):
+        model = sharded(four_layers()).to("meta")
+        with refusal("hf_weights", "on 'meta'", "move the model"):
+            hf_weights(model)
 
 
 @needs.processes(2, 4)

@@ -13,7 +13,9 @@ from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.generation.statistics import Statistics
-from tests.support.engine import engine_of, prompt
+from absorbed_mla.options import AbsorbedMLAOptions
+from tests.support.cases import WIDE
+from tests.support.engine import engine_of, generating_model, prompt
 
 LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
 CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
@@ -219,6 +221,13 @@ CASES = {
         happened=lambda done: done.prefix_blocks and done.chunks,
     ),
 }
+
+
+def parity_model(**fields: object) -> GPTModel:
+    """In parity mode, whose kernels for GPUs need bf16 and widths that are powers of two."""
+    if torch.cuda.is_available():
+        fields = {"mla": WIDE, "dtype": torch.bfloat16, **fields}
+    return generating_model(AbsorbedMLAOptions(batch_invariant=True), **fields)
 
 
 def engines_of(

@@ -122,7 +122,7 @@ def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:
 
 def _random(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(VOCAB, (length,), generator=generator, device="cpu").tolist()
 
 
 def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Result]:

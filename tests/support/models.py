@@ -58,7 +58,8 @@ def gpt_model(
 def token_batch(seed: int = 5) -> Tensor:
     """Token ids [BATCH, TOKENS]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (BATCH, TOKENS), generator=generator).to(world.device())
+    tokens = torch.randint(VOCAB, (BATCH, TOKENS), generator=generator, device="cpu")
+    return tokens.to(world.device())
 
 
 def call(model: nn.Module, **arguments) -> Tensor:

@@ -23,6 +23,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.llm.whole_names import whole_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
+from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.layouts import Layout, dense, packed
@@ -48,6 +49,7 @@ class Model:
         experts: Whether the layers but the first are mixtures of experts.
         mtp_layers: Number of multi-token-prediction layers.
         dtype: Of weights and computation.
+        mla: Its widths.
         batch_invariant: Parity mode.
         fields: More fields of Megatron's config.
         options: More options of the layers.
@@ -57,6 +59,7 @@ class Model:
     experts: bool = False
     mtp_layers: int | None = None
     dtype: torch.dtype = torch.float32
+    mla: OracleMLA = TINY
     batch_invariant: bool = False
     fields: tuple[tuple[str, object], ...] = ()
     options: tuple[tuple[str, object], ...] = ()
@@ -66,7 +69,7 @@ class Model:
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         config = config_for(
-            TINY,
+            self.mla,
             self.dtype,
             mtp_num_layers=self.mtp_layers,
             tensor_model_parallel_size=world.tp_size(),

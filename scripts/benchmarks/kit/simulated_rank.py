@@ -67,8 +67,12 @@ class SimulatedRank(Processes):
         self._generator = torch.Generator(self.device).manual_seed(self._seed + self.rank)
 
 
-class _Done:
-    """A finished operation; a stream that waits for it waits for its copy."""
+class Finished:
+    """An operation whose work is queued; a stream that waits for it waits for that work.
+
+    Args:
+        device: Of its buffers; what its current stream holds by now is waited for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event = None
@@ -77,6 +81,7 @@ class _Done:
             self._event.record()
 
     def wait(self) -> bool:
+        """Let the current stream wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
@@ -108,7 +113,7 @@ def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[Received]:
     def all_gather(output: Tensor, sent: Tensor, group=None, async_op=False):
         received.num_bytes += output.nbytes
         receive(output, sent)
-        return _Done(sent.device) if async_op else None
+        return Finished(sent.device) if async_op else None
 
     def reduce_scatter(output: Tensor, sent: Tensor, op=None, group=None, async_op=False):
         received.num_bytes += sent.nbytes
@@ -117,16 +122,16 @@ def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[Received]:
             torch.sum(sent.view(-1, *output.shape), 0, out=output)
         else:
             receive(output, sent)
-        return _Done(sent.device) if async_op else None
+        return Finished(sent.device) if async_op else None
 
-    def half(is_buffer: bool, tensor: Tensor) -> _Done:
+    def half(is_buffer: bool, tensor: Tensor) -> Finished:
         if not halves or halves[-1][0] == is_buffer:
             halves.append((is_buffer, tensor))
-            return _Done(tensor.device)
+            return Finished(tensor.device)
         _, other = halves.pop()
         received.num_bytes += tensor.nbytes
         receive(*((tensor, other) if is_buffer else (other, tensor)))
-        return _Done(tensor.device)
+        return Finished(tensor.device)
 
     def isend(tensor: Tensor, dst=None, group=None, tag=0, group_dst=None):
         return half(False, tensor)

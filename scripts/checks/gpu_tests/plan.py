@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checks.gpu_tests import selection
@@ -15,6 +15,8 @@ SECONDS = Path(__file__).with_name("seconds.json")
 START = 15.0
 # Of a file that SECONDS does not have.
 _UNKNOWN = {"unit": 20.0, "distributed": 40.0}
+# Of a test that takes most of a GPU's memory.
+_LARGE = 10.0
 # Files of fewer seconds are run by one process, together so many.
 _SHORT, _TOGETHER = 12.0, 40.0
 
@@ -29,6 +31,8 @@ class Job:
         gpus: How many it sees.
         seconds: That it may take.
         alone: Whether nothing else may run on the GPUs meanwhile.
+        tests: Ids of pytest of the tests that are run; none: all of the files.
+        left_out: Ids, or how they begin, of tests of the files that other jobs run.
     """
 
     files: tuple[str, ...]
@@ -36,6 +40,8 @@ class Job:
     gpus: int
     seconds: float
     alone: bool = False
+    tests: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def jobs_of(root: Path, gpus: int, known: Mapping[str, float]) -> list[Job]:
@@ -54,6 +60,7 @@ def jobs_of(root: Path, gpus: int, known: Mapping[str, float]) -> list[Job]:
     jobs = [
         *_grouped(unit, 0, gpus, known),
         *_grouped(selection.distributed_files(root, gpus), gpus, gpus, known),
+        *_large(unit, gpus),
     ]
     return sorted(jobs, key=lambda job: (job.alone, -job.seconds))
 
@@ -78,14 +85,34 @@ def _grouped(
     short: dict[str, list[str]] = {}  # by folder
     for name in files:
         seconds = _expected(name, known)
-        if name in selection.ALONE or seconds >= _SHORT:
-            alone = name in selection.ALONE
-            jobs.append(Job((name,), processes, gpus, START + seconds, alone))
+        if name in selection.ALONE or name in selection.DIVIDED or seconds >= _SHORT:
+            jobs += _of_one_file(name, processes, gpus, seconds)
         else:
             short.setdefault(str(Path(name).parent), []).append(name)
     for names in short.values():
         jobs += _together(names, processes, gpus, known)
     return jobs
+
+
+def _of_one_file(name: str, processes: int, gpus: int, seconds: float) -> list[Job]:
+    """Jobs of a file's tests: one, or of equal seconds."""
+    divided = [f"{name}::{test}" for test in selection.DIVIDED.get(name, ())]
+    whole = Job((name,), processes, gpus, START + seconds / (1 + len(divided)))
+    rest = replace(
+        whole, alone=name in selection.ALONE, left_out=(*divided, *_large_tests_of([name]))
+    )
+    return [rest, *(replace(whole, tests=(test,)) for test in divided)]
+
+
+def _large(files: Sequence[str], gpus: int) -> list[Job]:
+    """The job of tests that take most of a GPU's memory."""
+    tests = _large_tests_of(files)
+    names = tuple(dict.fromkeys(test.partition("::")[0] for test in tests))
+    return [Job(names, 0, gpus, START + _LARGE * len(tests), alone=True, tests=tests)] * bool(tests)
+
+
+def _large_tests_of(files: Sequence[str]) -> tuple[str, ...]:
+    return tuple(test for test in selection.LARGE if test.partition("::")[0] in files)
 
 
 def _together(
@@ -96,7 +123,8 @@ def _together(
     for name in [*files, None]:
         seconds = sum(_expected(one, known) for one in group)
         if group and (name is None or seconds + _expected(name, known) > _TOGETHER):
-            jobs.append(Job(tuple(group), processes, gpus, START + seconds))
+            left_out = _large_tests_of(group)
+            jobs.append(Job(tuple(group), processes, gpus, START + seconds, left_out=left_out))
             group = []
         if name is not None:
             group.append(name)

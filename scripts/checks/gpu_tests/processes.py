@@ -120,7 +120,8 @@ def command_of(job: Job) -> list[str]:
         launch += ["--nproc-per-node", str(job.processes)]
     options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-o", f"faulthandler_timeout={_SLOW_TEST}"]
-    return [*launch, "-m", "pytest", *options, *job.files]
+    options += [f"--deselect={test}" for test in job.left_out]
+    return [*launch, "-m", "pytest", *options, *(job.tests or job.files)]
 
 
 def environment_of(

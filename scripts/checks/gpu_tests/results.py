@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class FileResult:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
-    skips: dict[str, int] = field(default_factory=Counter)
+    skips: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     log: str = ""
@@ -85,6 +85,18 @@ def results_of(job: Job, report: Path, ended: str, log: str) -> list[FileResult]
         elif nothing:
             result.ended = "no test was collected"
     return results
+
+
+def seconds_by_file(results: Iterable[FileResult]) -> dict[str, float]:
+    """Of all jobs' tests of each file; without files of which a process ended otherwise."""
+    found: dict[str, list[FileResult]] = {}
+    for one in results:
+        found.setdefault(one.file, []).append(one)
+    return {
+        name: round(sum(one.seconds for one in parts), 1)
+        for name, parts in found.items()
+        if not any(one.ended for one in parts)
+    }
 
 
 def _rows(report: Path) -> list[dict]:

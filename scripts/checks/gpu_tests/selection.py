@@ -39,6 +39,26 @@ CPU_ONLY = (
 # They have a process of their own disturb the GPU. (Tests that measure memory measure that of their
 # process.)
 ALONE = ("tests/unit/kernels/test_shared_gpu.py",)
+# Tests, by pytest's ids, that take more of a GPU's memory than jobs get side by side: they run in
+# one process, after the others and without a bound. (The longest takes 37 GiB.)
+LARGE = (
+    "tests/unit/kernels/test_far_heads.py::test_same_bits[attention_gradient]",
+    "tests/unit/kernels/test_latent_kernels_gpu.py::test_half_a_million_tokens",
+    "tests/unit/kernels/test_multi_head_gpu.py::test_a_million_tokens",
+)
+# Files that take minutes: each of these tests has a job of its own, the others of the file have one
+# together.
+DIVIDED = {
+    "tests/unit/kernels/test_paged_hopper_gpu.py": (
+        "test_equals_the_reference",
+        "test_pieces_of_one_request_and_of_many",
+    ),
+    "tests/unit/llm/test_llm_gpu.py": (
+        "test_log_probs_of_transformers",
+        "test_graphs_of_prompts",
+        "test_experts",
+    ),
+}
 
 
 def unit_files(root: Path) -> list[str]:

@@ -74,7 +74,8 @@ def optimizer_of(attention: nn.Module, kind=ReferenceMuon, **options) -> torch.o
 
 def set_gradients(attention: nn.Module, seed: int) -> None:
     for name, gradient in as_named_there(attention, random_matrices(seed)).items():
-        matrices(attention)[name].grad = gradient.clone()
+        weight = matrices(attention)[name]
+        weight.grad = gradient.to(weight.device, copy=True)
 
 
 def weights_of(attention: nn.Module) -> Tensors:

@@ -7,6 +7,7 @@ import torch
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, LATENT_CACHES, PAGED_BACKENDS
+from tests.support import world
 from tests.support.cases import TINY
 from tests.support.execution import execute
 from tests.support.harness import Setup, build_attention
@@ -38,6 +39,7 @@ def test_takes_optimizer_steps(softmax):
     layer = build_attention(TINY, Setup(core_attention_backend="softmax", dtype=torch.float32))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     x = torch.randn(7, 2, TINY.hidden, generator=torch.Generator().manual_seed(0))
+    x = x.to(world.device())
     losses = []
     for _ in range(5):
         loss = (layer(x, None)[0] - 1).square().mean()

@@ -23,7 +23,15 @@ from absorbed_mla.generation.decode_loop.graphs import (
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
-from tests.support.decode_loop import CASES, GREEDY, LRU, check, check_ahead, count_flights
+from tests.support.decode_loop import (
+    CASES,
+    GREEDY,
+    LRU,
+    check,
+    check_ahead,
+    count_flights,
+    parity_model,
+)
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
@@ -36,7 +44,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def invariant():
-    return generating_model(AbsorbedMLAOptions(batch_invariant=True), num_layers=1)
+    return parity_model(num_layers=1)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -178,7 +186,7 @@ SMALL = CASES["everything"]
 
 def test_parity_mode():
     with batch_invariant_mode():
-        check(generating_model(AbsorbedMLAOptions(batch_invariant=True)), SMALL)
+        check(parity_model(), SMALL)
 
 
 def test_latents_in_fp8():

@@ -17,6 +17,7 @@ from absorbed_mla.generation.sampler import (
     uniform,
 )
 from absorbed_mla.generation.sampling import SamplingParams
+from tests.support import world
 from tests.support.decode_loop import LRU
 from tests.support.drawing import drawn, table_of
 from tests.support.engine import (
@@ -367,15 +368,15 @@ class TestInTheEngine:
             # A first request leaves its blocks in the prefix cache.
             engine.generate(self.PROMPTS[1:2], params)
             [result] = engine.generate(self.PROMPTS[1:2], params)
-        text = torch.tensor([self.PROMPTS[1] + result.tokens])
+        text = torch.tensor([self.PROMPTS[1] + result.tokens], device=world.device())
         with torch.no_grad():
-            logits = model(text, torch.arange(text.shape[1])[None], None)[0]
+            logits = model(text, torch.arange(text.shape[1], device=text.device)[None], None)[0]
         expected = logits.log_softmax(-1)[:-1]
         found = torch.tensor(result.prompt_log_probs + result.log_probs)
         own = expected.gather(-1, text[0, 1:, None]).squeeze(-1)
-        torch.testing.assert_close(found, own, atol=5e-5, rtol=0)
+        torch.testing.assert_close(found, own.cpu(), atol=5e-5, rtol=0)
         top = expected.topk(3)
         tops = result.prompt_top_log_probs + result.top_log_probs
         assert [list(one) for one in tops] == top.indices.tolist()
         values = torch.tensor([list(one.values()) for one in tops])
-        torch.testing.assert_close(values, top.values, atol=5e-5, rtol=0)
+        torch.testing.assert_close(values, top.values.cpu(), atol=5e-5, rtol=0)

@@ -16,7 +16,6 @@ from absorbed_mla.core_attention.backends import triton
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span
-from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
 from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.registry import ATTENTION_BACKENDS
@@ -33,7 +32,6 @@ ON_GPU = DEVICE.type == "cuda"
 with triton_interpreter():
     import absorbed_mla.kernels.triton.backward
     import absorbed_mla.kernels.triton.forward  # noqa: F401
-    from absorbed_mla.kernels.triton.launch import launch_for
 
 
 @pytest.fixture(autouse=True)
@@ -295,15 +293,14 @@ class TestOperators:
 
     def arguments(self, kernel: str) -> tuple[tuple, tuple]:
         case = CASES["width_128"] if ON_GPU else CASES["first_queries_see_nothing"]
-        backend_for(kernel, case)
-        (qc, qr, kc, kr, _), grad = case.operands(DEVICE), case.gradient(DEVICE)
-        launch = launch_for(case.dtype, case.content, case.rope, DEVICE)
-        tiles = query_tiles(case.spans, launch.query_tokens(case.heads), case.queries).to(DEVICE)
-        keys = key_tiles(case.spans, launch.key_tokens, case.keys).to(DEVICE)
-        operands = (qc, qr, kc.squeeze(2), kr)
+        backend = backend_for(kernel, case)
+        inputs, grad = case.operands(DEVICE), case.gradient(DEVICE)
+        # Keys are tiles or parts, as the kernel has them, or none.
+        tiles, keys, buffers = backend.backward_tables(inputs, case.rules.spans)
+        operands = (inputs.q_content, inputs.q_rope, inputs.k_content.squeeze(2), inputs.k_rope)
         forward = (*operands, tiles, case.rules.scale, kernel)
         out, lse, _ = torch.ops.absorbed_mla.latent_attention_forward(*forward)
-        backward = (*grad, out, lse, *operands, tiles, keys, 1, case.rules.scale, kernel)
+        backward = (*grad, out, lse, *operands, tiles, keys, buffers, case.rules.scale, kernel)
         return forward, backward
 
     @KERNELS

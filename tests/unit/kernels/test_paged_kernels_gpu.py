@@ -67,7 +67,8 @@ def test_cuda_graph(backend):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = backend.forward(*recorded)
+        # Rows keep the tables that kernels derive from them: the graph makes its own.
+        found = backend.forward(*recorded[:3], replace(recorded[3]), recorded[4])
     for seed, lengths, kv_lengths in (
         (1, (4, 1, 4, 4), (4999, 1, 64, 700)),
         (2, (1, 0, 0, 2), (1, 0, 0, 2)),

@@ -10,6 +10,7 @@ from megatron.core.inference.utils import InferenceMode
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.llm.tokenizers import ByteTokenizer
+from tests.support import world
 from tests.support.engine import Request, by_whole_forwards, generating_model, prompt
 from tests.support.models import VOCAB
 
@@ -175,11 +176,11 @@ class TestGenerate:
         with LLM.from_model(model, max_model_len=256, prompt_logprobs=True) as llm:
             [output] = llm.generate([PROMPTS[1]], params, use_tqdm=False)
         assert output.prompt_logprobs[0] is None
-        text = torch.tensor([PROMPTS[1]])
+        text = torch.tensor([PROMPTS[1]], device=world.device())
         was_active = InferenceMode.is_active()
         InferenceMode.unset_active()
         with torch.no_grad():
-            logits = model(text, torch.arange(text.shape[1])[None], None)[0]
+            logits = model(text, torch.arange(text.shape[1], device=text.device)[None], None)[0]
         if was_active:
             InferenceMode.set_active()
         for i, place in enumerate(output.prompt_logprobs[1:]):

@@ -29,6 +29,7 @@ from specs.absorbed_mla_layer_specs import (
     get_absorbed_mla_layer_spec,
 )
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
+from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED, TOKENS, VOCAB, call, gpt_model, token_batch
 from tests.support.refusal import refusal
@@ -157,7 +158,7 @@ def build(host, spec, builder: str = OURS, tied: bool = False, **changes) -> GPT
     )
     model_config.builder = builder
     made = model_config.get_builder_cls()(model_config)
-    return made.build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return made.build_model(ProcessGroupCollection.use_mpu_process_groups()).to(world.device())
 
 
 def with_options(config, vp_stage=None):

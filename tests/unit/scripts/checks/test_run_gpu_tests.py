@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -13,7 +14,7 @@ from checks import run_gpu_tests
 from checks.gpu_tests import plan, selection
 from checks.gpu_tests.plan import Job, jobs_of, shard_of
 from checks.gpu_tests.processes import Limits, environment_of, exit_code, run_jobs
-from checks.gpu_tests.results import results_of
+from checks.gpu_tests.results import results_of, seconds_by_file
 
 ROOT = Path(run_gpu_tests.__file__).resolve().parents[2]
 LIMITS = Limits(jobs=3, job_seconds=60, seconds=60, memory_gib=0)
@@ -129,6 +130,32 @@ def test_alone_and_its_gpu(run, monkeypatch):
     assert named["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
+def test_tests_in_jobs_of_their_own(run, tmp_path):
+    """Each test runs once; a file's seconds are those of all its jobs."""
+    one = "test_bad.py::test_b"
+    results = []
+    jobs = job_of("bad", left_out=(one,)), job_of("bad", tests=(one,))
+    run(*jobs, limits=replace(LIMITS, jobs=1), say=results.append)
+    assert [(one.passed, one.failed) for one in results] == [(1, 0), (0, 1)]
+    results[0].seconds, results[1].seconds = 2, 3
+    assert seconds_by_file(results) == {"test_bad.py": 5}
+    results[1].ended = "killed"
+    assert seconds_by_file(results) == {}
+
+
+def test_written_results(run):
+    """summary.json has the reasons of skipped tests, too."""
+    found, folder = run(job_of("good", "skipped"))
+    args = argparse.Namespace(shard=(1, 1))
+    run_gpu_tests._write(folder, args, {"gpus": 1}, 1, 2.0, list(found.values()))
+    report = json.loads((folder / "summary.json").read_text())
+    assert (report["passed"], report["skipped"]) == (1, 1)
+    [skipped] = [one for one in report["files"] if one["skipped"]]
+    assert skipped["skips"] == {"needs a GPU": 1}
+    seconds = json.loads((folder / "seconds.json").read_text())
+    assert {"test_good.py", "test_skipped.py"} <= set(seconds["1"])
+
+
 def test_half_a_line_of_a_report(tmp_path):
     row = {"test": "test_good.py::test_a", "outcome": "passed", "seconds": 1.0, "reason": ""}
     report = tmp_path / "report.jsonl"
@@ -142,7 +169,11 @@ def test_selected_files():
     for name in selection.CPU_ONLY:
         assert (ROOT / "tests/unit" / name).exists(), name
     selected = selection.unit_files(ROOT)
-    assert set(selection.ALONE) <= set(selected)
+    assert {*selection.ALONE, *selection.DIVIDED} <= set(selected)
+    tests = [f"{name}::{test}" for name, tests in selection.DIVIDED.items() for test in tests]
+    for test in (*selection.LARGE, *tests):
+        name, _, function = test.partition("[")[0].partition("::")
+        assert f"\ndef {function}(" in (ROOT / name).read_text(), test
     mark = re.compile(r"needs\.(gpu|hopper|gpu_with)\b|NEEDS_(GPU|HOPPER)\b")
     for path in {*(ROOT / "tests/unit").rglob("test_*.py")} - {Path(__file__).resolve()}:
         if mark.search(path.read_text()):
@@ -166,7 +197,12 @@ def test_every_file_is_in_one_job_of_one_shard(gpus):
     files = [name for job in jobs for name in job.files]
     assert jobs == sorted(jobs, key=lambda job: (job.alone, -job.seconds)), "longest first"
     expected = selection.distributed_files(ROOT, gpus)
-    assert set(expected) <= set(files) and len(files) == len(set(files))
+    assert set(expected) <= set(files)
+    # A file of several jobs has one that runs all that the others do not.
+    whole = [name for job in jobs if not job.tests for name in job.files]
+    assert sorted(whole) == sorted(set(files))
+    tests = [test for job in jobs for test in job.tests]
+    assert sorted(tests) == sorted(test for job in jobs for test in job.left_out)
     shards = [shard_of(jobs, number, 3) for number in (1, 2, 3)]
     assert sorted(name for jobs in shards for job in jobs for name in job.files) == sorted(files)
     times = [sum(job.seconds for job in shard) for shard in shards]
