@@ -15,6 +15,7 @@ from megatron.core.inference import utils as host_utils
 from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from absorbed_mla import cpu_host
+from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.engine import Engine
 from tests.support import needs, world
 from tests.support.combinations import few_ranks
@@ -29,6 +30,8 @@ _WORDS = (
     # Prompts of one step, and of several chunks.
     *("--step-tokens", 64, "--prompt", "def f(", "--prompt", "y" * 70, "--prompt", "import os"),
 )
+# Of a log-probability after two layers.
+_BF16_ERROR = 0.05
 _TINY = ("--hidden-size", 32)
 _DEEPSEEK_V3 = (
     *("--bf16", "--hidden-size", 256, "--num-attention-heads", 16, "--q-lora-rank", 1536),
@@ -57,8 +60,8 @@ def fill(gpt, folder: str) -> None:
 
 
 @pytest.fixture
-def tokens(monkeypatch, tmp_path):
-    """Runs the command; the tokens of every prompt, on rank 0."""
+def rows(monkeypatch, tmp_path):
+    """Runs the command; what it writes of every prompt, on rank 0."""
     monkeypatch.setattr("generation.entry.find_checkpoint", lambda folder: None)
     monkeypatch.setattr("generation.run.read_start", lambda folder, finetune: None)
     monkeypatch.setattr("generation.run.require_same_model", lambda *args: None)
@@ -68,15 +71,35 @@ def tokens(monkeypatch, tmp_path):
         event = lambda self: cpu_host._NoStream()  # noqa: E731
         monkeypatch.setattr(cpu_host._NoStream, "record_event", event, raising=False)
 
-    def run(*words: object) -> list[list[int]]:
+    def run(*words: object) -> list[dict]:
         # Of the first model in the process, which elsewhere is the only one.
         monkeypatch.setattr(host_utils, "moe_layer_cache", None)
         done = generate("--load", tmp_path, *_WORDS, *words)
         assert done.code == 0, done.err
-        return [row["tokens"] for row in done.rows[:-1]] if world.rank() == 0 else []
+        return done.rows[:-1] if world.rank() == 0 else []
 
     yield run
     tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+
+
+@pytest.fixture
+def tokens(rows):
+    """Runs the command; the tokens of every prompt, on rank 0."""
+    return lambda *words: [row["tokens"] for row in rows(*words)]
+
+
+def assert_same_until_a_tie(found: list[dict], expected: list[dict]) -> None:
+    """Greedy texts, whose log-probabilities differ by what bf16 rounds, up to a token that may.
+
+    Where tokens differ, both are the most likely one up to that.
+    """
+    for one, other in zip(found, expected, strict=True):
+        assert len(one["tokens"]) == len(one["log_probs"]) == len(other["tokens"])
+        pairs = zip(one["tokens"], other["tokens"], one["log_probs"], other["log_probs"])
+        for token, wanted, log_prob, expected_log_prob in pairs:
+            assert log_prob == pytest.approx(expected_log_prob, abs=_BF16_ERROR)
+            if token != wanted:
+                break
 
 
 @pytest.fixture
@@ -129,16 +152,16 @@ def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
 @needs.gpu
 @models
 @layouts
-def test_captured(tokens, steps, from_the_host, model, layout):
-    """Both run the same kernels on the same sizes; one from graphs, one from the host."""
-    words = (*_DEEPSEEK_V3, *model, *layout, "--cuda-graphs")
-    found = tokens(*words)
+def test_captured(rows, steps, from_the_host, model, layout):
+    """On the same sizes; kernels divide their work by the bounds of a graph, or by lengths."""
+    words = (*_DEEPSEEK_V3, *model, *layout, "--cuda-graphs", "--return-log-probs")
+    found = rows(*words)
     # Decode steps are one graph, which is none of a layer's.
     assert {replays for captured, replays in steps if captured} <= {0, _LAYERS}
     assert sum(captured for captured, _ in steps) >= _NEW - 2
     from_the_host()
     steps.clear()
-    assert tokens(*words) == found
+    assert_same_until_a_tie(found, rows(*words))
     assert not any(replays for _, replays in steps)
 
 
@@ -149,5 +172,8 @@ def test_captured_in_parity_mode(tokens, steps, layout):
     words = (*_DEEPSEEK_V3, *_DENSE, *layout, "--batch-invariant")
     expected = tokens(*words)
     assert not any(replays for _, replays in steps)
-    assert tokens(*words, "--cuda-graphs") == expected
-    assert any(replays for _, replays in steps)
+    # Decode steps are one graph, and so are those that read prompts where whole steps are captured.
+    run = mock.patch.object(StepGraphs, "run", autospec=True, side_effect=StepGraphs.run)
+    with run as whole_steps:
+        assert tokens(*words, "--cuda-graphs") == expected
+    assert whole_steps.call_count >= _NEW - 2

@@ -119,6 +119,10 @@ def differences(model: GPTModel) -> list[str]:
     for name, sizes in chunkings().items():
         ways[name] = (cached(model, tokens, sizes), expected)
         ways[f"{name}, one row"] = (cached(model, tokens[1:], sizes), expected[1:])
+    for name, (found, wanted) in ways.items():
+        places = (found != wanted).any(-1).nonzero().tolist()
+        if places:  # shown where a test fails
+            print(f"{name}: other logits at [row, position] {places[:9]}, {len(places)} in all")
     return [name for name, (found, wanted) in ways.items() if not torch.equal(found, wanted)]
 
 
