@@ -1,4 +1,4 @@
-"""The random cases of ``fuzz_gpu.py``, whose own mistakes would hide those of kernels."""
+"""``fuzz_gpu.py`` and ``run_gpu_tests.py``, whose own mistakes would hide those of kernels."""
 
 from __future__ import annotations
 
@@ -29,5 +29,20 @@ MUTATIONS = {
     ),
     "fuzz_kernel_never_launched": Mutation(
         f"{_FUZZ}/results.py", "sorted(declared - set(self.kernels))", "[]"
+    ),
+    "gpu_tests_run_twice": Mutation(
+        "scripts/checks/gpu_tests/processes.py",
+        'f"--deselect={test}" for test in job.left_out',
+        'f"--deselect={test}" for test in ()',
+    ),
+    "gpu_tests_in_no_job": Mutation(
+        "scripts/checks/gpu_tests/plan.py",
+        "return [rest, *(replace(whole, tests=(test,)) for test in divided)]",
+        "return [rest]",
+    ),
+    "gpu_test_results_that_json_refuses": Mutation(
+        "scripts/checks/gpu_tests/results.py",
+        "skips: dict[str, int] = field(default_factory=dict)",
+        'skips: dict[str, int] = field(default_factory=__import__("collections").Counter)',
     ),
 }

@@ -21,6 +21,7 @@ from absorbed_mla.log_once import times_logged
 from absorbed_mla.muon import follow_kv_up_marks
 from absorbed_mla.muon.marks import MARK
 from absorbed_mla.muon.matrices import Combined, matrices_of
+from tests.support import world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import PARAMETERS, Setup
 from tests.support.muon import ReferenceMuon, update_of
@@ -40,7 +41,7 @@ Tensors = dict[str, Tensor]
 def absorbed(choice: str = "combined") -> nn.Module:
     spec = attention_spec(config_for(TINY, torch.float32), muon_kv_up=choice)
     config = config_for(TINY, torch.float32)
-    return build_module(spec, config=config, layer_number=1)
+    return build_module(spec, config=config, layer_number=1).to(world.device())
 
 
 def matrices(attention: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,13 +18,14 @@ from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import call, gpt_model
 from tests.support.refusal import refusal
 
-pytestmark = pytest.mark.usefixtures("_on_the_device")
+on_the_device = pytest.mark.usefixtures("_on_the_device")
 
 
 def spans_of(layout: SequenceLayout) -> Spans:
     return Spans(self_attention_spans(layout, causal=True))
 
 
+@on_the_device
 def test_by_hand():
     """Two queries with a choice of two keys; one finds both, one finds one."""
     # One head, a latent of one channel, no RoPE part that counts: the score of a key is its value.
@@ -57,6 +58,7 @@ def sorted_recall(chosen: Tensor, q: Tensor, kv: Tensor, layout: SequenceLayout,
     return found, wanted
 
 
+@on_the_device
 @pytest.mark.parametrize("elements", [1, 2**24])
 @pytest.mark.parametrize(
     ("layout", "batch"),
@@ -135,7 +137,7 @@ class TestModel:
         query, kv = recorded["query"], recorded["kv"]
         q = torch.cat(query, dim=-1)
         tokens, batch = q.shape[:2]
-        best = torch.full((tokens, batch, DSA.topk), -1, dtype=torch.int32)
+        best = torch.full((tokens, batch, DSA.topk), -1, dtype=torch.int32, device=q.device)
         for token in range(tokens):
             for entry in range(batch):
                 scores = q[token, entry] @ kv[: token + 1, entry].T * layer.softmax_scale
