@@ -95,13 +95,13 @@ def test_parity_mode_takes_the_product_on_a_gpu():
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
 @pytest.mark.parametrize("step", STEPS)
 def test_generation_writes_tokens_first(step, tokens, monkeypatch):
-    """What it takes on a GPU where no gradient is wanted, outside of parity mode."""
-    monkeypatch.setattr(absorb, "_generates", lambda x: True)
+    """What generation takes on a GPU, outside of parity mode."""
+    monkeypatch.setattr(absorb, "_writes_tokens_first", lambda x: True)
     width, matrix, equation = STEPS[step]
     # A part of wider rows, as q_nope is of the query.
     x = torch.randn(tokens, BATCH, HEADS, width + 3, dtype=torch.float64)[..., :width]
     w = torch.randn(HEADS, *matrix, dtype=torch.float64)
     with torch.no_grad():
-        found = getattr(absorb, step)(x, w)
+        found = getattr(absorb, f"{step}_in_inference")(x, w)
     assert found.is_contiguous()
     torch.testing.assert_close(found, torch.einsum(equation, x, w))
