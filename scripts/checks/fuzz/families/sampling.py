@@ -63,16 +63,13 @@ def _given(logits: Tensor, draw: Draw) -> Tensor:
 
 
 def _most_likely(logits: Tensor) -> Tensor:
-    """The first NaN, or the first of the largest logits."""
+    """The first of the largest logits; -1 where that is NaN or infinite."""
     wide = logits.double()
-    nan = wide.isnan()
     # As integers: argmax says nothing of which one of equals it takes.
     place = torch.arange(logits.shape[1], device=logits.device)
-    best = (
-        wide == wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
-    ) & ~nan
-    wanted = torch.where(nan.any(-1, keepdim=True), nan, best)
-    return place.where(wanted, logits.shape[1]).amin(-1)
+    largest = wide.amax(-1, keepdim=True)
+    first = place.where(wide == largest, logits.shape[1]).amin(-1)
+    return first.where(largest.squeeze(-1).isfinite(), -1)
 
 
 def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
@@ -108,10 +105,10 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
     given = numbers if draw.flag() else numbers.contiguous()
     found = draw_tokens(_given(logits, draw), given, filters=config.filters, piece=config.piece)
-    greedy = (numbers[5] == 0) | logits.isnan().any(-1)
     most_likely = _most_likely(logits)
+    greedy = (numbers[5] == 0) | (most_likely < 0)
     compare.holds("tokens", greedy & (found != most_likely), found, most_likely)
-    inside = (found >= 0) & (found < config.vocabulary)
+    inside = ((found >= 0) & (found < config.vocabulary)) | (most_likely < 0)
     compare.holds("tokens in the vocabulary", ~inside, found, most_likely)
     clean = logits.masked_fill(greedy[:, None], 0.0)
     right = greedy.clone()
