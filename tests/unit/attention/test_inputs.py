@@ -96,7 +96,7 @@ REFUSED = {
     "mask with a pack": (
         {
             "hidden_states": hidden_states(batch=1),
-            "attention_mask": ~mask(1, 1, TOKENS, TOKENS),
+            "attention_mask": ~mask(1, 1, TOKENS, TOKENS, device=world.device()),
             "packed_seq_params": WHOLE_PACK,
         },
         ("attention_mask must be None", "packed_seq_params", "(1, 1, 6, 6)"),

@@ -78,7 +78,12 @@ class TestTraining:
         losses = training.steps(2)
         training.model.train()
         in_training = by_static_context(training.model, PROMPTS, 6)
-        assert in_training == evaluated(by_static_context, training.model)
+        for one, other in zip(
+            in_training, evaluated(by_static_context, training.model), strict=True
+        ):
+            assert one.tokens == other.tokens
+            # A GPU's norms of few rows have a kernel of their own in evaluation mode.
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
         losses += training.steps(2)
         assert losses == expected
         assert not differing(training.state(), through.state())

@@ -152,6 +152,7 @@ def test_llm_and_server(tmp_path, mark, capfd):
     (model / "tokenization_words.py").write_text("raise RuntimeError('it ran')")
     with pytest.raises(ValueError, match="it ran"):
         LLM(model, trust_remote_code=True)
+    pytest.importorskip("starlette", reason="the server is not installed")
     for words, error in (
         ((), "trust_remote_code=True (--trust-remote-code)"),
         (

@@ -9,7 +9,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module, import_module
 
 from absorbed_mla import AbsorbedMLAOptions
-from specs.absorbed_mla_layer_specs import absorbed_mla_layer_spec
+from specs.absorbed_mla_layer_specs import (
+    absorbed_mla_layer_spec,
+    get_absorbed_mla_decoder_block_spec,
+)
 from specs.absorbed_mla_layers import AbsorbedMLATransformerLayer, spec_by_config
 from specs.absorbed_mla_parts import LayerParts
 from tests.support.cases import TINY, config_for
@@ -25,7 +28,9 @@ def test_is_the_block_specs_model(changes):
     """``gpt_builder`` gives GPTModel what it imports; same weights, same logits."""
     spec = import_module(["specs.absorbed_mla_layer_specs", "absorbed_mla_layer_spec"])
     assert spec is absorbed_mla_layer_spec
-    by_block = gpt_model(**changes)
+    # Both with TransformerEngine's layers where that is installed.
+    block = get_absorbed_mla_decoder_block_spec(config_for(TINY, torch.float32, **changes))
+    by_block = gpt_model(spec=block, **changes)
     imported = gpt_model(spec=spec, **changes)
     # The host's final norm may be TransformerEngine's, with an (empty) extra state.
     extra = {key: None for key in imported.state_dict() if key.endswith("_extra_state")}
