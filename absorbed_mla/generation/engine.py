@@ -311,7 +311,7 @@ class Engine:
         context = self.host.context
         if progress is not None:
             self._count_step()
-            return [*self._whole(progress), *self._progress(self._records_of(step))]
+            return [*self._without_failures(progress), *self._progress(self._records_of(step))]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -335,7 +335,7 @@ class Engine:
         ended = step["finished_request_records"]
         return {record.request_id: (record, True) for record in ended}
 
-    def _whole(self, progress: Sequence[Progress]) -> Sequence[Progress]:
+    def _without_failures(self, progress: Sequence[Progress]) -> Sequence[Progress]:
         """Progress of the decode loop, whose tokens the sampler has, without those of failures."""
         if not self._failures.any_in_step:
             return progress
@@ -436,7 +436,7 @@ class Engine:
                 self._end_waiting(number)
 
     def _end_waiting(self, number: int) -> None:
-        """End a request that has not begun, or was evicted in the step that told it to end."""
+        """End a request that has not begun, or was evicted in the step in which it was to end."""
         host = self.host
         host.waiting_request_ids.remove(number)
         host.stop_word_finished_request_ids.discard(number)

@@ -76,7 +76,7 @@ class SampledRequest:
         generated: Tokens so far.
         in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
             penalty asks.
-        number: Of the request, if the sampler was told.
+        number: Of the request; -1: not known.
     """
 
     params: SamplingParams
@@ -143,11 +143,12 @@ class RequestSampler(Sampling):
     ) -> None:
         self._num_drafts, self._agree = num_speculative_tokens, agree
         self._requests: dict[int, SampledRequest] = {}
-        # Of the last step: requests whose logits had no token, with how many rows came before;
-        # and, if the sampler has drawn, all rows with what the device will tell of them.
+        # Of the last step: requests whose logits had no token, with how many rows came before.
         self._failed: dict[int, int] = {}
+        # Of the last tokens that the sampler has drawn: all rows, and which of them have no token,
+        # bool [rows] on the device and in pinned memory; None once a caller has them.
         self._rows: Sequence[_Row] = ()
-        self._have_no_token: Tensor | None = None
+        self._missing: tuple[Tensor, Tensor] | None = None
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
 
@@ -174,16 +175,29 @@ class RequestSampler(Sampling):
             By number, how many of the step's tokens come before the missing one: 0 but for drafts.
         """
         found, self._failed = self._failed, {}
-        flags, self._have_no_token = self._have_no_token, None
+        missing, self._missing = self._missing, None
         # The step has waited for its tokens, which come after these.
-        if flags is not None and flags.any():
+        if missing is not None and missing[1].any():
             before: dict[int, int] = {}
-            for row, flag in zip(self._rows, flags.tolist()):
+            for row, flag in zip(self._rows, missing[1].tolist()):
                 number = row.request.number
                 if flag:
                     found.setdefault(number, before.get(number, 0))
                 before[number] = before.get(number, 0) + 1
         return found
+
+    def take_missing(self) -> Tensor:
+        """Which rows of the last tokens have none: the caller says so by :meth:`fail`.
+
+        The decode loop may launch a step before :meth:`failed` is called for the step before it,
+        which must not get these.
+
+        Returns:
+            bool [rows], on the device of the logits; nobody waits for it.
+        """
+        assert self._missing is not None, "the sampler has drawn no tokens"
+        missing, self._missing = self._missing[0], None
+        return missing
 
     def remove(self, number: int) -> None:
         """Forget a request that has ended."""
@@ -193,7 +207,7 @@ class RequestSampler(Sampling):
         """Forget all requests."""
         self._requests.clear()
         self._failed.clear()
-        self._have_no_token = None
+        self._missing = None
 
     def sample_kernel(
         self,
@@ -277,9 +291,8 @@ class RequestSampler(Sampling):
         if self._agree is not None:
             tokens = self._agree(tokens)
         if not are_drafts:
-            self._rows = rows
-            # Pinned memory: nobody waits.
-            self._have_no_token = (tokens < 0).to("cpu", non_blocking=True)
+            self._rows, missing = rows, tokens < 0
+            self._missing = missing, missing.to("cpu", non_blocking=True)
         # The model reads them in the next step, before the request is ended.
         return tokens.clamp_(min=0)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from absorbed_mla.generation.decode_loop.draws import Draws, Kind
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
+from absorbed_mla.generation.sampler import RequestSampler
 
 
 class DeviceStep:
@@ -22,6 +23,7 @@ class DeviceStep:
         controller: Of Megatron's engine; its buffers get logits and tokens.
         context: Of the engine.
         draws: Draws by numbers.
+        sampler: Draws where ``draws`` cannot.
 
     Attributes:
         drawn: The tokens of the last step by row, int64; -1 where the logits have none, for which
@@ -29,9 +31,14 @@ class DeviceStep:
     """
 
     def __init__(
-        self, controller: TextGenerationController, context: DynamicInferenceContext, draws: Draws
+        self,
+        controller: TextGenerationController,
+        context: DynamicInferenceContext,
+        draws: Draws,
+        sampler: RequestSampler,
     ) -> None:
         self._controller, self._context, self._draws = controller, context, draws
+        self._sampler = sampler
         self.drawn = torch.zeros_like(controller._sampled_tokens_cuda)
 
     def launch(self, count: int, graphs: StepGraphs | None, *, with_draws: bool) -> None:
@@ -53,9 +60,9 @@ class DeviceStep:
             if captured is not kind:
                 self._draw(count, kind)
         if kind is None:
-            # The sampler knows by itself which rows have no token.
             self._controller._dynamic_step_sample_logits()
             self.drawn.copy_(self._controller._sampled_tokens_cuda)
+            self.drawn[:count].masked_fill_(self._sampler.take_missing(), -1)
 
     def log_probs(self, count: int) -> Tensor:
         """Log-probabilities of the tokens of all requests, float32 [count], as Megatron's."""

@@ -70,7 +70,7 @@ class DecodeLoop:
         # Context-parallel ranks go on with the tokens of the first of them.
         own = parallel_state.get_context_parallel_world_size() > 1
         self._draws = Draws(context.max_requests, controller.vocab_size, own=own)
-        self._device_step = DeviceStep(controller, context, self._draws)
+        self._device_step = DeviceStep(controller, context, self._draws, sampler)
         self._landings = [Landing(context.max_requests) for _ in range(2)]
         # The device has read the numbers of the last step that was launched.
         self._read = torch.cuda.Event()

@@ -59,9 +59,14 @@ MUTATIONS = {
         "                self._sampler.fail(number)\n",
         "                pass\n",
     ),
+    "failures_of_the_step_after": Mutation(
+        "absorbed_mla/generation/decode_loop/device_step.py",
+        "            self.drawn[:count].masked_fill_(self._sampler.take_missing(), -1)\n",
+        "",
+    ),
     "sampler_takes_no_notice_of_failures": Mutation(
         "absorbed_mla/generation/sampler.py",
-        "if flags is not None and flags.any():",
+        "if missing is not None and missing[1].any():",
         "if False:",
     ),
     "drafts_that_are_wrong_fail_a_request": Mutation(

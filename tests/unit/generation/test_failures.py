@@ -104,6 +104,40 @@ def test_progress_is_the_result():
     assert all(tokens[-1] == BAD for tokens in failed.values())
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 1.3, "max_tokens": 1},
+        {"min_tokens": 3, "stop_token_ids": [1]},
+    ],
+)
+def test_a_failure_in_the_first_step(changes, ahead):
+    """The sampler draws that step, while tokens of the one before are on their way."""
+    # Top log-probabilities would be a reason not to launch it before that one has ended.
+    model, sampling = generating_model(), SamplingParams(max_tokens=24, temperature=0)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[BAD] = torch.nan
+    [right] = engine_of(model).generate(PROMPTS[:1], sampling)
+    assert BAD not in right.tokens
+    engine = engine_of(model)
+    engine.decode_loop.launches_ahead = ahead
+    with engine:
+        running = engine.add_request(PROMPTS[0], sampling)
+        for _ in range(4):
+            engine.step()
+        failing = engine.add_request([5, BAD, 7], sampling.replace(**changes))
+        while engine.is_busy():
+            for progress in engine.step():
+                assert progress.number == running or not progress.tokens
+        results = engine.results
+        engine.require_no_leak()
+    assert (results[failing].finish, results[failing].tokens) == ("error", [])
+    assert results[failing].error == MESSAGE
+    assert (results[running].finish, results[running].tokens) == ("length", right.tokens)
+
+
 def test_an_engine_goes_on():
     """Also with what it has cached of a request that failed."""
     model = generating_model()
