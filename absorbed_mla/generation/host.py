@@ -38,6 +38,7 @@ from absorbed_mla.generation.free_blocks import (
 )
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.ranks import require_divided
+from absorbed_mla.generation.stop_tokens import end_at_first_stop_token
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
@@ -92,6 +93,8 @@ def host_engine(
     controller.detokenize = _no_text
     host = DynamicInferenceEngine(controller, context)
     _require_engine(host, options)
+    if options.num_speculative_tokens:
+        end_at_first_stop_token(host)
     return host
 
 
@@ -120,7 +123,11 @@ def _require_engine(host: DynamicInferenceEngine, options: EngineOptions) -> Non
     names = ["_add_request", "evicted_request_count", "_prefix_cache_blocks_matched"]
     require_names(host, names, "Engine")
     if options.num_speculative_tokens:
-        names = ["_spec_tokens_accepted_per_pos", "_spec_tokens_proposed_per_pos"]
+        names = [
+            "_check_stop_words_for_request_post_append",
+            "_spec_tokens_accepted_per_pos",
+            "_spec_tokens_proposed_per_pos",
+        ]
         require_names(host, names, "num_speculative_tokens")
 
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
+    "drafts_behind_a_stop_token": Mutation(
+        "absorbed_mla/generation/host.py",
+        "        end_at_first_stop_token(host)\n",
+        "        pass\n",
+    ),
+    "the_last_of_several_stop_tokens": Mutation(
+        "absorbed_mla/generation/stop_tokens.py",
+        "in enumerate(new):",
+        "in reversed(list(enumerate(new))):",
+    ),
     "norm_of_another_sum": Mutation(
         "absorbed_mla/llm/residuals.py", "made[0] is x and self", "self"
     ),

@@ -87,7 +87,11 @@ def test_what_nothing_replaces_is_named(model, name, options, what, monkeypatch)
         engine_of(model, **options)
 
 
-def test_drafts_that_are_not_counted(monkeypatch):
-    rename(monkeypatch, "_spec_tokens_proposed_per_pos")
-    with pytest.raises(ValueError, match=r"num_speculative_tokens cannot run: .*_per_pos"):
+@pytest.mark.parametrize(
+    "name", ["_spec_tokens_proposed_per_pos", "_check_stop_words_for_request_post_append"]
+)
+def test_drafts(monkeypatch, name):
+    """What counts them, and what ends a request among them."""
+    rename(monkeypatch, name)
+    with pytest.raises(ValueError, match=rf"num_speculative_tokens cannot run: .*\.{name}"):
         engine_of(generating_model(num_layers=1, mtp_num_layers=1), num_speculative_tokens=1)
