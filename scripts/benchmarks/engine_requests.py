@@ -57,13 +57,14 @@ def longest(requests: Sequence[Request]) -> int:
 
 
 def scarce_blocks(requests: Sequence[Request], max_requests: int) -> int:
-    """Three fifths of what ``max_requests`` average requests need at their ends.
+    """Two fifths of what ``max_requests`` average requests need at their ends.
 
-    Enough for the longest one by itself, which the host otherwise refuses.
+    So few, because they share blocks of their prefixes. Enough for the longest one by itself, which
+    the host otherwise refuses.
     """
     needed = [_blocks(len(request.prompt) + request.num_tokens) for request in requests]
     together = min(max_requests, len(requests)) * sum(needed) / len(needed)
-    return max(round(0.6 * together), 2 * max(needed))
+    return max(round(0.4 * together), 2 * max(needed))
 
 
 def _blocks(tokens: int) -> int:

@@ -166,9 +166,9 @@ def test_drafts_across_blocks_after_an_eviction(drafts):
 def test_drafts_in_a_crowded_cache(prefix_caching):
     """Chunks of prompts, evictions and, where they share a prefix, blocks of several requests."""
     model = generating_model(mtp_num_layers=2)
-    requests = [Request(prompt(122, seed, shared=70), 9) for seed in range(4)]
+    requests = [Request(prompt(122, seed, shared=70), 20) for seed in range(4)]
     requests += [Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)]
-    options = {"blocks": 7, "paused_blocks": 1, "num_speculative_tokens": 2, **CHUNKED}
+    options = {"blocks": 6, "paused_blocks": 1, "num_speculative_tokens": 2, **CHUNKED}
     engine = engine_of(model, **options, prefix_caching=prefix_caching)
     run = generate(engine, requests, log_probs=True)
     done = run.statistics

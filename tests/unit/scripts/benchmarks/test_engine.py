@@ -166,7 +166,7 @@ class TestWorkload:
     def test_too_few_blocks(self):
         """For eight of three blocks each, but enough for any one of them."""
         requests = [Request(prompt(120), 40)] * 20
-        assert scarce_blocks(requests, 8) == 14
+        assert scarce_blocks(requests, 8) == 10
         assert scarce_blocks(requests[:1], 8) == 6
 
 
