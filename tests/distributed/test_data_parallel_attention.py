@@ -17,6 +17,7 @@ from absorbed_mla.data_parallel_attention.model import (
     exchange_of,
 )
 from absorbed_mla.generation.cuda_graphs import delete_graphs, graph_fields
+from absorbed_mla.whole_step import whole_step
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import WIDE
@@ -155,6 +156,14 @@ def test_exchange(counts):
     assert torch.equal(exchange.sum_own(whole * (rank + 1), counts), own * sum(range(size + 1)))
     of_ranks = torch.cat([own + 100 * other for other in range(size)], 1)
     assert torch.equal(exchange.join_own(whole + 100 * rank, counts), of_ranks)
+
+
+def test_counts_of_a_step_in_a_graph(monkeypatch):
+    """Nothing is sent or read on the host: a replay would not do it again."""
+    exchange = TokenExchange(world.tp_group())
+    monkeypatch.setattr(dist, "all_gather_into_tensor", None)
+    with whole_step():
+        assert exchange.counts(5) == [5] * exchange.size
 
 
 def test_refused():

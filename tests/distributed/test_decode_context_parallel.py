@@ -7,6 +7,8 @@ import functools
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
@@ -14,6 +16,7 @@ from absorbed_mla.inference import attention, interleaved, token_shares
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
+from absorbed_mla.inference.interleaved_context import _cache_ranks
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
@@ -236,6 +239,15 @@ def test_under_context_parallelism(sizes):
         part = engine_of(model, **SHARED).host.context.memory_buffer
         assert whole.nbytes == world.size() * part.nbytes
     assert_same(found, alone())
+
+
+@needs.processes(2)
+def test_ranks_of_given_groups():
+    """Of a context made with process groups: all that hold a part of the tokens or heads."""
+    with world.parallel(cp=2):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ranks = _cache_ranks(InferenceConfig(pg_collection=groups))
+        assert (ranks.size, ranks.parts) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,16 @@ def test_stages_that_are_named(stages, host):
     assert {name for name, size in host.sent.items() if size} == set(stages)
 
 
+@pytest.mark.parametrize("in_one_buffer", [False, True])
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
-def test_weights_stay(form, host):
-    """Also those that are saved as views."""
+def test_weights_stay(form, in_one_buffer, host):
+    """Also those that are saved as views, and where DDP keeps all of them in one buffer."""
     offloading = model(form, STAGES)
+    if in_one_buffer:
+        flat = torch.cat([p.detach().flatten() for p in offloading.parameters()])
+        places = flat.split([p.numel() for p in offloading.parameters()])
+        for parameter, place in zip(offloading.parameters(), places):
+            parameter.data = place.view_as(parameter)
     host.begin_step()
     gradients(offloading, 0)
     weights = {p.untyped_storage().data_ptr() for p in offloading.parameters()}

@@ -159,6 +159,8 @@ class TestWeights:
     ("fields", "error"),
     [
         ({"add_bias_linear": True}, "need add_bias_linear False, got True"),
+        ({"activation_func_clamp_value": 7.0}, "need activation_func_clamp_value None, got 7.0"),
+        ({"glu_linear_offset": 1.0}, "need glu_linear_offset 0.0, got 1.0"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "got 'sinkhorn'"),
     ],
 )

@@ -214,10 +214,12 @@ class TestValues:
     def test_no_gradients(self):
         assert not any(tensor.requires_grad for _, tensor in hf_weights(made()))
 
-    @pytest.mark.parametrize("wrap", ["float16", "list"])
+    @pytest.mark.parametrize("wrap", ["float16", "list", "twice"])
     def test_what_training_wraps_around_it(self, wrap):
         model = made(bf16=True)
         wrapped = [model] if wrap == "list" else Float16Module(model.config, model)
+        if wrap == "twice":  # as in DDP
+            wrapped = nn.DataParallel(wrapped)
         found = dict(hf_weights(wrapped))
         assert_equal(found, dict(hf_weights(model)))
         dtype = torch.float32 if wrap == "list" else torch.bfloat16

@@ -181,6 +181,21 @@ def test_graphs_of_weights_that_move():
     assert not graphs._graphs
 
 
+def test_graphs_of_buffers_that_move():
+    """Such as the router's bias of experts."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("expert_bias", torch.zeros(2))
+    graphs = StepGraphs(model)
+    graphs.keep_if_weights_stay()
+    graphs._graphs["step"] = None
+    model.expert_bias.add_(1)
+    graphs.keep_if_weights_stay()
+    assert graphs._graphs
+    model.expert_bias = model.expert_bias.clone()
+    graphs.keep_if_weights_stay()
+    assert not graphs._graphs
+
+
 SMALL = CASES["everything"]
 
 

@@ -129,6 +129,15 @@ class TestTokens:
         assert run.statistics.evicted
         assert_generates(run, with_large_cache(model, requests))
 
+    @pytest.mark.parametrize("lengths", [(300, 120), (120, 300)], ids=str)
+    def test_pausing(self, model, lengths):
+        """A step finds the blocks of the requests that run."""
+        requests = [Request(prompt(length, 9 + i), 24) for i, length in enumerate(lengths)]
+        options = {**SMALL, "host_cache_tokens": 6 * 64, "paused_blocks": 4}
+        run = generate(engine_of(model, **options), requests, log_probs=True)
+        assert run.statistics.most_paused and run.statistics.streamed_blocks > 12
+        assert_generates(run, with_large_cache(model, requests))
+
     def test_rows_in_fp8(self):
         """Their bytes lie in memory of the model's dtype."""
         model = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
@@ -183,6 +192,7 @@ class TestMoving:
             for block in free.tolist():
                 expected.pop(block, None)
             tiers.begin_step(table, used, written, free, num_rows=3)
+            assert tiers.host_block(15) is None, "Megatron's padding stays on the device"
             for layer in range(2):
                 values = torch.full((2, 3), float(step * 2 + layer + 1), device=world.device())
                 places = torch.zeros(2, dtype=torch.long, device=world.device())
@@ -202,6 +212,7 @@ class TestMoving:
             column = 0
             for part in tiers.parts(layer, rows, None):
                 assert part.start == 4 * column
+                assert int(part.rows.block_table.max()) < len(part.cache)
                 for row, count in enumerate(used.tolist()):
                     for place, block in enumerate(part.rows.block_table[row].tolist()):
                         if column + place < count:

@@ -294,6 +294,22 @@ def test_graphs_of_another_cache(graphs):
     assert first and not graphs[0]._graphs
 
 
+def test_graphs_of_other_tables():
+    """The cache where it was, but the rows of another context."""
+    cache = torch.zeros(2)
+    first, other = (
+        SimpleNamespace(memory_buffer=cache, gpu_view=SimpleNamespace(_buf=torch.zeros(2)))
+        for _ in range(2)
+    )
+    graphs = StepGraphs(torch.nn.Linear(2, 2))
+    graphs.keep_for(first)
+    graphs._graphs["step"] = None
+    graphs.keep_for(first)
+    assert graphs._graphs
+    graphs.keep_for(other)
+    assert not graphs._graphs
+
+
 def test_sizes():
     """One for every number of tokens: 32 between two of them, above 256 an eighth."""
     assert prefill_sizes(100, 2) == [Size(64, 2, 0), Size(96, 2, 0), Size(100, 2, 0)]

@@ -63,6 +63,15 @@ def test_every_token_is_one_ranks():
     assert ranks[3].places(block, position, -1)[1].tolist() == [0, 0, 0, 0, 1, 15]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_longest_row_of_a_rank(size):
+    """Kernels divide their work by it."""
+    rows = PagedCase((1, 1), (3, 201), block_size=64).inputs()[3]
+    for rank in range(size):
+        own = RankAlone(rank, size).rows(rows)
+        assert int(own.kv_lengths.max()) <= own.max_kv_length <= -(-rows.max_kv_length // size)
+
+
 @pytest.mark.parametrize("size", [1, 3, 6, 128])
 def test_refused_sizes(size):
     with pytest.raises(ValueError, match=f"tensor_parallel_size .* at least 2 .* got {size}"):

@@ -248,6 +248,19 @@ def test_choice_without_numbers():
         logits, 6, softmax=False, bias=None, groups=8, group_topk=3, scale=None
     )
     assert ((chosen >= 0) & (chosen < 24)).all()
+    assert all(len(set(row)) == 6 for row in chosen.tolist()), "no expert twice"
+
+
+@pytest.mark.parametrize(("groups", "group_topk"), [(None, None), (4, 4)])
+def test_choice_beside_a_nan(groups, group_topk):
+    """Experts with a number come first, in their order."""
+    logits = random(5, 24)
+    logits[:, [0, 9, 23]] = torch.nan
+    expected = logits.nan_to_num(-100.0).topk(6).indices
+    _, chosen = choose_experts(
+        *(logits, 6), softmax=False, bias=None, groups=groups, group_topk=group_topk, scale=None
+    )
+    assert torch.equal(chosen, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 33, 400])

@@ -67,6 +67,11 @@ class TestRows:
         assert (values.abs().amax(-1) == 448).all()
 
     @pytest.mark.parametrize(("width", "rope"), WIDTHS)
+    def test_rows_begin_at_multiples_of_16_bytes(self, width, rope):
+        latents = Fp8Latents(width, rope)
+        assert latents.row_bytes % 16 == 0 and 0 <= latents.row_bytes - latents.used_bytes < 16
+
+    @pytest.mark.parametrize(("width", "rope"), WIDTHS)
     def test_nearest_values(self, width, rope):
         """Half a unit in the last place of e4m3: 2**-4 of a value, or 2**-10 of a scale."""
         latents, kv = Fp8Latents(width, rope), latents_of(width, rope)
