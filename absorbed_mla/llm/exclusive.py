@@ -13,24 +13,25 @@ class FairLock:
     """A lock that threads get in the order in which they ask; its owner may take it again."""
 
     def __init__(self) -> None:
-        self._waiting, self._held = threading.Lock(), threading.Lock()
-        self._owner: int | None = None
-        self._depth = 0
+        self._waiting, self._held = threading.Lock(), threading.RLock()
 
     def __enter__(self) -> None:
         # The owner asks again where Python closes an abandoned generator meanwhile.
-        if self._owner != threading.get_ident():
+        if self._held._is_owned():  # type: ignore[attr-defined]
+            self._held.acquire()
+            return
+        try:
             # Who has just released it must wait behind the thread that holds the first one.
             with self._waiting:
                 self._held.acquire()
-            self._owner = threading.get_ident()
-        self._depth += 1
+        except BaseException:
+            # A second Ctrl-C, which may come when this thread has it already.
+            if self._held._is_owned():  # type: ignore[attr-defined]
+                self._held.release()
+            raise
 
     def __exit__(self, *_) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._held.release()
+        self._held.release()
 
 
 class _Deferred:

@@ -41,7 +41,7 @@ class Front:
 
     A rank with room for another request comes before one without, then one whose requests have
     fewer tokens: MLPs are computed for all ranks together, but attention and cache are a rank's
-    own. A request stays on its rank; equal beginnings are shared on one rank only.
+    own. A request stays on its rank, and shares cached blocks with requests there only.
 
     Args:
         ranks: Their runners.

@@ -9,7 +9,6 @@ print(output.outputs[0].text)
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.conversations import template_options_of, with_text
-from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
+from absorbed_mla.llm.llm_engine import LLMEngine
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.outputs import RequestOutput
 from absorbed_mla.llm.prompts import Prompt, encode, params_of, prompts_of, required
-from absorbed_mla.llm.requests import Requests
-from absorbed_mla.llm.tokenizers import Message, Tokenizer, open_tokenizer
+from absorbed_mla.llm.tokenizers import Message, open_tokenizer
 from absorbed_mla.own_packages import require_own_packages
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.statistics import Statistics
     from absorbed_mla.llm.runner import Runner
 
 
-class LLM:
+class LLM(LLMEngine):
     """Generates text with a model of multi-head latent attention.
 
-    Threads may call it at the same time: their requests run together, step by step. Under torchrun
+    Threads may call it at the same time: their requests run together, step by step, and each call
+    gets the outputs of its own requests; :meth:`step` those of :meth:`add_request`. Under torchrun
     all calls come from one thread, so that all ranks make them in the same order.
 
     Ctrl-C ends a call after the step that runs, and aborts its requests; the model can be used on.
@@ -88,21 +86,7 @@ class LLM:
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
             runner = Front(runner, given.num_processes)
-        self._set_up(runner, found, ends, awake=True)
-
-    def _set_up(
-        self, runner: Runner, tokenizer: Tokenizer | None, ends: Sequence[int], *, awake: bool
-    ) -> None:
-        self._runner = runner
-        self.tokenizer = tokenizer
-        own = () if tokenizer is None else tokenizer.end_tokens
-        self._end_tokens = tuple(dict.fromkeys([*ends, *own]))
-        self._sizes = runner.options()
-        self._requests = Requests(tokenizer)
-        self._awake = awake
-        self._lock = FairLock()
-        # Whole calls that run, and whether one of them woke the model.
-        self._num_calls, self._woken_by_call = 0, False
+        super().__init__(runner, found, ends, awake=True)
 
     @classmethod
     def from_model(
@@ -134,7 +118,7 @@ class LLM:
 
         runner, found = runner_of(model, tokenizer, options)
         llm = cls.__new__(cls)
-        llm._set_up(runner, found, (), awake=False)
+        LLMEngine.__init__(llm, runner, found, (), awake=False)
         return llm
 
     def __enter__(self) -> LLM:
@@ -142,13 +126,6 @@ class LLM:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def close(self) -> None:
-        """End the processes, or free the cache of a live model; may be called twice."""
-        self._runner.close()
-        self._awake = False
-
-    # Whole calls.
 
     def generate(
         self,
@@ -173,7 +150,7 @@ class LLM:
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
-            for output in self._run(prompts, sampling_params, names):
+            for output in self._generate(prompts, sampling_params, names):
                 bar.total = len(names)
                 if output.finished:
                     final[output.request_id] = output
@@ -228,131 +205,9 @@ class LLM:
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
-        return self._run(prompts, sampling_params, [])
+        return self._generate(prompts, sampling_params, [])
 
-    # Step by step.
-
-    def add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-    ) -> str:
-        """Queue a prompt, also while others run; :meth:`step` runs it.
-
-        Args:
-            prompt: Text or token ids.
-            sampling_params: None: ``SamplingParams()``.
-            request_id: Of no other request that runs; None makes one.
-
-        Returns:
-            The request's id.
-
-        Raises:
-            ValueError: If it cannot run.
-            RuntimeError: If the model is asleep.
-        """
-        params = sampling_params or SamplingParams()
-        with self._exclusively():
-            tokens = encode(prompt, params, self.tokenizer, self._sizes)
-            return self._add(prompt, tokens, params, request_id)
-
-    def step(self) -> list[RequestOutput]:
-        """One forward pass over what runs.
-
-        Returns:
-            The requests whose outputs have grown or ended.
-        """
-        requests = self._requests
-        with self._exclusively():
-            if not requests.unclaimed:
-                # After Ctrl-C they are there for the next call.
-                requests.unclaimed = {one.request_id: one for one in self._step()}
-        with self._lock:
-            unclaimed, requests.unclaimed = requests.unclaimed, {}
-        return list(unclaimed.values())
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its outputs keep what they have. Unknown ids are ignored: it has ended."""
-        with self._exclusively():
-            self._requests.abort(request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do or to report."""
-        return self._requests.are_left()
-
-    # Around training.
-
-    def sleep(self, *, free_cache: bool = True) -> None:
-        """Abort all requests, forget what is cached, and let the model be trained.
-
-        Args:
-            free_cache: Whether to free the cache's memory. CUDA graphs go with it; those of layers
-                are captured again by :meth:`wake`, those of whole steps when one first runs.
-        """
-        with self._exclusively():
-            if self._awake:
-                self._runner.sleep(free_cache)
-                self._awake = self._woken_by_call = False
-                self._requests.forget()
-
-    def wake(self) -> None:
-        """Be ready to generate with the weights as they are now, and an empty cache."""
-        with self._exclusively():
-            if not self._awake:
-                self._runner.wake()
-                self._awake = True
-
-    def statistics(self) -> Statistics:
-        """Counters of the engine since it woke.
-
-        Raises:
-            RuntimeError: If the model is asleep.
-        """
-        with self._exclusively():
-            self._require_awake()
-            return self._runner.statistics()
-
-    def check(self) -> None:
-        """Check that the model can run.
-
-        Raises:
-            EngineDeadError: If one of its processes has ended.
-        """
-        with self._exclusively():
-            self._runner.check()
-
-    def require_no_leak(self) -> None:
-        """Check, while nothing runs, that no block of the cache is lost.
-
-        Raises:
-            RuntimeError: Naming the blocks that are, or if the model is asleep.
-        """
-        with self._exclusively():
-            self._require_awake()
-            self._runner.require_no_leak()
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of tokens of a prompt and what is generated after it."""
-        return self._sizes.max_sequence_length
-
-    @property
-    def num_running(self) -> int:
-        """Number of outputs that run or wait."""
-        return self._requests.num_running
-
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """No other thread does anything meanwhile, and Ctrl-C waits."""
-        with interrupts_deferred(), self._lock:
-            yield
-
-    def _step(self) -> list[RequestOutput]:
-        self._require_awake()
-        return self._requests.advance(self._runner.step(self._requests.commands()))
-
-    def _run(
+    def _generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -363,57 +218,11 @@ class LLM:
         each = params_of(sampling_params, len(several))
         with self._exclusively():
             # All of them, before any is queued.
-            encoded = [
-                encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
-                for i, (prompt, params) in enumerate(zip(several, each))
-            ]
-        with self._call(names):
-            with self._exclusively():
-                for prompt, tokens, params in zip(several, encoded, each):
-                    names.append(self._add(prompt, tokens, params, None))
-            missing = set(names)
-            while missing:
-                with self._exclusively():
-                    grown = self._requests.claim(missing, self._step)
-                for output in grown:
-                    missing -= {output.request_id} if output.finished else set()
-                    yield output
-
-    @contextlib.contextmanager
-    def _call(self, names: list[str]) -> Iterator[None]:
-        """A whole call: the model is awake meanwhile, and none of its requests is left behind.
-
-        Args:
-            names: Of its requests, as they are when it ends.
-        """
-        began = False
-        try:
-            with self._exclusively():
-                sleeps = not self._awake
-                self.wake()
-                self._woken_by_call |= sleeps
-                self._num_calls += 1
-                began = True
-            yield
-        finally:
-            with self._exclusively():
-                self._num_calls -= began
-                for name in names:
-                    self._requests.abort(name)
-                if self._woken_by_call and not self._num_calls:
-                    self.sleep(free_cache=False)
-
-    def _require_awake(self) -> None:
-        if not self._awake:
-            raise RuntimeError("the model is asleep; call wake()")
-
-    def _add(
-        self, prompt: Prompt, tokens: list[int], params: SamplingParams, name: str | None
-    ) -> str:
-        self._require_awake()
-        text = prompt if isinstance(prompt, str) else None
-        ends = () if params.ignore_eos else self._end_tokens
-        return self._requests.add(text, tokens, params, name, ends)
+            encoded = []
+            for i, (prompt, params) in enumerate(zip(several, each)):
+                tokens = encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
+                encoded.append((prompt, tokens, params))
+        yield from self._run(encoded, names)
 
 
 def _bar(shown: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,22 +43,32 @@ class Requests:
         tokenizer: Of texts; None leaves them empty.
 
     Attributes:
-        unclaimed: By id, outputs that grew in a step of a caller who waits for other ids.
+        of_calls: Ids of requests that belong to whole calls, until those end.
+        unclaimed: By id, outputs that have grown in a step of somebody who does not wait for them.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._names = itertools.count()
+        self._requests: dict[str, _Request] = {}
+        self.of_calls: set[str] = set()
+        self.unclaimed: dict[str, RequestOutput] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with the engine; names are not used again."""
-        self._requests: dict[str, _Request] = {}
+        """Begin anew, with the engine; names are not used again.
+
+        Whole calls that run get what their requests have, as aborted.
+        """
+        for name in self._requests:
+            self.abort(name)
+        left = self.unclaimed | {name: one.output for name, one in self._requests.items()}
+        self.unclaimed = {name: one for name, one in left.items() if name in self.of_calls}
+        self._requests = {}
         # By the engine's numbers: what is not over there.
         self._running: dict[int, tuple[_Request, Completion]] = {}
         self._commands: list[Add | Abort] = []
         self._aborted: list[RequestOutput] = []
-        self.unclaimed: dict[str, RequestOutput] = {}
         self._num_added = 0
 
     @property
@@ -67,8 +77,10 @@ class Requests:
         return len(self._running)
 
     def are_left(self) -> bool:
-        """Whether there is something to run or to report."""
-        return bool(self._requests or self._running or self.unclaimed)
+        """Whether there is something to run or to report but for whole calls."""
+        running = (request.output.request_id for request, _ in self._running.values())
+        names = itertools.chain(self._requests, self.unclaimed, running)
+        return any(name not in self.of_calls for name in names)
 
     def add(
         self,
@@ -88,12 +100,13 @@ class Requests:
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
 
         Raises:
-            ValueError: If a request with this id runs.
+            ValueError: If a request with this id runs, or is still to be reported.
         """
         from absorbed_mla.llm.runner import Add
 
-        name = str(next(self._names)) if name is None else name
-        if name in self._requests:
+        if name is None:
+            name = next(one for one in map(str, self._names) if not self._is_taken(one))
+        elif self._is_taken(name):
             raise ValueError(f"request_id {name!r} is that of a request that runs")
         request = _Request(RequestOutput(name, prompt, tokens, []), params, left=params.n)
         # An array goes through a pipe in a fifth of a list's time.
@@ -122,6 +135,15 @@ class Requests:
         request.output.finished = True
         self._aborted.append(request.output)
 
+    def drop(self, names: Collection[str]) -> None:
+        """End the requests of a whole call that has ended; nobody gets their outputs any more."""
+        for name in names:
+            self.abort(name)
+            self._requests.pop(name, None)
+            self.unclaimed.pop(name, None)
+        self._aborted = [one for one in self._aborted if one.request_id not in names]
+        self.of_calls.difference_update(names)
+
     def commands(self) -> Sequence[Add | Abort]:
         """What the engine has not been told yet; it is told now."""
         commands, self._commands = self._commands, []
@@ -146,20 +168,20 @@ class Requests:
         return list(grown.values())
 
     def claim(
-        self, names: set[str], step: Callable[[], Sequence[RequestOutput]]
+        self, is_own: Callable[[str], bool], step: Callable[[], Sequence[RequestOutput]]
     ) -> list[RequestOutput]:
-        """Outputs of these requests that have grown; runs a step unless there are some already."""
-        # In the order of their steps, which is that of all ranks.
-        kept = [name for name in self.unclaimed if name in names]
-        grown = [self.unclaimed.pop(name) for name in kept]
-        if grown:
-            return grown
-        for output in step():
-            if output.request_id in names:
-                grown.append(output)
-            else:
-                self.unclaimed[output.request_id] = output
-        return grown
+        """A caller's outputs that have grown; runs a step unless there are some already.
+
+        Args:
+            is_own: Whether the caller waits for the request with an id.
+            step: Returns the outputs that it has made grow.
+
+        Returns:
+            In the order of their steps, which is that of all ranks.
+        """
+        if not any(map(is_own, self.unclaimed)):
+            self.unclaimed |= {one.request_id: one for one in step()}
+        return [self.unclaimed.pop(name) for name in list(self.unclaimed) if is_own(name)]
 
     def _advance(self, progress: Progress) -> _Request | None:
         """The request of an engine's progress, if its outputs have grown."""
@@ -194,6 +216,9 @@ class Requests:
             output.prompt_logprobs.append(
                 position_logprobs(token, log_prob, top, count, self._tokenizer)
             )
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self._requests or name in self.unclaimed or name in self.of_calls
 
     def _stop(self, number: int) -> None:
         """Have the engine end an output that has ended here."""

@@ -1,4 +1,4 @@
-"""The weights of a live model, this rank's share of each, from tensors of any checkpoint."""
+"""The weights of a live model, this rank's share of each, from the tensors of a checkpoint."""
 
 from __future__ import annotations
 

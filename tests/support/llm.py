@@ -17,6 +17,7 @@ from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.requests import Progress, Result
 from absorbed_mla.generation.statistics import Statistics
+from absorbed_mla.llm.llm_engine import LLMEngine
 from absorbed_mla.llm.runner import Abort, Add
 from absorbed_mla.llm.tokenizers import ByteTokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from absorbed_mla.llm.server.service import Service
 
 MAX_MODEL_LEN = 512
-# The model fails at prompts with this byte, after the tokens that each of them wants before.
-FAILING = ord("!")
+# The model fails at prompts with this one's first byte, after the tokens that each of them wants
+# before. It is above 200, so prompts of random tokens below that do not have it.
+FAILING_PROMPT = "€no"
+FAILING = FAILING_PROMPT.encode()[0]
 FAILURE = "the model's logits are NaN"
 # Of every token, and of the next one in the order of the bytes.
 LOGPROB, SECOND = -0.25, -1.5
@@ -69,7 +72,7 @@ class FakeRunner:
         aborted: Numbers of requests that were aborted.
         started: Set by the first step.
         num_steps: That have begun.
-        num_added: Requests.
+        num_added: Requests, since it slept.
     """
 
     def __init__(self) -> None:
@@ -138,6 +141,7 @@ class FakeRunner:
 
     def sleep(self, free_cache: bool = True) -> None:
         self._running.clear()
+        self.num_added = 0
 
     def wake(self) -> None:
         pass
@@ -159,7 +163,7 @@ class FakeRunner:
 def fake_llm(runner: FakeRunner | None = None) -> LLM:
     """``LLM`` itself, without a model."""
     llm = LLM.__new__(LLM)
-    llm._set_up(runner or FakeRunner(), ChatBytes(), (), awake=True)
+    LLMEngine.__init__(llm, runner or FakeRunner(), ChatBytes(), (), awake=True)
     return llm
 
 

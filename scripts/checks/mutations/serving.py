@@ -103,7 +103,7 @@ MUTATIONS = {
         "absorbed_mla/kernels/sampling/weights.py", "(share >= min_p)", "(share > min_p)"
     ),
     "threads_run_steps_at_once": Mutation(
-        "absorbed_mla/llm/llm.py", "with interrupts_deferred(), self._lock:", "if True:"
+        "absorbed_mla/llm/llm_engine.py", "with interrupts_deferred(), self._lock:", "if True:"
     ),
     "one_thread_keeps_the_lock": Mutation(
         "absorbed_mla/llm/exclusive.py",
@@ -111,8 +111,8 @@ MUTATIONS = {
         "            if True:\n",
     ),
     "first_call_to_end_puts_the_model_to_sleep": Mutation(
-        "absorbed_mla/llm/llm.py",
-        "if self._woken_by_call and not self._num_calls:",
+        "absorbed_mla/llm/llm_engine.py",
+        "if self._woken_by_call and not self._requests.of_calls:",
         "if self._woken_by_call:",
     ),
     "ctrl_c_within_a_step": Mutation(
@@ -124,9 +124,45 @@ MUTATIONS = {
         "        if False:\n",
     ),
     "interrupted_requests_run_on": Mutation(
-        "absorbed_mla/llm/llm.py",
-        "                    self._requests.abort(name)\n",
-        "                    pass\n",
+        "absorbed_mla/llm/requests.py",
+        "            self.abort(name)\n            self._requests.pop(name, None)\n",
+        "            self._requests.pop(name, None)\n",
+    ),
+    "steps_take_outputs_of_calls": Mutation(
+        "absorbed_mla/llm/llm_engine.py", "name not in requests.of_calls", "True"
+    ),
+    "requests_of_calls_are_left_for_steps": Mutation(
+        "absorbed_mla/llm/requests.py",
+        "return any(name not in self.of_calls for",
+        "return any(True for",
+    ),
+    "calls_report_what_they_aborted_to_steps": Mutation(
+        "absorbed_mla/llm/requests.py",
+        "self._aborted if one.request_id not in names",
+        "self._aborted",
+    ),
+    "calls_wait_for_what_sleep_has_aborted": Mutation(
+        "absorbed_mla/llm/requests.py",
+        "left.items() if name in self.of_calls",
+        "left.items() if False",
+    ),
+    "ids_are_given_twice": Mutation(
+        "absorbed_mla/llm/requests.py", "if not self._is_taken(one))", "if True)"
+    ),
+    "calls_undo_wake": Mutation(
+        "absorbed_mla/llm/llm_engine.py",
+        "            self._woken_by_call = False\n            self._wake()\n",
+        "            self._wake()\n",
+    ),
+    "ctrl_c_loses_outputs_of_a_step": Mutation(
+        "absorbed_mla/llm/llm_engine.py",
+        "requests.unclaimed = {one.request_id: one for one in grown} | requests.unclaimed",
+        "pass",
+    ),
+    "ctrl_c_keeps_the_lock": Mutation(
+        "absorbed_mla/llm/exclusive.py",
+        "                self._held.release()\n            raise\n",
+        "                pass\n            raise\n",
     ),
     "errors_of_ended_ranks_are_lost": Mutation(
         "absorbed_mla/llm/workers.py",

@@ -5,7 +5,10 @@ If these fail, threads get tokens of each other's requests, or one Ctrl-C costs 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
+import sys
 import threading
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from absorbed_mla import SamplingParams
 from absorbed_mla.llm.exclusive import FairLock, interrupts_deferred
 from tests.support.llm import (
+    FAILING_PROMPT,
     FAILURE,
     ChatBytes,
     FakeRunner,
@@ -91,6 +95,74 @@ class TestThreads:
         assert order == ["other", "again"]
 
 
+class _FewSteps(FakeRunner):
+    """Fails instead of running empty steps without end."""
+
+    def step(self, commands):
+        assert self.num_steps < 100
+        return super().step(commands)
+
+
+class TestOwners:
+    """Whoever runs a step, its outputs are for those who have asked for them."""
+
+    @pytest.fixture
+    def llm(self):
+        return fake_llm(_FewSteps())
+
+    def test_steps_beside_a_call(self, llm):
+        stream = llm.stream("hello", SamplingParams(max_tokens=20))
+        next(stream)
+        assert not llm.has_unfinished_requests(), "the call runs its own"
+        name = llm.add_request("abc", SamplingParams(max_tokens=30))
+        found = []
+        while llm.has_unfinished_requests():
+            found += llm.step()
+        assert {one.request_id for one in found} == {name} and len(found) == 30
+        assert text_of(found[-1:]) == expected_text("abc", tokens=30)
+        *_, last = stream
+        assert last.finished and text_of([last]) == expected_text("hello", tokens=20)
+
+    def test_calls_that_end_early(self, llm):
+        stream = llm.stream("hello")
+        next(stream)
+        llm.add_request("abc", SamplingParams(max_tokens=3), "own")
+        stream.close()
+        assert [one.request_id for _ in range(3) for one in llm.step()] == ["own"] * 3
+        assert not llm.has_unfinished_requests() and llm._runner.aborted == [0]
+
+    @pytest.mark.parametrize("wakes", [True, False])
+    def test_sleep_aborts_calls(self, llm, wakes):
+        stream = llm.stream("hello", SamplingParams(max_tokens=20))
+        next(stream)
+        llm.add_request("abc")
+        llm.sleep()
+        if wakes:
+            llm.wake()
+        [last] = stream
+        assert last.finished and last.outputs[0].finish_reason == "abort"
+        assert llm._awake is wakes and not llm.has_unfinished_requests()
+
+    def test_wake_in_the_middle_of_a_call(self, llm):
+        """Which woke the model itself, and would put it to sleep."""
+        llm.sleep()
+        for wakes in (False, True):
+            stream = llm.stream("hello")
+            next(stream)
+            if wakes:
+                llm.wake()
+            stream.close()
+            assert llm._awake is wakes
+
+    def test_ids_like_those_that_are_made(self, llm):
+        llm.add_request("abc", PARAMS, "0")
+        stream = llm.stream("x", SamplingParams(max_tokens=1))
+        call = next(stream)
+        assert call.request_id == "1"
+        with pytest.raises(ValueError, match="'1' is that of a request that runs"):
+            llm.add_request("abc", PARAMS, "1")
+
+
 class TestCtrlC:
     """Pressed in the middle of a step, it comes after the step."""
 
@@ -125,9 +197,7 @@ class TestCtrlC:
             )
             assert not runner.has_running()
         assert runner.aborted == [0, 2]
-        # They are reported to whoever goes on step by step.
-        assert {one.outputs[0].finish_reason for one in llm.step()} == {"abort"}
-        assert not llm.has_unfinished_requests()
+        assert not llm.has_unfinished_requests(), "nobody waits for them"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_step_by_step(self, pressed):
@@ -140,6 +210,45 @@ class TestCtrlC:
         assert runner.num_steps == 1 and llm.has_unfinished_requests()
         [output] = llm.step()
         assert (output.request_id, output.finished, runner.num_steps) == ("one", True, 1)
+
+    def test_while_a_step_takes_and_gives_back_the_lock(self):
+        """At every line of that; another thread gets the lock, and nothing is lost."""
+        llm, answers = fake_llm(), []
+        for number in itertools.count():
+            llm.add_request("abc", SamplingParams(max_tokens=1))
+            with _signal_at(number, FairLock.__enter__, FairLock.__exit__) as sent:
+                try:
+                    output, interrupted = llm.step(), False
+                except KeyboardInterrupt:
+                    output, interrupted = [], True
+            assert interrupted == bool(sent)
+            other = threading.Thread(
+                target=lambda: answers.append(llm.has_unfinished_requests()), daemon=True
+            )
+            other.start()
+            other.join(10)
+            assert answers.pop() is interrupted
+            [output] = output or llm.step()
+            assert output.finished
+            if not interrupted:
+                break
+        assert number > 2
+
+    def test_a_second_one_as_the_lock_is_taken(self):
+        lock = FairLock()
+        lock._held = _Interrupted(lock._held)
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+        taken = []
+
+        def take() -> None:
+            with lock:
+                taken.append(True)
+
+        other = threading.Thread(target=take, daemon=True)
+        other.start()
+        other.join(10)
+        assert taken
 
     def test_other_streams_go_on(self, pressed):
         llm, runner, when = pressed
@@ -164,13 +273,51 @@ class TestCtrlC:
 
 def test_a_failure_of_the_model(caplog):
     """Said where it cannot be overlooked; the other outputs are whole."""
-    outputs = fake_llm().generate(["no!", "fine"], PARAMS, use_tqdm=False)
+    outputs = fake_llm().generate([FAILING_PROMPT, "fine"], PARAMS, use_tqdm=False)
     [failed], [fine] = (output.outputs for output in outputs)
-    assert (failed.finish_reason, failed.error, failed.text) == ("error", FAILURE, "!o")
+    assert (failed.finish_reason, failed.error, failed.text) == ("error", FAILURE, "on")
     assert (fine.finish_reason, fine.error) == ("length", None)
     assert fine.text == expected_text("fine", tokens=8)
     [record] = caplog.records
     assert record.levelname == "ERROR" and FAILURE in record.message
+
+
+@contextlib.contextmanager
+def _signal_at(number: int, *functions):
+    """SIGINT before a line of functions, counted as they run; a list of those that were sent."""
+    codes = {function.__code__ for function in functions}
+    lines, sent = itertools.count(), []
+
+    def trace(frame, event, _):
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and next(lines) == number:
+            sent.append(number)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield sent
+    finally:
+        sys.settrace(before)
+
+
+class _Interrupted:
+    """A lock whose first owner gets Ctrl-C as soon as it has it."""
+
+    def __init__(self, lock) -> None:
+        self._lock, self._interrupts = lock, True
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+        if self._interrupts:
+            self._interrupts = False
+            raise KeyboardInterrupt
+
+    def __getattr__(self, name: str):
+        return getattr(self._lock, name)
 
 
 class _Template(ChatBytes):

@@ -66,7 +66,7 @@ def test_of_the_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("absent", "must be a folder or 'bytes', got"), (".", "cannot load one from")],
+    [("absent", "must be a folder or 'bytes', got"), (".", "cannot load a tokenizer from")],
 )
 def test_no_tokenizer(tmp_path, name, error):
     with pytest.raises(ValueError, match=f"tokenizer.*{error}"):

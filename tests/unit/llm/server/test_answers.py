@@ -13,7 +13,7 @@ from openai import APIError, InternalServerError, OpenAI
 
 from absorbed_mla.llm.outputs import Logprob
 from absorbed_mla.llm.server.logprobs import text_logprobs
-from tests.support.llm import FAILURE, LOGPROB, SECOND, expected_text, serving
+from tests.support.llm import FAILING_PROMPT, FAILURE, LOGPROB, SECOND, expected_text, serving
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ class TestFailures:
 
     def test_whole(self, client, caplog):
         with pytest.raises(InternalServerError) as found:
-            complete(client, ["fine", "no!"], logprobs=0)
+            complete(client, ["fine", FAILING_PROMPT], logprobs=0)
         assert found.value.status_code == 500
         assert found.value.body == {
             "message": FAILURE,
@@ -228,13 +228,13 @@ class TestFailures:
         """After the pieces that there are, an event with the error, and no end."""
         found = []
         with pytest.raises(APIError, match=FAILURE):
-            for piece in complete(client, "no!", logprobs=0, stream=True):
+            for piece in complete(client, FAILING_PROMPT, logprobs=0, stream=True):
                 found.append(piece.choices[0].text)
-        assert "".join(found) == "!o"
+        assert "".join(found) == "on"
         # As long as nothing has been sent, an answer of its own.
         monkeypatch.setattr(served.runner, "tokens_before_failure", 0)
         with pytest.raises(InternalServerError, match=FAILURE):
-            complete(client, "no!", stream=True)
+            complete(client, FAILING_PROMPT, stream=True)
 
     def test_counted(self, served):
         assert metrics_of(served)['absorbed_mla_requests_total{finish_reason="error"}'] >= 2
