@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+# In the folder into which transformers copies Python code.
+LOCK_FILE = "absorbed_mla.lock"
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -12,7 +21,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     Args:
         folder: With the tokenizer's files.
         trust_remote_code: Whether Python modules of the folder may run in this process: those that
-            ``auto_map`` names, and what they import.
+            ``auto_map`` names, and what they import. Processes that share transformers' cache, such
+            as torchrun's ranks, then load one after the other.
 
     Raises:
         ValueError: If there is none, it cannot be loaded, or it has code that may not run; nobody
@@ -29,13 +39,35 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
             "trust_remote_code=True (--trust-remote-code) only, got False"
         )
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with _one_process_at_a_time() if trust_remote_code else contextlib.nullcontext():
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     # transformers, and a tokenizer's own code, raise what they like for files that do not fit.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot load a tokenizer from {folder}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """Hold the lock on transformers' copies of Python code, which it writes in place."""
+    from transformers.dynamic_module_utils import HF_MODULES_CACHE
+
+    with contextlib.ExitStack() as stack:
+        try:
+            Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(Path(HF_MODULES_CACHE) / LOCK_FILE, "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # A cache that others have filled may be read-only, and some file systems have no locks.
+        except OSError as error:
+            _logger.warning(
+                "cannot lock %s (%s): start one process alone, if others fail to load the "
+                "tokenizer's code",
+                HF_MODULES_CACHE,
+                error,
+            )
+        yield
 
 
 def code_of(folder: Path) -> str | None:

@@ -7,14 +7,18 @@ tested in tests/unit/generation, and in a process of its own in tests/unit/llm/t
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import dynamic_module_utils
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.batch_invariant import disable_batch_invariant_mode
+from absorbed_mla.llm.tokenizers import open_tokenizer
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture, make_model, save
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
@@ -22,6 +26,7 @@ from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.combinations import two_ranks
 from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
+from tests.support.tokenizers import byte_level
 
 pytestmark = two_ranks
 
@@ -200,6 +205,48 @@ def test_drafts_need_a_layer(saved):
     path, _ = saved("dense")
     with pytest.raises(ValueError, match="num_speculative_tokens 1 needs a checkpoint with"):
         LLM(path, num_speculative_tokens=1)
+
+
+# Importing it fails where another process does so at the same time.
+CODE = """\
+import os
+import time
+from transformers import PreTrainedTokenizerFast
+
+os.mkdir({mark!r})
+time.sleep(0.2)
+os.rmdir({mark!r})
+
+class Bytes(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@needs.processes(2)
+def test_code_of_a_tokenizer(folder, monkeypatch):
+    """Ranks load it one after the other: they share the folder into which it is copied."""
+    path = folder / "code"
+
+    def build():
+        byte_level().save_pretrained(path)
+        (path / "code_of_bytes.py").write_text(CODE.format(mark=str(folder / "mark")))
+        file = path / "tokenizer_config.json"
+        fields = json.loads(file.read_text())
+        fields |= {"auto_map": {"AutoTokenizer": [None, "code_of_bytes.Bytes"]}}
+        file.write_text(json.dumps(fields))
+
+    made_by_rank_0(build)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    encoded = byte_level().encode("fox")
+    try:
+        found = open_tokenizer(path, None, trust_remote_code=True).encode("fox")
+    # The other rank waits for what it has.
+    except ValueError as error:
+        found = error
+    of_ranks = [None] * world.size()
+    dist.all_gather_object(of_ranks, str(found))
+    assert of_ranks == [str(encoded)] * world.size()
 
 
 def assert_parity(path: Path, params: list[SamplingParams], **sizes) -> None:

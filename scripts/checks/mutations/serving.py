@@ -164,6 +164,9 @@ MUTATIONS = {
         "                self._held.release()\n            raise\n",
         "                pass\n            raise\n",
     ),
+    "processes_load_tokenizer_code_at_once": Mutation(
+        "absorbed_mla/llm/tokenizer_folder.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass"
+    ),
     "errors_of_ended_ranks_are_lost": Mutation(
         "absorbed_mla/llm/workers.py",
         "error = self._reported(other)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from pathlib import Path
@@ -11,14 +12,15 @@ import transformers.dynamic_module_utils as dynamic_modules
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from absorbed_mla import LLM
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.server import cli
-from absorbed_mla.llm.tokenizer_folder import code_of
+from absorbed_mla.llm.tokenizer_folder import LOCK_FILE, code_of
 from absorbed_mla.llm.tokenizers import open_tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.support.tokenizers import byte_level
 from training.tokenizers import build_tokenizer
 
 # Words are tokens; importing it leaves a file.
@@ -133,6 +135,41 @@ class Other(PreTrainedConfig):
     found = open_tokenizer(folder, None, trust_remote_code=trusted)
     assert found.encode("the fox") == [1, 2]
     assert mark.exists() == trusted
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_one_process_at_a_time(folder, mark, monkeypatch, trusted):
+    """Whoever comes meanwhile waits at the lock, which is free afterwards."""
+    cache = Path(dynamic_modules.HF_MODULES_CACHE)
+
+    def is_locked() -> bool:
+        cache.mkdir(exist_ok=True)
+        with open(cache / LOCK_FILE, "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    load, found = AutoTokenizer.from_pretrained, []
+
+    def watched(*args, **options):
+        found.append(is_locked())
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", watched)
+    if not trusted:
+        byte_level().save_pretrained(folder)
+    open_tokenizer(folder, None, trust_remote_code=trusted)
+    assert found.pop() is trusted and not is_locked()
+    build_tokenizer(str(folder), trusted)
+    assert found.pop() is trusted and not is_locked()
+
+
+def test_a_cache_without_a_lock(folder, mark, caplog):
+    (Path(dynamic_modules.HF_MODULES_CACHE) / LOCK_FILE).mkdir(parents=True)
+    assert open_tokenizer(folder, None, trust_remote_code=True).encode("fox") == [2]
+    assert f"cannot lock {dynamic_modules.HF_MODULES_CACHE} (" in caplog.text
 
 
 def test_code_that_fails(folder, mark):
