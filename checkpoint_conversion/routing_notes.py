@@ -1,10 +1,13 @@
-"""What users are told about a model's routing, one line each."""
+"""Notes on a model's routing, one line each, and the errors of two that differ."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.routing import (
     GROUP_SCORE,
     NORMALISED,
@@ -28,11 +31,36 @@ def routing_differences(routing: Routing, fields: Fields) -> list[str]:
     own = read_routing(found, kind, fields.integer("num_experts", MOST_EXPERTS))
     ignored = {"topk_method"} | ({"group_score_topk"} if routing.n_group == 1 else set())
     names = [field.name for field in dataclasses.fields(Routing) if field.name not in ignored]
-    return [
+    differing = [
         f"{name} is {getattr(routing, name)}, in the model {getattr(own, name)}"
         for name in names
         if getattr(routing, name) != getattr(own, name)
     ]
+    return [*fields.problems, *found.problems, *differing]
+
+
+def refuse_another_router(
+    config: ModelConfig, args: Mapping[str, object], summary: str, prefix: str = "args."
+) -> None:
+    """Check that config.json describes the router that Megatron's arguments do.
+
+    Args:
+        config: Of config.json.
+        args: Megatron's; without ``moe_router_topk`` they say nothing of a router.
+        summary: First line of the error.
+        prefix: Precedes the arguments' names in messages.
+
+    Raises:
+        CheckpointError: Listing what differs.
+    """
+    routing = read_function(Fields(config.hugging_face, []), config).routing
+    if routing is None or args.get("num_experts") != config.num_experts:
+        return
+    if args.get("moe_router_topk") is None:
+        return
+    differences = routing_differences(routing, Fields(args, [], prefix))
+    if differences:
+        raise CheckpointError(summary, differences)
 
 
 def routing_notes(routing: Routing) -> list[str]:

@@ -29,9 +29,17 @@ from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.routing import GROUP_SCORE, NORMALISED
+from checkpoint_conversion.routing_notes import refuse_another_router
 from checkpoint_conversion.tied_head import without_tied_head
 
 AUXILIARY = "hugging_face"
+_ANOTHER_ROUTER = (
+    "The checkpoint's arguments describe another router than {path}. If it was trained with that "
+    f"one, give --hf-config with a config.json that says so ({GROUP_SCORE} and {NORMALISED} are "
+    "read, too); if it was converted by an earlier release and not trained, convert the original "
+    "again:"
+)
 
 
 class MegatronCheckpoint(Checkpoint):
@@ -82,17 +90,22 @@ def read_config(
 ) -> ModelConfig:
     """The model's config, from the first source that there is.
 
+    Arguments beside a config.json must describe the same router: the weights do not show it.
+
     Args:
         hf_config: The config.json that the user gave.
         auxiliary: Files beside the weights, perhaps with a config.json.
         args: The training's arguments; empty if the checkpoint has none.
 
     Raises:
-        CheckpointError: If there is no source, or it describes a model that cannot be converted.
+        CheckpointError: If there is no source, it describes a model that cannot be converted, or
+            the arguments describe another router.
     """
     path = hf_config or auxiliary.get(CONFIG)
     if path is not None:
-        return ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
+        config = ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
+        refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
+        return config
     if args:
         return from_megatron_args(args)
     raise CheckpointError(

@@ -90,4 +90,34 @@ MUTATIONS = {
         "if group.size() > 1 and device.type not in kinds:",
         "if False:",
     ),
+    "megatron_configs_of_another_router": Mutation(
+        "checkpoint_conversion/formats/megatron_folder.py",
+        "        refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))\n",
+        "",
+    ),
+    "export_of_another_router": Mutation(
+        "absorbed_mla/export/live.py",
+        "        refuse_another_router(config, args, _ANOTHER_ROUTER)\n",
+        "",
+    ),
+    "export_of_megatrons_router": Mutation(
+        "absorbed_mla/export/live.py",
+        "    fields.problems.extend(only_megatrons(Fields(found.hugging_face, [])))\n",
+        "",
+    ),
+    "export_reads_the_router_of_one_chunk": Mutation(
+        "absorbed_mla/export/live.py",
+        "for chunk in chunks for m in",
+        "for chunk in chunks[:1] for m in",
+    ),
+    "export_reads_the_router_of_one_stage": Mutation(
+        "absorbed_mla/export/weights.py",
+        "router = one_router(routers)",
+        "router = one_router([router_options(chunks)])",
+    ),
+    "export_hides_errors_of_other_ranks": Mutation(
+        "absorbed_mla/export/agreement.py",
+        "        if message is not None:\n",
+        "        if False:\n",
+    ),
 }
