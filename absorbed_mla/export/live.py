@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -25,12 +25,17 @@ from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
-from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.routing import ROUTER_OPTIONS
-from checkpoint_conversion.routing_notes import only_megatrons, routing_differences
+from checkpoint_conversion.routing_notes import only_megatrons, refuse_another_router
 
-_logger = logging.getLogger(__name__)
 _NONE = "The model's config describes none that can be exported:"
+_ANOTHER_ROUTER = (
+    "hf_config describes another router than the model's: a program that reads it would choose "
+    "other experts, or weigh them otherwise:"
+)
+# (moe_router_group_score_topk, moe_router_norm_topk_prob)
+RouterOptions = tuple[int | None, bool | None]
 _PREFIX = "config."
 
 
@@ -93,24 +98,28 @@ def _require_own_attention(model: GPTModel) -> None:
             )
 
 
-def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> ModelConfig:
+def model_config(
+    model: GPTModel, hf_config: Mapping[str, object] | None, router: RouterOptions
+) -> ModelConfig:
     """The dimensions of a model.
 
     Args:
         model: Any of its parts.
         hf_config: Its config.json; None: what Megatron's config says, with every row of the
             embedding a token.
+        router: Options of its layers with experts, of which this part need not have any.
 
     Raises:
-        CheckpointError: Listing what no Hugging Face model has that the converter knows.
+        CheckpointError: Listing what no Hugging Face model has that the converter knows, and where
+            a config.json describes another router.
     """
-    args = _arguments(model)
+    args = _arguments(model) | dict(zip(ROUTER_OPTIONS, router, strict=True))
     fields = Fields(args, _activation_problems(model.config), _PREFIX)
     check_kind(fields)
     if hf_config is not None:
         fields.raise_problems(_NONE)
         config = ModelConfig.from_hugging_face(hf_config)
-        _warn_of_another_router(args, config)
+        refuse_another_router(config, args, _ANOTHER_ROUTER)
         return config
     try:
         found = from_megatron_args(args, _PREFIX)
@@ -118,21 +127,9 @@ def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> Mod
         # It has checked the kind of model, too.
         problems = dict.fromkeys([*fields.problems, *error.problems])
         raise CheckpointError(_NONE, [*problems]) from None
+    fields.problems.extend(only_megatrons(Fields(found.hugging_face, [])))
     fields.raise_problems(_NONE)
-    for problem in only_megatrons(Fields(found.hugging_face, [])):
-        _logger.warning(problem)
     return found
-
-
-def _warn_of_another_router(args: dict[str, object], config: ModelConfig) -> None:
-    """Log where tokens go to other experts in a program that reads this config.json."""
-    routing = read_function(Fields(config.hugging_face, []), config).routing
-    if routing is None or args["num_experts"] != config.num_experts:
-        return
-    differences = routing_differences(routing, Fields(args, [], "args."))
-    if differences:
-        what = "; ".join(differences)
-        _logger.warning(f"hf_config describes another router than the model's: {what}")
 
 
 def _activation_problems(config: TransformerConfig) -> list[str]:
@@ -155,15 +152,30 @@ def _arguments(model: GPTModel) -> dict[str, object]:
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_sequence_length,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
-        **_router_options(model),
     }
 
 
-def _router_options(model: GPTModel) -> dict[str, object]:
-    """What the options of the layers say of the router; a stage may have no experts."""
-    attention = (m for m in model.modules() if isinstance(m, AbsorbedMLASelfAttention))
-    layer = next(attention, None)
-    return {name: getattr(layer.options, name) for name in ROUTER_OPTIONS} if layer else {}
+def router_options(chunks: Sequence[GPTModel]) -> set[RouterOptions]:
+    """What the options of this rank's layers with experts say of the router, each once."""
+    layers = (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer))
+    routed = (layer for layer in layers if isinstance(layer.mlp, BaseMoELayer))
+    options = (layer.self_attention.options for layer in routed)
+    return {tuple(getattr(own, name) for name in ROUTER_OPTIONS) for own in options}
+
+
+def one_router(of_ranks: Sequence[set[RouterOptions]]) -> RouterOptions:
+    """The options of a model's router, from what its ranks have.
+
+    Raises:
+        ValueError: If layers differ.
+    """
+    found = set().union(*of_ranks)
+    if len(found) > 1:
+        raise ValueError(
+            f"all layers with experts must have one {' and '.join(ROUTER_OPTIONS)} to be exported, "
+            f"got {', '.join(sorted(map(str, found)))}"
+        )
+    return found.pop() if found else (None, None)
 
 
 def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:

@@ -8,10 +8,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from absorbed_mla.export.agreement import on_all_ranks
 from absorbed_mla.export.iteration import started
-from absorbed_mla.export.live import LiveCheckpoint, model_chunks, model_config, model_shards
+from absorbed_mla.export.live import (
+    LiveCheckpoint,
+    RouterOptions,
+    model_chunks,
+    model_config,
+    model_shards,
+    one_router,
+    router_options,
+)
 from absorbed_mla.export.shards import (
     Described,
     describe,
@@ -58,7 +69,8 @@ def hf_weights(
     Raises:
         ValueError: At the call: if the model has another attention, is none that the converter
             knows, or an option is wrong; if the ranks' process group has no backend for the model's
-            device. If ranks hold or ask for different things, all raise it.
+            device; if a program that reads the config.json would route otherwise than the model. If
+            ranks hold or ask for different things, or one of them raises it, all do.
         RuntimeError: While iterating, if another rank has stopped.
     """
     parts, device = _planned(model, dtype, fp8, hf_config)
@@ -88,18 +100,45 @@ def _planned(
     hf_config: Mapping[str, object] | Path | None,
 ) -> tuple[Sequence[Part], torch.device]:
     """What is exported, as the converter would write it, and the model's device."""
+    (chunks, options, fields), routers = on_all_ranks(
+        lambda: _requested(model, dtype, fp8, hf_config)
+    )
+    router = one_router(routers)
+    (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, router))
+    _require_same(described)
+    device = next(chunks[0].parameters()).device
+    held = [own for _, own in described]
+    checkpoint = LiveCheckpoint(gathered_tensors(held, shards, device), config)
+    return plan_conversion(checkpoint, "hf", options).parts, device
+
+
+def _requested(
+    model: nn.Module | Sequence[nn.Module],
+    dtype: torch.dtype | None,
+    fp8: bool | str,
+    hf_config: Mapping[str, object] | Path | None,
+) -> tuple[tuple, set[RouterOptions]]:
+    """The arguments of a call, checked, and what this rank's layers say of the router."""
     chunks = model_chunks(model)
+    _require_messages_on(next(chunks[0].parameters()).device)
     options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
     if isinstance(hf_config, Path):
         hf_config = read_json(hf_config, MAX_CONFIG_BYTES)
-    config = model_config(chunks[0], hf_config)
+    return (chunks, options, hf_config), router_options(chunks)
+
+
+def _described(
+    chunks: Sequence[GPTModel],
+    options: TargetOptions,
+    hf_config: Mapping[str, object] | None,
+    router: RouterOptions,
+) -> tuple[tuple[ModelConfig, list[ShardedTensor]], tuple[str, list[Described]]]:
+    """The model and this rank's shards of it; what all ranks must ask for, and these shards."""
+    config = model_config(chunks[0], hf_config, router)
     writer_for("hf", config, options)
     shards = [shard for shard in model_shards(chunks) if sent_by_this_rank(shard)]
-    device = next(chunks[0].parameters()).device
-    _require_messages_on(device)
-    told = _exchanged(config, options, [describe(shard) for shard in shards])
-    checkpoint = LiveCheckpoint(gathered_tensors(told, shards, device), config)
-    return plan_conversion(checkpoint, "hf", options).parts, device
+    asked = f"{dataclasses.replace(config, hugging_face={})} with {options}"
+    return (config, shards), (asked, [describe(shard) for shard in shards])
 
 
 def _require_messages_on(device: torch.device) -> None:
@@ -130,19 +169,12 @@ def _scale_format(fp8: bool | str) -> str | None:
     return fp8
 
 
-def _exchanged(config: ModelConfig, options: TargetOptions, own: list[Described]) -> list:
-    """What each rank holds.
-
-    Raises:
-        ValueError: On every rank, if they do not ask for the same.
-    """
-    asked = f"{dataclasses.replace(config, hugging_face={})} with {options}"
-    told: list = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (asked, own))
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != told[0][0]:
+def _require_same(described: Sequence[tuple[str, list[Described]]]) -> None:
+    """Refuse ranks that do not ask for the same."""
+    first, _ = described[0]
+    for rank, (asked, _) in enumerate(described):
+        if asked != first:
             raise ValueError(
-                f"all ranks must export one model with the same options; rank {rank} has {theirs}, "
-                f"rank 0 has {told[0][0]}"
+                f"all ranks must export one model with the same options; rank {rank} has {asked}, "
+                f"rank 0 has {first}"
             )
-    return [shards for _, shards in told]

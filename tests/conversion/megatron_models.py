@@ -21,7 +21,13 @@ from tests.support.standard import KV_UP, interleave_heads
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 # Fields of config.json that describe these models.
-SAME = {"intermediate_size": 64, "n_shared_experts": 1}
+SAME = {
+    "intermediate_size": 64,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 
 
 def megatron_model(

@@ -56,13 +56,13 @@ def four_layers(**changes) -> ModelConfig:
     return tiny_config(**{**SAME, "num_hidden_layers": 4, **changes})
 
 
-def sharded(config: ModelConfig, kind: str = "absorbed") -> GPTModel:
+def sharded(config: ModelConfig, kind: str = "absorbed", **changes: object) -> GPTModel:
     """This rank's share of a model, by the sizes of the moment."""
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     ep = parallel_state.get_expert_model_parallel_world_size() if any(config.moe_layers) else 1
     sizes = {PP: pp, EP: ep, "pipeline_dtype": torch.float32}
-    fields = {**sizes, **SILU, "q_lora_rank": config.q_lora_rank}
+    fields = {**sizes, **SILU, "q_lora_rank": config.q_lora_rank, **changes}
     return megatron_model(config, kind, stage=ends, **fields).to(world.device())
 
 
@@ -242,6 +242,43 @@ def test_different_options_are_refused_everywhere():
         model = sharded(four_layers())
         with refusal("same options", "bfloat16", "float16"):
             hf_weights(model, dtype=dtypes[world.rank() % 2])
+
+
+@needs.processes(2, 4)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"dtype": torch.int8}, "dtype must be"),
+        ({"hf_config": {"model_type": "llama"}}, "model_type must be"),
+    ],
+    ids=["option", "config"],
+)
+def test_an_error_of_one_rank_is_raised_on_all(asked, message):
+    """Before the options of other layers are known, and after."""
+    with world.parallel(tp=world.size()):
+        model = sharded(four_layers())
+        failing = world.rank() == 1
+        with refusal(message if failing else "rank 1 cannot export: ", message):
+            hf_weights(model, **(asked if failing else {}))
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("normalised", [None, False])
+def test_a_stage_without_layers(normalised):
+    """It takes the options of the router from the other stage."""
+    config = four_layers() if normalised is None else four_layers(norm_topk_prob=normalised)
+    layout = {"pipeline_model_parallel_layout": "E|ttttL"}
+    with world.parallel(**{PP: 2}):
+        model = sharded(config, **layout)
+        assert len(model.decoder.layers) == (0, 4)[world.rank()]
+        for layer in model.decoder.layers:
+            options = layer.self_attention.options
+            layer.self_attention.options = options.replace(moe_router_norm_topk_prob=normalised)
+        found = dict(hf_weights(model, hf_config=config.hugging_face))
+        assert list(found) == [*hugging_face_shapes(config)]
+        other = four_layers(norm_topk_prob=normalised is False).hugging_face
+        with refusal("another router", "norm_topk_prob"):
+            hf_weights(model, hf_config=other)
 
 
 @needs.processes(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from argparse import Namespace
 from pathlib import Path
 
@@ -148,7 +147,8 @@ class TestRouter:
     """Of the layers' options, which no field of Megatron's config holds."""
 
     CONFIG = tiny_config(
-        **SAME,
+        intermediate_size=64,
+        n_shared_experts=1,
         n_routed_experts=8,
         num_experts_per_tok=3,
         n_group=4,
@@ -160,9 +160,12 @@ class TestRouter:
         args = to_megatron_args(self.CONFIG, dtype=torch.float32)
         return logits.megatron_model(self.CONFIG, "absorbed"), args
 
+    def router(self, *chunks: GPTModel) -> live.RouterOptions:
+        return live.one_router([live.router_options(chunks)])
+
     def test_in_the_config(self):
         model, args = self.model()
-        found = live.model_config(model, None).hugging_face
+        found = live.model_config(model, None, self.router(model)).hugging_face
         assert (found["norm_topk_prob"], found["n_group"], found["topk_group"]) == (False, 4, 2)
         assert "moe_router_group_score_topk" not in found, "two, as of every DeepSeek-V3"
         back = to_megatron_args(ModelConfig.from_hugging_face(found))
@@ -172,24 +175,35 @@ class TestRouter:
             "moe_router_norm_topk_prob": False,
         }
 
-    def test_of_megatron_alone(self, caplog):
+    def test_of_megatron_alone(self):
         model = made(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
-        with caplog.at_level(logging.WARNING, live.__name__):
-            live.model_config(model, None)
-        [found] = [one.message for one in caplog.records if one.name == live.__name__]
-        assert found == "moe_router_norm_topk_prob is True: no model of Hugging Face's routes so"
+        with refusal("moe_router_norm_topk_prob is True: no model of Hugging Face's routes so"):
+            hf_weights(model)
 
-    @pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True}])
-    def test_of_another_config(self, caplog, changes):
+    def test_of_another_config(self):
         model, _ = self.model()
-        fields = {**self.CONFIG.hugging_face, **changes}
-        with caplog.at_level(logging.WARNING, live.__name__):
-            live.model_config(model, fields)
-        expected = ["norm_topk_prob is True, in the model False"] if changes else []
-        found = [one.message for one in caplog.records if one.name == live.__name__]
-        assert found == [
-            f"hf_config describes another router than the model's: {line}" for line in expected
-        ]
+        hf_weights(model, hf_config=self.CONFIG.hugging_face)
+        fields = {**self.CONFIG.hugging_face, "norm_topk_prob": True}
+        with refusal("hf_config", "another router", "norm_topk_prob is True, in the model False"):
+            hf_weights(model, hf_config=fields)
+
+    def test_a_chunk_without_layers(self):
+        """Such as the first of the layout E|tt|L: others say what the router is."""
+        model, args = self.model()
+        first = made(stage=(True, False))
+        first.decoder.layers = nn.ModuleList()
+        assert live.router_options([first]) == set()
+        expected = tuple(router_options(args).values())
+        assert self.router(first, model) == expected
+        assert live.one_router([set(), {expected}, {expected}]) == expected
+        assert live.one_router([set()]) == (None, None)
+
+    def test_layers_that_differ(self):
+        model, _ = self.model()
+        attention = model.decoder.layers[-1].self_attention
+        attention.options = attention.options.replace(moe_router_norm_topk_prob=True)
+        with refusal("all layers with experts", "(2, False), (2, True)"):
+            hf_weights(model)
 
 
 class TestValues:
@@ -247,13 +261,13 @@ class TestValues:
 
 class TestRefused:
     @pytest.fixture(autouse=True)
-    def no_collectives(self, monkeypatch):
-        """Other ranks are not there yet."""
+    def nothing_is_sent(self, monkeypatch):
+        """But the error, to ranks that wait for this one."""
 
         def never(*args, **kwargs):
             raise AssertionError("collective")
 
-        for name in ("all_gather_object", "broadcast", "all_reduce"):
+        for name in ("broadcast", "all_reduce"):
             monkeypatch.setattr(dist, name, never)
 
     def test_standard_attention(self):
