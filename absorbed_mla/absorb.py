@@ -63,16 +63,17 @@ def _head_product(stage: Callable, x: Tensor, weight: Tensor, matrices: Tensor) 
     not come here, not even where gradients are off: what it computes again with gradients must lie
     in memory as it did.
     """
-    if not _writes_tokens_first(x):
+    if not x.is_cuda or is_enabled(x.device):
         return stage(x, weight)
+    return _contiguous_product(x, matrices)
+
+
+def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
+    """``x`` [S, B, N, K] times ``matrices`` [N, K, C]: [S, B, N, C], contiguous; no gradient."""
     tokens, batch, heads, _ = x.shape
     result = x.new_empty(tokens * batch, heads, matrices.shape[2])
     torch.bmm(x.flatten(0, 1).transpose(0, 1), matrices, out=result.transpose(0, 1))
     return result.view(tokens, batch, heads, matrices.shape[2])
-
-
-def _writes_tokens_first(x: Tensor) -> bool:
-    return x.is_cuda and not is_enabled(x.device)
 
 
 def _needs_own_product(x: Tensor) -> bool:

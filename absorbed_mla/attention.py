@@ -47,12 +47,12 @@ from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
+    refuse_full_iterations,
     refuse_other_variant,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
     refuse_unsupported_input,
-    refuse_whole_iterations,
 )
 
 
@@ -256,7 +256,7 @@ class AbsorbedMLASelfAttention(HostInterface):
         if inference_context is not None:
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
-            refuse_whole_iterations(self.config)
+            refuse_full_iterations(self.config)
             attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in

@@ -143,9 +143,11 @@ def _routing_with(options: AbsorbedMLAOptions) -> Callable:
         norm_topk_prob=options.moe_router_norm_topk_prob,
     )
     names = {**host.__globals__, _CHOICE: choice}
-    return types.FunctionType(
+    routing = types.FunctionType(
         host.__code__, names, host.__name__, host.__defaults__, host.__closure__
     )
+    routing.__kwdefaults__ = host.__kwdefaults__
+    return routing
 
 
 def topk_routing(

@@ -59,14 +59,21 @@ def roll_tensor(
         What was shifted, and its sum; both None for None.
 
     Raises:
-        ValueError: If the boundaries are malformed or do not cover the tokens.
+        ValueError: If the boundaries are malformed or do not cover the tokens. It says that this
+            package shifts them, since the model may be another's in the same process.
     """
     padded = packed_seq_params is not None and packed_seq_params.cu_seqlens_q_padded is not None
     if tensor is None or not padded:
         assert _megatrons_roll is not None
         return _megatrons_roll(tensor, shifts, dims, cp_group, packed_seq_params)
     assert shifts == -1 and dims in (-1, tensor.ndim - 1), "MTP shifts tokens by one"
-    rolled = next_tokens(tensor, packed_seq_params, group_of_call(packed_seq_params, cp_group))
+    try:
+        rolled = next_tokens(tensor, packed_seq_params, group_of_call(packed_seq_params, cp_group))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (absorbed_mla.packed_roll, which replaces Megatron's roll_tensor for all "
+            "models of this process, needs boundaries of all tokens, padding included)"
+        ) from error
     return rolled, rolled.sum()
 
 
@@ -91,8 +98,8 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
         ("next tokens", size, rank, values.device),
         lambda: _step(layout, size, rank, values.device),
     )
-    whole = values if group is None else _of_all_ranks(values, group)
-    found = whole[..., step.source].masked_fill(step.ends, 0)
+    pack = values if group is None else _of_all_ranks(values, group)
+    found = pack[..., step.source].masked_fill(step.ends, 0)
     return found | (values & step.padding) if values.dtype is torch.bool else found
 
 

@@ -2,8 +2,9 @@
 
 Megatron's local core attention and norm refuse multi-latent attention and sequence parallelism.
 The factories here take Megatron's local layer specs and put plain-PyTorch ones in those two slots;
-everything else, ``MLASelfAttention`` included, is Megatron's. Tests compare with it, and the
-quickstart writes a standard checkpoint with it.
+everything else, ``MLASelfAttention`` included, is Megatron's, but for the shift of padded packs in
+multi-token prediction (``packed_roll.py``). Tests compare with it, and the quickstart writes a
+standard checkpoint with it.
 
 With column-parallel down-projections, which the local spec builds, Megatron's gradients of the
 k_rope rows and of the input are wrong at tensor-parallel size above 1. Compare at size 1.
@@ -32,6 +33,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.norm import RMSNorm
+from absorbed_mla.packed_roll import correct_packed_roll
 
 BACKENDS = ("local", "transformer_engine")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -50,6 +52,7 @@ def get_standard_mla_layer_spec(
     Raises:
         ValueError: If the backend is unknown, missing, or cannot build this config.
     """
+    correct_packed_roll()
     if _checked_backend(config, backend) == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=True
@@ -77,6 +80,7 @@ def get_standard_mla_decoder_block_spec(
     Raises:
         ValueError: If the backend is unknown, missing, or cannot build this config.
     """
+    correct_packed_roll()
     use_te = _checked_backend(config, backend) == "transformer_engine"
     _require_experts(config)
     block = get_gpt_decoder_block_spec(

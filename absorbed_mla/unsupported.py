@@ -64,7 +64,7 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
             f"(MLA has no query groups), got {config.num_query_groups}"
         )
     if not getattr(config, "cache_mla_latents", False):
-        refuse_whole_iterations(config)  # Otherwise it generates, and may never train.
+        refuse_full_iterations(config)  # Otherwise it generates, and may never train.
     if getattr(config, "fp8_param", False) and config.use_cpu_initialization:
         raise ValueError(
             "fp8_param=True needs use_cpu_initialization=False: TransformerEngine would read the "
@@ -72,7 +72,7 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
         )
 
 
-def refuse_whole_iterations(config: MLATransformerConfig) -> None:
+def refuse_full_iterations(config: MLATransformerConfig) -> None:
     """Refuse Megatron's graphs of whole iterations of training; generation takes no notice of them.
 
     Raises:

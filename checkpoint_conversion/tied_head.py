@@ -8,6 +8,7 @@ from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
 from checkpoint_conversion.mapping_table import MODEL
 from checkpoint_conversion.model import ModelConfig
 
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _DIFFERS = (
     "must be equal where tie_word_embeddings is true, but differ; with false both are weights"
 )
@@ -26,8 +27,8 @@ def without_tied_head(
         problems: Receives a line if the two cannot be equal.
     """
     result = dict(tensors)
-    rows = MODEL[0], MODEL[-1]
-    for first, head in ([row.hugging_face for row in rows], [row.megatron for row in rows]):
+    rows = [next(row for row in MODEL if row.hugging_face == name) for name in _TIED]
+    for first, head in (_TIED, [row.megatron for row in rows]):
         if not config.tied_embeddings or first not in result or head not in result:
             continue
         copies = [result[first], result.pop(head)]

@@ -14,7 +14,7 @@ Models with standard MLA are converted as before. Programs that make the provide
 
 from absorbed_mla.own_packages import require_own_packages
 
-require_own_packages("specs")
+require_own_packages("checkpoint_conversion", "specs")
 
 from absorbed_mla.bridge import mapping  # noqa: E402
 from absorbed_mla.bridge.spec import absorbed_mla_layer_spec  # noqa: E402

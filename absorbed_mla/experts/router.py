@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -87,7 +88,11 @@ class ChoosingRouter(TopKRouter):
                 normalize=normalises(self.score_function, self.topk, normalised),
                 scale=config.moe_router_topk_scaling_factor,
             )
-        return topk_routing(
+        choose, own = topk_routing_with_score_function, {}
+        if self.options.chooses_experts:
+            choose = topk_routing
+            own = {"group_score_topk": of_group, "norm_topk_prob": normalised}
+        return choose(
             logits,
             self.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
@@ -98,8 +103,7 @@ class ChoosingRouter(TopKRouter):
             expert_bias=self.expert_bias,
             router_replay=self.router_replay,
             dense_output=True,
-            group_score_topk=of_group,
-            norm_topk_prob=normalised,
+            **own,
         )
 
     def _takes_parts(self, input: Tensor) -> bool:

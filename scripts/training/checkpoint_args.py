@@ -150,15 +150,19 @@ def _router_options(fields: Fields, best: int) -> dict:
         normalised: fields.boolean(normalised, False) if fields.given(normalised) else None,
     }
     groups = fields.raw("moe_router_group_topk")
-    # Of an earlier converter, which has this epsilon in its arguments but not those options.
+    # Of an earlier release, which has this epsilon in its arguments but not those options. Its
+    # converter wrote none, and its training chose as Megatron does.
     unsaid = fields.given("latent_norm_epsilon") and not fields.null(group_score)
     if unsaid and not fields.given(group_score) and isinstance(groups, int) and groups > 0:
         topk = fields.integer("moe_router_topk", _MOST, default=2)
         if topk // groups != best:
             fields.wrong(
                 group_score,
-                f"None or an integer: Megatron ranks groups by the best {topk // groups} of their "
-                f"experts, models like this one by the best {best}; convert the model again",
+                f"None or an integer. An earlier release wrote this checkpoint; it trained with the "
+                f"best {topk // groups} experts of a group to rank it, models like this one have the "
+                f"best {best}. If it was not trained, convert the original again; if it was, "
+                "convert it to absorbed with a copy of the model's config.json in --hf-config, in "
+                f'which "{group_score}" is {topk // groups}',
             )
     return found
 

@@ -10,7 +10,7 @@ from absorbed_mla.sequences import SequenceLayout
 
 # Rows of the mask at a time, so that what is compared with it takes little memory.
 _ROWS = 1024
-# mask -> (its version, layout, causal, the answer); an entry ends with its mask.
+# mask -> (its version, layout, causal, query tokens, the answer); an entry ends with its mask.
 _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -40,7 +40,8 @@ def hides_more(mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causa
         mask: Bool, True hides a key: [B or 1, 1, S_q or 1, S].
         layout: The whole sequences, of all context-parallel ranks. A query sees the keys of its
             own, and padding sees none.
-        query_tokens: int64 [S_q], where this rank's queries are in the whole.
+        query_tokens: int64 [S_q], where this rank's queries are in the whole: all in order, or the
+            same tensor for all layers, since comparing values would wait for the device.
         causal: Whether a query sees only itself and earlier keys.
 
     Raises:
@@ -53,11 +54,12 @@ def hides_more(mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causa
         )
     if mask.is_inference():  # It has no version.
         return _compare(mask, layout, query_tokens, causal)
+    queries = None if len(query_tokens) == layout.num_tokens else query_tokens
     asked = mask._version, layout, causal
-    *known, answer = _answers.get(mask, (None, None))
-    if tuple(known) != asked:
+    *known, known_queries, answer = _answers.get(mask, (None, None))
+    if tuple(known) != asked or known_queries is not queries:
         answer = _compare(mask, layout, query_tokens, causal)
-        _answers[mask] = *asked, answer
+        _answers[mask] = *asked, queries, answer
     return answer
 
 

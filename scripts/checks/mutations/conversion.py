@@ -42,8 +42,8 @@ MUTATIONS = {
     ),
     "tied_heads_of_megatron_are_unknown": Mutation(
         "checkpoint_conversion/tied_head.py",
-        "in ([row.hugging_face for row in rows], [row.megatron for row in rows]):",
-        "in ([row.hugging_face for row in rows],):",
+        "in (_TIED, [row.megatron for row in rows]):",
+        "in (_TIED,):",
     ),
     "parts_of_copies_are_not_compared": Mutation(
         "checkpoint_conversion/lazy_tensor.py",
@@ -119,5 +119,15 @@ MUTATIONS = {
         "absorbed_mla/export/agreement.py",
         "        if message is not None:\n",
         "        if False:\n",
+    ),
+    "bridges_hide_the_converter": Mutation(
+        "absorbed_mla/bridge/__init__.py",
+        'require_own_packages("checkpoint_conversion", "specs")',
+        'require_own_packages("specs")',
+    ),
+    "tied_heads_are_other_tensors": Mutation(
+        "checkpoint_conversion/tied_head.py",
+        "if row.hugging_face == name) for name in _TIED]",
+        "if row.hugging_face != name) for name in _TIED]",
     ),
 }

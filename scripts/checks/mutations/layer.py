@@ -189,4 +189,41 @@ MUTATIONS = {
         'getattr(spec, "parts", None) or ',
         "",
     ),
+    "standard_models_roll_as_megatron": Mutation(
+        "absorbed_mla/standard_mla.py",
+        "    correct_packed_roll()\n    use_te",
+        "    use_te",
+    ),
+    "packed_roll_names_no_cause": Mutation(
+        "absorbed_mla/packed_roll.py",
+        "    except ValueError as error:\n",
+        "    except AttributeError as error:\n",
+    ),
+    "masks_answer_for_other_queries": Mutation(
+        "absorbed_mla/core_attention/masks/redundant.py",
+        " or known_queries is not queries:",
+        ":",
+    ),
+    "routing_without_keyword_defaults": Mutation(
+        "absorbed_mla/deepseek_router.py",
+        "    routing.__kwdefaults__ = host.__kwdefaults__\n",
+        "",
+    ),
+    "generation_chooses_without_megatron": Mutation(
+        "absorbed_mla/experts/router.py",
+        "        if self.options.chooses_experts:\n",
+        "        if True:\n",
+    ),
+    "inference_copies_heads_first": Mutation(
+        "absorbed_mla/absorb.py",
+        "    return _contiguous_product(x, matrices)\n",
+        "    return stage(x, weight)\n",
+    ),
+    "absorption_looks_at_gradients": Mutation(
+        "absorbed_mla/absorb.py",
+        '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
+        "    if q_nope.is_cuda and not torch.is_grad_enabled():\n"
+        "        return absorb_query_in_inference(q_nope, w_uk)\n"
+        '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
+    ),
 }

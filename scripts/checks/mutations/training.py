@@ -85,7 +85,7 @@ MUTATIONS = {
         "    if answer is None:",
     ),
     "whole_iterations_trained": Mutation(
-        "absorbed_mla/attention.py", "            refuse_whole_iterations(self.config)\n", ""
+        "absorbed_mla/attention.py", "            refuse_full_iterations(self.config)\n", ""
     ),
     "full_disk_as_a_traceback": Mutation(
         "scripts/training/write_errors.py",

@@ -77,6 +77,7 @@ def _experts(hidden: int) -> dict[str, object]:
         "num_moe_experts": 4,
         "moe_layer_freq": [0] + [1] * (LAYERS - 1),
         "moe_router_topk": 2,
+        "moe_router_pre_softmax": True,
         "moe_ffn_hidden_size": hidden // 2,
         "moe_shared_expert_intermediate_size": hidden // 2,
         "moe_token_dispatcher_type": "alltoall",

@@ -66,6 +66,21 @@ def test_queries_of_a_rank(rank):
     assert hides_more(earlier[own][None, None], layout, own, causal=True)
 
 
+def test_one_mask_for_the_queries_of_two_ranks():
+    """A mask has one row for them, or the ranks have equally many."""
+    pack = packed((5, 2), (8, 4))
+    layout = SequenceLayout.from_host(pack.packed_seq_params(torch.device("cpu")), pack.tokens)
+    first, second = (ContextParallelLayout.of(layout, 2, rank).tokens() for rank in range(2))
+    # The last key of the first sequence, which only its last token sees.
+    mask = torch.zeros(1, 1, 1, 12, dtype=torch.bool)
+    mask[..., 4] = True
+    seen = [4 in tokens for tokens in (first, second)]
+    assert sorted(seen) == [False, True]
+    for _ in range(2):
+        for tokens, expected in zip((first, second), seen):
+            assert hides_more(mask, layout, tokens, causal=True) == expected
+
+
 def test_one_row_for_all_queries():
     padding = torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1], dtype=torch.bool)
     tokens = torch.arange(PACK.tokens)

@@ -19,8 +19,9 @@ import specs.absorbed_mla_layer_specs as layer_specs
 from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
 from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.options import CORE_ATTENTION_BACKENDS
+from absorbed_mla.options import CORE_ATTENTION_BACKENDS, ROUTER_OPTIONS
 from absorbed_mla.projections import ProjectionBuilder
+from checkpoint_conversion import routing
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
@@ -232,3 +233,9 @@ def test_down_projection(tp_size, kind, layer, parts):
             submodules, attention.config, options, SimpleNamespace(tp=group), None
         )
         builder.down_projection("linear_q_down_proj", (attention.dims.q_lora_rank,))
+
+
+def test_the_conversion_names_the_options_of_a_router():
+    """It runs without this package's layers, and has names of its own."""
+    assert routing.ROUTER_OPTIONS == ROUTER_OPTIONS
+    assert {*ROUTER_OPTIONS} < {field.name for field in dataclasses.fields(AbsorbedMLAOptions)}

@@ -92,16 +92,51 @@ def test_parity_mode_takes_the_product_on_a_gpu():
         assert "HeadProduct" in str(absorb.absorb_query(x, w).grad_fn)
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def contiguous(monkeypatch) -> list[Tensor]:
+    """What the contiguous product has returned."""
+    found, product = [], absorb._contiguous_product
+
+    def recorded(x: Tensor, matrices: Tensor) -> Tensor:
+        found.append(product(x.as_subclass(Tensor), matrices))
+        return found[-1]
+
+    monkeypatch.setattr(absorb, "_contiguous_product", recorded)
+    return found
+
+
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
 @pytest.mark.parametrize("step", STEPS)
-def test_generation_writes_tokens_first(step, tokens, monkeypatch):
-    """What generation takes on a GPU, outside of parity mode."""
-    monkeypatch.setattr(absorb, "_writes_tokens_first", lambda x: True)
+def test_generation_writes_tokens_first(step, tokens, contiguous):
+    """What inference takes on a GPU outside of parity mode."""
     width, matrix, equation = STEPS[step]
     # A part of wider rows, as q_nope is of the query.
     x = torch.randn(tokens, BATCH, HEADS, width + 3, dtype=torch.float64)[..., :width]
     w = torch.randn(HEADS, *matrix, dtype=torch.float64)
-    with torch.no_grad():
-        found = getattr(absorb, f"{step}_in_inference")(x, w)
+    in_inference, expected = getattr(absorb, f"{step}_in_inference"), torch.einsum(equation, x, w)
+    torch.testing.assert_close(in_inference(x, w), expected)
+    assert not contiguous, "on a CPU it is the product of training"
+    found = in_inference(x.as_subclass(OnGPU), w)
+    assert [product is found for product in contiguous] == [True]
     assert found.is_contiguous()
-    torch.testing.assert_close(found, torch.einsum(equation, x, w))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_training_does_not_look_whether_gradients_are_on(step, contiguous):
+    """What is computed again in the backward must lie in memory as it did, and have its bits."""
+    width, matrix, _ = STEPS[step]
+    x, w = random(TOKENS, BATCH, HEADS, width, seed=1), random(HEADS, *matrix, seed=2)
+    x = x.requires_grad_().as_subclass(OnGPU)
+    with torch.no_grad():
+        first = getattr(absorb, step)(x, w)
+    again = getattr(absorb, step)(x, w)
+    assert again.requires_grad and not first.requires_grad
+    assert torch.equal(first, again) and first.stride() == again.stride()
+    assert not contiguous

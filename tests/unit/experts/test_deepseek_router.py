@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.deepseek_router import DeepSeekRouter, topk_routing
+from absorbed_mla.deepseek_router import DeepSeekRouter, _ModelsChoice, topk_routing
 from absorbed_mla.experts.experts import GroupedExperts
 from absorbed_mla.experts.layer import group_experts
 from absorbed_mla.packed_router import PackedRouter, use_packed_router
@@ -317,3 +317,14 @@ def test_a_release_of_megatron_with_another_router(monkeypatch):
     monkeypatch.setattr(deepseek_router, "_CHOICE", "renamed")
     with pytest.raises(ValueError, match="do not work with this release of Megatron"):
         router_of(*KINDS["V2"])
+
+
+def test_defaults_of_megatrons_arguments(monkeypatch):
+    """Also of those that must be given by name, which a later release may have."""
+
+    def routing(self, logits, padding_mask=None, *, more="its default"):
+        return topk_routing_with_score_function(logits, 2), padding_mask, more
+
+    monkeypatch.setattr(TopKRouter, "routing", routing)
+    router = router_of(*KINDS["V2"])
+    assert _ModelsChoice.routing(router, torch.zeros(3, EXPERTS))[1:] == (None, "its default")

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from absorbed_mla.experts import router as router_module
 from absorbed_mla.experts.experts import GroupedExperts
 from absorbed_mla.experts.product import grouped_product, why_not_grouped
 from absorbed_mla.experts.rows import ExpertRows
@@ -148,7 +149,7 @@ class TestWeights:
         assert torch.equal(logits(grouped), logits(sequential))
 
     def test_exported(self):
-        sequential, grouped = pair(**FEW)
+        sequential, grouped = pair(**FEW, moe_router_pre_softmax=True)
         expected = dict(hf_weights(sequential))
         found = dict(hf_weights(grouped))
         assert found.keys() == expected.keys() and any(".experts.3." in name for name in found)
@@ -222,3 +223,19 @@ def test_no_work_per_expert_but_the_product(monkeypatch):
     assert counts[1:] == counts[:-1]
     fetching = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"}
     assert not fetching & counts[0].keys()
+
+
+@pytest.mark.parametrize("normalised", [None, False])
+def test_megatrons_function_chooses_where_no_option_does(monkeypatch, normalised):
+    """Whatever a release of Megatron changes there, generation then does as training."""
+    calls, original = [], router_module.topk_routing_with_score_function
+    monkeypatch.setattr(
+        router_module,
+        "topk_routing_with_score_function",
+        lambda *args, **fields: calls.append(fields) or original(*args, **fields),
+    )
+    router = mlp_of(grouped_model(**ROUTED)).router
+    router.options = router.options.replace(moe_router_norm_topk_prob=normalised)
+    values = torch.randn(5, 1, router.config.num_moe_experts)
+    probs, chosen = router.routing(values)
+    assert len(calls) == (normalised is None) and probs.shape == chosen.shape == (5, 3)

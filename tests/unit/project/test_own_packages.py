@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,12 +73,16 @@ def test_the_remedies(tmp_path, hiding):
     [
         ("import absorbed_mla.export", "checkpoint_conversion"),
         ("import absorbed_mla.bridge", "specs"),
+        ("import absorbed_mla.bridge", "checkpoint_conversion"),
+        ("import absorbed_mla.bridge.everywhere", "checkpoint_conversion"),
         ("from absorbed_mla import LLM; LLM('a folder')", "checkpoint_conversion"),
         ("from absorbed_mla import LLM; LLM.from_model(None)", "checkpoint_conversion"),
     ],
-    ids=["export", "bridge", "LLM", "live model"],
+    ids=["export", "bridge", "bridge", "bridges", "LLM", "live model"],
 )
 def test_what_imports_them(program, name, tmp_path, hiding):
+    other = {"specs", "checkpoint_conversion"} - {name}
+    shutil.rmtree(hiding / other.pop())
     done = run(tmp_path, program, hiding)
     assert "ValueError: " in done.stderr
     says(done.stderr, name, hiding / name)

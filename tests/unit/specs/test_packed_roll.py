@@ -8,6 +8,11 @@ from megatron.core.transformer import multi_token_prediction as host
 
 from absorbed_mla import packed_roll
 from absorbed_mla.packed_roll import roll_tensor
+from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
+from absorbed_mla.standard_mla import (
+    get_standard_mla_decoder_block_spec,
+    get_standard_mla_layer_spec,
+)
 from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
 from specs.absorbed_mla_layer_specs import (
     get_absorbed_mla_decoder_block_spec,
@@ -63,7 +68,7 @@ def test_without_padding_it_is_megatrons():
 
 
 def test_boundaries_that_do_not_fit():
-    with refusal("cu_seqlens_q_padded", "10", "11"):
+    with refusal("cu_seqlens_q_padded", "10", "11", "packed_roll, which replaces Megatron's"):
         roll(torch.arange(11))
 
 
@@ -89,6 +94,25 @@ def test_every_spec_brings_it(spec, monkeypatch):
     """Also a decoder's: the last pipeline stage may have the loss of MTP without its layers."""
     monkeypatch.setattr(host, "roll_tensor", packed_roll._megatrons_roll)
     spec(config_for(TINY, mtp_num_layers=1), backend="local")
+    assert host.roll_tensor is roll_tensor
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        (get_standard_mla_layer_spec, {}),
+        (get_standard_mla_decoder_block_spec, {}),
+        (get_standard_dsa_decoder_block_spec, {"experimental_attention_variant": "dsa"}),
+    ],
+    ids=["layer", "block", "sparse"],
+)
+def test_standard_specs_bring_it(spec, changes, monkeypatch):
+    """Their models are compared with ours, and must not depend on what was imported before."""
+    monkeypatch.setattr(host, "roll_tensor", packed_roll._megatrons_roll)
+    config = config_for(TINY, transformer_impl="local", mtp_num_layers=1)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    spec(config)
     assert host.roll_tensor is roll_tensor
 
 

@@ -18,6 +18,7 @@ from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 from tests.conversion.support import V2_LITE, tiny_config
+from tests.support.refusal import refusal
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
 from training.model import build_config, build_model, unwrap
@@ -113,8 +114,15 @@ def test_a_routing_that_is_not_said():
     converted = vars(to_megatron_args(tiny_config(**_V2_GROUPS)))
     for name in ROUTER_OPTIONS:
         del converted[name]
-    with pytest.raises(ValueError, match="moe_router_group_score_topk is missing; it must be None"):
+    with refusal(
+        "moe_router_group_score_topk is missing; it must be None",
+        "convert the original again",
+        '"moe_router_group_score_topk" is 2',
+    ):
         preset_from_args(Namespace(**converted))
+    said = tiny_config(**_V2_GROUPS, moe_router_group_score_topk=2)
+    preset = preset_from_args(to_megatron_args(said))
+    assert preset.moe_router_group_score_topk is None, "Megatron's choice, as it was trained"
     # Megatron's own training, which knows no epsilon of latent norms either.
     del converted["latent_norm_epsilon"]
     assert preset_from_args(Namespace(**converted)).moe_router_group_score_topk is None
