@@ -158,9 +158,9 @@ def _router_options(fields: Fields, best: int) -> dict:
         if topk // groups != best:
             fields.wrong(
                 group_score,
-                f"None or an integer. An earlier release wrote this checkpoint; it trained with the "
-                f"best {topk // groups} experts of a group to rank it, models like this one have the "
-                f"best {best}. If it was not trained, convert the original again; if it was, "
+                "None or an integer. An earlier release wrote this checkpoint; it trained with the "
+                f"best {topk // groups} experts of a group to rank it, models like this one have "
+                f"the best {best}. If it was not trained, convert the original again; if it was, "
                 "convert it to absorbed with a copy of the model's config.json in --hf-config, in "
                 f'which "{group_score}" is {topk // groups}',
             )
