@@ -2,7 +2,7 @@
 """Count the files of absorbed_mla that one forward of the layer enters, and show their order.
 
     $ python scripts/checks/trace_files.py
-    training forward   16 files, 46 changes of file
+    training forward   16 files, 64 changes of file
       attention -> unsupported -> ...
     decode             14 files, ...
 

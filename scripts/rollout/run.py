@@ -14,8 +14,10 @@ from training import distributed
 from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
 from training.model import count_parameters
+from training.model_options import vocab_size
 from training.optimizer import Optimizer
 from training.start import read_start
+from training.tokenizers import ByteTokenizer
 
 
 def rollout_train(args: argparse.Namespace) -> None:
@@ -25,6 +27,7 @@ def rollout_train(args: argparse.Namespace) -> None:
         ValueError: If the checkpoint, or Megatron, does not accept the options.
         Failure: If any log-probability differs in parity mode.
     """
+    tokens = vocab_size(args, args.model, ByteTokenizer.vocab_size)
     set_vocabulary(args)
     if args.load:
         start = read_start(args.load, finetune=True)
@@ -36,8 +39,9 @@ def rollout_train(args: argparse.Namespace) -> None:
         print(_header(args, parameters), flush=True)
     trainer.run()
     if args.save:
-        run = f"reward {args.reward}"
-        Checkpointer(args, args.model, trainer.model, trainer.optimizer, run).save(args.train_iters)
+        run, model, optimizer = f"reward {args.reward}", trainer.model, trainer.optimizer
+        checkpointer = Checkpointer(args, args.model, model, optimizer, run, tokens)
+        checkpointer.save(args.train_iters)
     if args.plot and distributed.rank() == 0:
         plot_rollouts(trainer.metrics.records, args.plot, args.reward)
         print(f"rewards and gaps: {args.plot}", flush=True)

@@ -53,6 +53,7 @@ class Checkpointer:
         model: Wrapped by Megatron's DDP.
         optimizer: Its optimizer.
         data_fingerprint: Hash of the tokens, which must not change when the run is resumed.
+        vocab_size: The vocabulary without padding.
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer,
         data_fingerprint: str,
+        vocab_size: int,
     ) -> None:
         self._args = args
         self._model = unwrap(model)
         self._optimizer = optimizer
         self._run = run_options(args, preset, data_fingerprint)
-        self._model_args = checkpoint_args(args, preset)
+        self._model_args = checkpoint_args(args, preset, vocab_size)
 
     def save(self, iteration: int) -> None:
         """Write a checkpoint after ``iteration`` iterations; collective over all ranks.

@@ -38,12 +38,15 @@ _PARALLEL = (
 )
 
 
-def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.Namespace:
+def checkpoint_args(
+    args: argparse.Namespace, preset: ModelPreset, vocab_size: int
+) -> argparse.Namespace:
     """The arguments to save in a checkpoint, under Megatron's names.
 
     Args:
         args: The command line.
         preset: The model, with the padded vocabulary.
+        vocab_size: The vocabulary without padding.
     """
     fields = dataclasses.asdict(preset)
     experts = fields.pop("num_moe_experts")
@@ -57,7 +60,7 @@ def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.N
             "moe_router_pre_softmax": True,
             "norm_epsilon": preset.layernorm_epsilon,
             "latent_norm_epsilon": latent_norm_epsilon,
-            "padded_vocab_size": preset.vocab_size,
+            **_vocabulary(args, preset.vocab_size, vocab_size),
             "untie_embeddings_and_output_weights": True,
             "mtp_num_layers": None,
             "attention_dropout": args.attention_dropout,
@@ -68,6 +71,18 @@ def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.N
             **{name: getattr(args, name) for name in _PARALLEL},
         }
     )
+
+
+def _vocabulary(args: argparse.Namespace, rows: int, vocab_size: int) -> dict[str, int | None]:
+    """What says which rows of the embedding may be padding, which the conversion drops.
+
+    As in Megatron's own arguments, ``vocab_size`` is None where a tokenizer's was padded.
+    """
+    found = {
+        "vocab_size": vocab_size if vocab_size == rows else None,
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+    }
+    return found | getattr(args, "loaded_vocabulary", {}) | {"padded_vocab_size": rows}
 
 
 def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
@@ -158,8 +173,8 @@ def _router_options(fields: Fields, best: int) -> dict:
         if topk // groups != best:
             fields.wrong(
                 group_score,
-                "None or an integer. An earlier release wrote this checkpoint; it trained with the "
-                f"best {topk // groups} experts of a group to rank it, models like this one have "
+                "None or an integer. An earlier release wrote this checkpoint, which ranked groups "
+                f"by the best {topk // groups} of their experts where models like this one take "
                 f"the best {best}. If it was not trained, convert the original again; if it was, "
                 "convert it to absorbed with a copy of the model's config.json in --hf-config, in "
                 f'which "{group_score}" is {topk // groups}',

@@ -19,6 +19,8 @@ _ZERO_IS_NONE = {"q_lora_rank", "num_moe_experts", "moe_shared_expert_intermedia
 # Fields that may be set for a checkpoint's model, too: the length can be extended, balancing is
 # used by training only, and Megatron's own checkpoints do not contain this epsilon.
 _FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_eps"}
+# Arguments of a checkpoint that say which rows of the embedding may be padding.
+_VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 # Options that --use-checkpoint-args excludes.
 NOT_WITH_CHECKPOINT_ARGS = (
     *("--preset", "--scale-down", "--make-vocab-size-divisible-by"),
@@ -48,9 +50,12 @@ def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
     from training.checkpoint_args import preset_from_args
     from training.start import load_model_args
 
-    model = preset_from_args(load_model_args(args.load))
+    saved = load_model_args(args.load)
+    model = preset_from_args(saved)
     # The embedding has as many rows as the checkpoint's, whatever the tokenizer needs.
     args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
+    # What the next checkpoint says of them, too.
+    args.loaded_vocabulary = {name: getattr(saved, name, None) for name in _VOCABULARY}
     if args.new_indexer and model.experimental_attention_variant is not None:
         raise ValueError(
             f"--new-indexer: the model in --load {args.load} has an indexer; leave the option out "
@@ -112,12 +117,11 @@ def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
     return model
 
 
-def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
-    """Number of rows of the embedding.
+def vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
+    """Size of the vocabulary without padding.
 
     ``--vocab-size`` if given; else the preset's for a released model that is not scaled down; else
-    the tokenizer's. It is padded to a multiple that does not depend on the tensor-parallel size, so
-    that a checkpoint can be loaded at any.
+    the tokenizer's.
 
     Raises:
         ValueError: If the vocabulary is smaller than the tokenizer's.
@@ -131,7 +135,19 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
             f"{name_of(args, '--vocab-size')} must be at least the tokenizer's {tokenizer_size}, "
             f"got {size}"
         )
-    multiple = args.make_vocab_size_divisible_by
+    return size
+
+
+def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
+    """Number of rows of the embedding, :func:`vocab_size` padded.
+
+    The multiple does not depend on the tensor-parallel size, so that a checkpoint can be loaded at
+    any.
+
+    Raises:
+        ValueError: If the vocabulary is smaller than the tokenizer's.
+    """
+    size, multiple = vocab_size(args, model, tokenizer_size), args.make_vocab_size_divisible_by
     return -(-size // multiple) * multiple
 
 

@@ -15,7 +15,7 @@ from training.data import Corpus, Windows, read_corpus, split_corpus
 from training.loop import Trainer
 from training.metrics import plot_losses
 from training.model import build_config, build_model, count_parameters
-from training.model_options import padded_vocab_size
+from training.model_options import padded_vocab_size, vocab_size
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
 from training.sparse_stage import stage_fields, stage_model
@@ -63,7 +63,8 @@ def train(args: argparse.Namespace) -> None:
     )
     model = build_model(args, config, preset, device)
     optimizer = Optimizer(args, model)
-    checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
+    tokens = vocab_size(args, args.model, tokenizer.vocab_size)
+    checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint, tokens)
     start = checkpointer.load(start_from) if start_from else 0
     if distributed.rank() == 0:
         print(_run_header(args, preset, corpus, start), flush=True)

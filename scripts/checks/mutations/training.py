@@ -102,4 +102,19 @@ MUTATIONS = {
         'getattr(layer.submodules, "mtp_model_layer", layer)',
         "layer",
     ),
+    "padding_is_saved_as_tokens": Mutation(
+        "scripts/training/checkpoint_args.py",
+        '"vocab_size": vocab_size if vocab_size == rows else None,',
+        '"vocab_size": rows,',
+    ),
+    "tokens_are_saved_as_padding": Mutation(
+        "scripts/training/checkpoint_args.py",
+        '"vocab_size": vocab_size if vocab_size == rows else None,',
+        '"vocab_size": None,',
+    ),
+    "training_forgets_the_loaded_vocabulary": Mutation(
+        "scripts/training/checkpoint_args.py",
+        'getattr(args, "loaded_vocabulary", {})',
+        "{}",
+    ),
 }

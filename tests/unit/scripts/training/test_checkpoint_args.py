@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from absorbed_mla.deepseek_router import DeepSeekRouter
 from absorbed_mla.options import ROUTER_OPTIONS
+from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
@@ -22,7 +23,12 @@ from tests.support.refusal import refusal
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
 from training.model import build_config, build_model, unwrap
-from training.model_options import NOT_WITH_CHECKPOINT_ARGS, padded_vocab_size, resolve_model
+from training.model_options import (
+    NOT_WITH_CHECKPOINT_ARGS,
+    padded_vocab_size,
+    resolve_model,
+    vocab_size,
+)
 from training.options_named import flag_of
 from training.presets import PRESETS, ModelPreset, get_preset
 from training.start import load_model_args
@@ -39,7 +45,7 @@ _MODELS = [
 def _saved(*argv: str) -> tuple[Namespace, object]:
     args = parse_arguments(list(argv))
     model = resolve_model(args)
-    return checkpoint_args(args, model), model
+    return checkpoint_args(args, model, model.vocab_size), model
 
 
 @pytest.mark.parametrize("argv", _MODELS, ids=" ".join)
@@ -106,7 +112,7 @@ def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, 
     for router in routers:
         assert type(router) is DeepSeekRouter
         assert {name: getattr(router.options, name) for name in wanted} == wanted
-    assert preset_from_args(checkpoint_args(args, preset)) == preset
+    assert preset_from_args(checkpoint_args(args, preset, preset.vocab_size)) == preset
 
 
 def test_a_routing_that_is_not_said():
@@ -126,6 +132,40 @@ def test_a_routing_that_is_not_said():
     # Megatron's own training, which knows no epsilon of latent norms either.
     del converted["latent_norm_epsilon"]
     assert preset_from_args(Namespace(**converted)).moe_router_group_score_topk is None
+
+
+def _saved_vocabulary(args: Namespace, tokens: int) -> tuple[Namespace, tuple]:
+    """Of a training with a tokenizer of so many tokens."""
+    preset = args.model.replace(vocab_size=padded_vocab_size(args, args.model, tokens))
+    saved = checkpoint_args(args, preset, vocab_size(args, args.model, tokens))
+    names = ("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size")
+    return saved, tuple(getattr(saved, name) for name in names)
+
+
+def test_padding_of_the_vocabulary_is_known():
+    """The conversion drops it without being asked, but no row that is a token."""
+    args = parse_arguments([])
+    args.model = resolve_model(args)
+    saved, found = _saved_vocabulary(args, 257)
+    assert found == (None, 64, 320)
+    assert from_megatron_args(saved).vocab_size == 320, "without a config.json all rows count"
+    [note] = check_padding(257, 63, {}, vars(saved), drop_tokens=False)
+    assert note == "63 rows of padding after the vocabulary are dropped"
+    with refusal("70 rows", "padding to a multiple of 64"):
+        check_padding(250, 70, {}, vars(saved), drop_tokens=False)
+    saved, found = _saved_vocabulary(args, 320)
+    assert found == (320, 64, 320)
+    with refusal("63 rows", "arguments have a vocab_size of 320"):
+        check_padding(257, 63, {}, vars(saved), drop_tokens=False)
+
+
+@pytest.mark.parametrize("padded", [64, 128])
+def test_the_vocabulary_of_a_loaded_checkpoint(monkeypatch, padded):
+    """Training changes nothing of what it says."""
+    converted = to_megatron_args(tiny_config(vocab_size=64), padded_vocab_size=padded)
+    args, model = _resolve_from(converted, monkeypatch)
+    args.model = model
+    assert _saved_vocabulary(args, 60)[1] == (64, None, padded)
 
 
 def test_megatrons_own_models_have_one_epsilon():

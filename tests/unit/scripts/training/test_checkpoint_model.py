@@ -38,7 +38,8 @@ SMALL = (
 def start_of(*argv: str) -> Start:
     """A checkpoint that describes a model."""
     args = parse_arguments(list(argv))
-    return Start(Path("there"), checkpoint_args(args, resolve_model(args)), None)
+    model = resolve_model(args)
+    return Start(Path("there"), checkpoint_args(args, model, model.vocab_size), None)
 
 
 def compare(start: Start, *argv: str, script: str = "train.py") -> None:

@@ -156,7 +156,7 @@ def test_refused(line, message):
 def start_of(line: str) -> Start:
     """A checkpoint that describes a model."""
     args = checked(line)
-    return Start(Path("there"), checkpoint_args(args, args.model), None)
+    return Start(Path("there"), checkpoint_args(args, args.model, args.model.vocab_size), None)
 
 
 def compare(start: Start, line: str) -> None:
