@@ -159,6 +159,11 @@ MUTATIONS = {
         "requests.unclaimed = {one.request_id: one for one in grown} | requests.unclaimed",
         "pass",
     ),
+    "ctrl_c_within_the_lock": Mutation(
+        "absorbed_mla/llm/llm_engine.py",
+        "            with self._exclusively():\n                grown = requests.claim",
+        "            with self._lock:\n                grown = requests.claim",
+    ),
     "ctrl_c_keeps_the_lock": Mutation(
         "absorbed_mla/llm/exclusive.py",
         "                self._held.release()\n            raise\n",

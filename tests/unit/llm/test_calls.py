@@ -212,16 +212,16 @@ class TestCtrlC:
         assert (output.request_id, output.finished, runner.num_steps) == ("one", True, 1)
 
     def test_while_a_step_takes_and_gives_back_the_lock(self):
-        """At every line of that; another thread gets the lock, and nothing is lost."""
+        """At every line of that it waits; another thread gets the lock, and nothing is lost."""
         llm, answers = fake_llm(), []
         for number in itertools.count():
             llm.add_request("abc", SamplingParams(max_tokens=1))
-            with _signal_at(number, FairLock.__enter__, FairLock.__exit__) as sent:
+            with _signal_at(number, FairLock.__enter__, FairLock.__exit__) as waited:
                 try:
                     output, interrupted = llm.step(), False
                 except KeyboardInterrupt:
                     output, interrupted = [], True
-            assert interrupted == bool(sent)
+            assert interrupted == bool(waited)
             other = threading.Thread(
                 target=lambda: answers.append(llm.has_unfinished_requests()), daemon=True
             )
@@ -284,22 +284,23 @@ def test_a_failure_of_the_model(caplog):
 
 @contextlib.contextmanager
 def _signal_at(number: int, *functions):
-    """SIGINT before a line of functions, counted as they run; a list of those that were sent."""
+    """SIGINT before a line of functions, counted as they run; yields those that waited."""
     codes = {function.__code__ for function in functions}
-    lines, sent = itertools.count(), []
+    lines, waited = itertools.count(), []
 
     def trace(frame, event, _):
         if frame.f_code not in codes:
             return None
         if event == "line" and next(lines) == number:
-            sent.append(number)
-            signal.raise_signal(signal.SIGINT)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+                waited.append(number)
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield sent
+        yield waited
     finally:
         sys.settrace(before)
 
