@@ -48,8 +48,8 @@ MUTATIONS = {
     ),
     "grouped_experts_forget_the_ranking": Mutation(
         "absorbed_mla/experts/router.py",
-        "            group_score_topk=of_group,\n            norm",
-        "            norm",
+        '{"group_score_topk": of_group, "norm_topk_prob": normalised}',
+        '{"norm_topk_prob": normalised}',
     ),
     "kernel_ranks_groups_as_megatron": Mutation(
         "absorbed_mla/kernels/experts/choice.py",

@@ -81,8 +81,8 @@ MUTATIONS = {
     ),
     "mask_of_a_pack_asked_of_earlier_bits": Mutation(
         "absorbed_mla/core_attention/masks/redundant.py",
-        "    if tuple(known) != asked:",
-        "    if answer is None:",
+        "    if tuple(known) != asked or",
+        "    if answer is None or",
     ),
     "whole_iterations_trained": Mutation(
         "absorbed_mla/attention.py", "            refuse_full_iterations(self.config)\n", ""
