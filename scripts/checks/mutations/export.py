@@ -17,8 +17,8 @@ MUTATIONS = {
     ),
     "export_without_router_options": Mutation(
         "absorbed_mla/export/live.py",
-        "        **_router_options(model),\n",
-        "",
+        "_arguments(model) | dict(zip(ROUTER_OPTIONS, router, strict=True))",
+        "_arguments(model)",
     ),
     "export_unwraps_once": Mutation(
         "absorbed_mla/export/live.py",
