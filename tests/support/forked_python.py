@@ -221,7 +221,9 @@ def _open_streams() -> None:
 def _run_program(kind: str, words: list[str], safe_path: bool, base_path: list[str]) -> None:
     more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(words[0]).parent))
-    sys.path[:] = [*([] if safe_path else [first]), *more, *base_path]
+    # An interpreter removes what stands twice: .pth files may name a folder of the variable.
+    paths = dict.fromkeys(map(os.path.abspath, [*more, *base_path]))
+    sys.path[:] = [*([] if safe_path else [first]), *paths]
     if kind == "-c":
         sys.argv = ["-c", *words[1:]]
         main = types.ModuleType("__main__")
