@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from absorbed_mla.kernels.triton_private import cumsum, reduce_max, reduce_sum
+
 SCALE = tl.constexpr(2.0**40)
 # A count in the bits above a sum of weights, of at most 2,048 tokens: 12 bits above 52.
 COUNT = tl.constexpr(52)
@@ -34,19 +36,19 @@ def unused_bits(dtype: torch.dtype) -> int:
 @triton.jit
 def total(x, axis: tl.constexpr):
     """Sums over an axis."""
-    return tl.reduce(x, axis, tl.standard._sum_combine)
+    return reduce_sum(x, axis)
 
 
 @triton.jit
 def largest(x):
     """Of a vector."""
-    return tl.reduce(x, 0, tl.standard._elementwise_max)
+    return reduce_max(x, 0)
 
 
 @triton.jit
 def running(x):
     """Sums of a vector's numbers up to each, itself included."""
-    return tl.associative_scan(x, 0, tl.standard._sum_combine)
+    return cumsum(x, 0)
 
 
 @triton.jit
