@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import KEYS, open_until, sees_until
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
+from absorbed_mla.kernels.triton_private import aggregate
 
 _COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
 
@@ -31,14 +31,6 @@ class Part:
     head_blocks: gl.tensor
     HEADS: gl.constexpr
     ROWS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, starts, head_blocks, HEADS, ROWS):
-        self.tiles = tiles
-        self.starts = starts
-        self.head_blocks = head_blocks
-        self.HEADS = gl.constexpr(HEADS)
-        self.ROWS = gl.constexpr(ROWS)
 
     @gluon.jit
     def range(self):
@@ -102,21 +94,6 @@ class DecodeTile:
     head: gl.tensor
     HEADS: gl.constexpr
     ROWS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, request, query_start, query_end, key_start, keys, offset, place, head, HEADS, ROWS
-    ):
-        self.request = request
-        self.query_start = query_start
-        self.query_end = query_end
-        self.key_start = key_start
-        self.keys = keys
-        self.offset = offset
-        self.place = place
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
-        self.ROWS = gl.constexpr(ROWS)
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):

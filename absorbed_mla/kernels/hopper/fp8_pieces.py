@@ -11,7 +11,6 @@ loaded to where it is read.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.few_rows_shared import DECODE_ROLES, GROUP, SCALES
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
@@ -21,6 +20,7 @@ from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys, load_pages
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Of each role that decodes.
 DECODE_WARPS = gl.constexpr(4)
@@ -55,16 +55,6 @@ class Fp8Pieces:
     row_units: gl.tensor
     together: gl.tensor
     AHEAD: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, keys, scales, words, block_units, row_units, together, AHEAD):
-        self.keys = keys
-        self.scales = scales
-        self.words = words
-        self.block_units = block_units
-        self.row_units = row_units
-        self.together = together
-        self.AHEAD = gl.constexpr(AHEAD)
 
     @gluon.jit
     def load(self, tile, shared, blocks):

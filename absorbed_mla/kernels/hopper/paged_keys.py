@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES, chunk_full
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 
 @aggregate
@@ -28,14 +28,6 @@ class PagedKeys:
     block_table: gl.tensor
     block_size: gl.tensor
     table_stride: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, latent, k_rope, block_table, block_size, table_stride):
-        self.latent = latent
-        self.k_rope = k_rope
-        self.block_table = block_table
-        self.block_size = block_size
-        self.table_stride = table_stride
 
     @gluon.jit
     def load(self, tile, shared, blocks):

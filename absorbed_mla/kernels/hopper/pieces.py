@@ -10,13 +10,13 @@ has a program (decode_kernel.py), as for few long requests. Keys may be rows in 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
 from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Keys of a piece, a multiple of those of a block. With fewer, long requests have more programs, and
 # adding up takes longer.
@@ -45,13 +45,6 @@ class WholeTiles:
     total: gl.tensor
     head_blocks: gl.tensor
     HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, total, head_blocks, HEADS):
-        self.tiles = tiles
-        self.total = total
-        self.head_blocks = head_blocks
-        self.HEADS = gl.constexpr(HEADS)
 
     @gluon.jit
     def count(self):
@@ -98,14 +91,6 @@ class RunningSum:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     COLUMNS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, out, factors, full, empty, COLUMNS):
-        self.out = out
-        self.factors = factors
-        self.full = full
-        self.empty = empty
-        self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
     def weigh(self, top, denominator, scale, number, turn):

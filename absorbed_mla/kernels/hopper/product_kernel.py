@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.product_shared import (
@@ -45,6 +44,7 @@ from absorbed_mla.kernels.hopper.product_shared import (
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.invariant.groups import place_in_groups
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Registers of each thread of the roles but the first. At launch three warpgroups (the load role's
 # warp counts as one) have 168 each; the first gets what the others leave of these 504: 240.
@@ -74,14 +74,6 @@ class Work:
     steps: gl.tensor
     part_steps: gl.tensor
     columns: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, row_tiles, column_tiles, steps, part_steps, columns):
-        self.row_tiles = row_tiles
-        self.column_tiles = column_tiles
-        self.steps = steps
-        self.part_steps = part_steps
-        self.columns = columns
 
     @gluon.jit
     def count(self):

@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
 from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Rows of a role: the M of a warpgroup's product. A tile has those of two roles.
 ROWS = gl.constexpr(64)
@@ -25,7 +25,7 @@ _SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @aggregate
-class Shared:
+class ProductStorage:
     """Buffers, and barriers that product_kernel.py describes.
 
     Attributes:
@@ -42,12 +42,6 @@ class Shared:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, barriers, STAGES):
-        self.left, self.right, self.kept = buffers
-        self.full, self.empty = barriers
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def place(self, index):
@@ -87,11 +81,13 @@ def is_transposed(shape):
 def allocate(left, right, STAGES: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps, with its barriers ready for use."""
     dtype: gl.constexpr = left.dtype
-    buffers = (
-        allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
-        allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
-        allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
+    storage = ProductStorage(
+        left=allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
+        right=allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
+        kept=allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
+        full=new_barriers(STAGES),
+        empty=new_barriers(STAGES, 2),
+        STAGES=STAGES,
     )
-    barriers = new_barriers(STAGES), new_barriers(STAGES, 2)
     fence_async_shared()
-    return Shared(buffers, barriers, STAGES)
+    return storage

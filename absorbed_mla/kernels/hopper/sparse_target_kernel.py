@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import announce, new_barriers
@@ -48,6 +47,7 @@ from absorbed_mla.kernels.hopper.sparse_forward_kernel import (
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 # Blocks of keys in shared memory.
@@ -58,7 +58,7 @@ _LOAD_REGISTERS = gl.constexpr(56)
 
 
 @aggregate
-class _Shared:
+class _TargetStorage:
     """Buffers, and barriers as above.
 
     Attributes:
@@ -77,16 +77,6 @@ class _Shared:
     empty: gl.shared_memory_descriptor
     GROUPS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, content, rope, q_full, begun, full, empty, GROUPS):
-        self.content = content
-        self.rope = rope
-        self.q_full = q_full
-        self.begun = begun
-        self.full = full
-        self.empty = empty
-        self.GROUPS = gl.constexpr(GROUPS)
-
 
 @gluon.jit
 def _allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr):
@@ -94,7 +84,7 @@ def _allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, GROUPS: gl.
     content = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, C], operand_layout(C))
     rope = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, R], operand_layout(R))
     full, empty = new_barriers(_STAGES), new_barriers(_STAGES, 2)
-    shared = _Shared(content, rope, new_barriers(1), new_barriers(1), full, empty, GROUPS)
+    shared = _TargetStorage(content, rope, new_barriers(1), new_barriers(1), full, empty, GROUPS)
     fence_async_shared()
     return shared
 

@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.dsa import key_lists
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 _KEY_BITS = gl.constexpr(key_lists.KEY_BITS.value)
 _KEY_MASK = gl.constexpr(key_lists.KEY_MASK.value)
@@ -35,20 +35,6 @@ class SparseTile:
     batch: gl.tensor
     head: gl.tensor
     HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, entries, number, query_start, query_end, keys, open_keys, batch, head, HEADS
-    ):
-        self.entries = entries
-        self.number = number
-        self.query_start = query_start
-        self.query_end = query_end
-        self.keys = keys
-        self.open_keys = open_keys
-        self.batch = batch
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):

@@ -8,13 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
 from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Keys of a block, the N of a product: for so many the tensor cores take as long as shared memory
 # needs to bring them and to write the next.
@@ -28,7 +28,7 @@ HANDED = gl.constexpr(2)
 
 
 @aggregate
-class Shared:
+class StoredBackwardStorage:
     """Buffers, and barriers that stored_backward_kernel.py describes.
 
     Attributes:
@@ -51,13 +51,6 @@ class Shared:
     grad_go: gl.shared_memory_descriptor
     CHUNKS: gl.constexpr
     R: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, operands, barriers, CHUNKS, R):
-        self.ring, self.probs, self.grad_scores = operands
-        self.full, self.empty, self.probs_full, self.probs_empty, self.grad_go = barriers
-        self.CHUNKS = gl.constexpr(CHUNKS)
-        self.R = gl.constexpr(R)
 
     @gluon.jit
     def keys(self, number, WIDTH: gl.constexpr):
@@ -86,20 +79,20 @@ class Shared:
 @gluon.jit
 def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
     """Shared memory with its barriers ready for use."""
-    operands = (
-        allocate_operand(dtype, KEYS, CHUNK, STAGES),
-        allocate_operand(dtype, ROWS, KEYS, HANDED),
-        allocate_operand(dtype, ROWS, KEYS),
-    )
-    barriers = (
-        new_barriers(STAGES),
-        new_barriers(STAGES, 2),
-        new_barriers(HANDED),
-        new_barriers(HANDED),
-        new_barriers(HANDED),
+    storage = StoredBackwardStorage(
+        ring=allocate_operand(dtype, KEYS, CHUNK, STAGES),
+        probs=allocate_operand(dtype, ROWS, KEYS, HANDED),
+        grad_scores=allocate_operand(dtype, ROWS, KEYS),
+        full=new_barriers(STAGES),
+        empty=new_barriers(STAGES, 2),
+        probs_full=new_barriers(HANDED),
+        probs_empty=new_barriers(HANDED),
+        grad_go=new_barriers(HANDED),
+        CHUNKS=C // CHUNK,
+        R=R,
     )
     fence_async_shared()
-    return Shared(operands, barriers, C // CHUNK, R)
+    return storage
 
 
 @gluon.jit

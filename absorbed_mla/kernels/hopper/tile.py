@@ -3,8 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Gluon has no public name for it in Triton 3.6 and 3.7; its own examples import it like this.
-from triton.language.core import _aggregate as aggregate
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Rows of a tile, a row being one head of one token: the M of a warpgroup's product.
 ROWS = gl.constexpr(64)
@@ -51,20 +50,6 @@ class Tile:
     batch: gl.tensor
     head: gl.tensor
     HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, query_start, query_end, key_start, key_end, keys, offset, batch, head, HEADS
-    ):
-        self.query_start = query_start
-        self.query_end = query_end
-        self.key_start = key_start
-        self.key_end = key_end
-        self.keys = keys
-        self.offset = offset
-        self.batch = batch
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):
