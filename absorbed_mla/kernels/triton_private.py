@@ -13,6 +13,7 @@ Name                         Triton             Without it
 
 from __future__ import annotations
 
+import inspect
 import linecache
 from typing import TypeVar, dataclass_transform
 
@@ -31,16 +32,21 @@ def aggregate(cls: type[Class]) -> type[Class]:
     the constructor, so this one has a source: fields in another order are another kernel.
 
     Args:
-        cls: Its methods, of ``gluon.jit``, may be inherited; its fields are all its own.
+        cls: Methods of ``gluon.jit`` and fields, which follow its own, may be inherited from
+            classes that are no aggregates.
     """
     # Not in the older releases that the other kernels run on.
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.language.core import _aggregate
 
+    kinds = {}
+    for each in cls.__mro__:
+        kinds |= inspect.get_annotations(each)
+    cls.__annotations__ = kinds
     fields = {
         name: f"gl.constexpr({name})" if kind is gl.constexpr else name
-        for name, kind in cls.__annotations__.items()
+        for name, kind in kinds.items()
     }
     source = f"def __init__(self, {', '.join(fields)}):\n" + "".join(
         f"    self.{name} = {value}\n" for name, value in fields.items()

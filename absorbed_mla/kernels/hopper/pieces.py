@@ -58,16 +58,18 @@ class WholeTiles:
         entry = self.tiles + number // self.head_blocks * _TABLE_COLUMNS
         first = gl.load(entry + 1)
         return DecodeTile(
-            gl.load(entry),
-            first,
-            first + gl.load(entry + 2),
-            gl.to_tensor(0),
-            gl.load(entry + 4),
-            gl.load(entry + 3) - 1,
-            gl.program_id(0),
-            number % self.head_blocks * self.HEADS,
-            self.HEADS,
-            ROWS,
+            request=gl.load(entry),
+            query_start=first,
+            query_end=first + gl.load(entry + 2),
+            key_start=gl.to_tensor(0),
+            keys=gl.load(entry + 4),
+            offset=gl.load(entry + 3) - 1,
+            place=gl.program_id(0),
+            batch=gl.to_tensor(0),
+            head=number % self.head_blocks * self.HEADS,
+            HEADS=self.HEADS,
+            ROWS=ROWS,
+            IDLE_HEADS=True,
         )
 
 
