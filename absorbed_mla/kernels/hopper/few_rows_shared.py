@@ -5,8 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from absorbed_mla.kernels import fp8_latents
-from absorbed_mla.kernels.hopper.forward_shared import STAGES, new_barriers
+from absorbed_mla.kernels.hopper.forward_shared import STAGES
 from absorbed_mla.kernels.hopper.layouts import operand_layout
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.hopper.tile import KEYS
 from absorbed_mla.kernels.triton_private import aggregate
 
@@ -38,7 +39,8 @@ class FewRowsStorage:
             role, could go on before that was over.
         scale_full: One for each of ``scales``.
         latents_full: One for each stage and 128 columns.
-        latents_empty, rope_full, rope_empty: One for each stage.
+        latents_empty: One for each stage.
+        rope_ring: Of k_rope's stages.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
         ROWS: Of a tile.
@@ -59,8 +61,7 @@ class FewRowsStorage:
     scale_full: gl.shared_memory_descriptor
     latents_full: gl.shared_memory_descriptor
     latents_empty: gl.shared_memory_descriptor
-    rope_full: gl.shared_memory_descriptor
-    rope_empty: gl.shared_memory_descriptor
+    rope_ring: Ring
     C: gl.constexpr
     R: gl.constexpr
     ROWS: gl.constexpr
@@ -103,8 +104,7 @@ def allocate_few_rows(
         scale_full=new_barriers(SCALES),
         latents_full=new_barriers(STAGES * GROUPS),
         latents_empty=new_barriers(STAGES),
-        rope_full=new_barriers(STAGES),
-        rope_empty=new_barriers(STAGES),
+        rope_ring=Ring(new_barriers(STAGES), new_barriers(STAGES), STAGES),
         C=C,
         R=R,
         ROWS=ROWS,

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
+from absorbed_mla.kernels.hopper.ring import new_barriers
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.triton_private import aggregate
@@ -38,7 +39,7 @@ class ForwardStorage:
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
         IN_REGISTERS: Operands that the score role has in registers: 1: P; 2: k_rope's queries, too.
-        RIGHT_WAITS: Whether ``right_go`` is used; else it is ``p_full``, see ``new_barriers``.
+        RIGHT_WAITS: Whether ``right_go`` is used; else it is ``p_full``: see ring.py.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -178,20 +179,6 @@ def allocate_blocks(
     )
     fence_async_shared()
     return storage
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers that so many arrivals pass, of a thread or of the bytes that it announced.
-
-    All must be used. The compiler gives the memory of one that is not to another buffer, without
-    the mbarrier.inval that PTX requires before. On a GPU that other processes share, numbers in
-    that buffer have then become the barrier's first state.
-    """
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
 )
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
+from absorbed_mla.kernels.hopper.ring import empty_position
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.triton_private import aggregate
 
@@ -87,8 +88,7 @@ class Fp8Rows:
         for part in gl.static_range(AHEAD):
             waiting += (_read(shared, rows, part),)  # type: ignore[assignment]  # unrolled
         for block in range(count_blocks(tile)):
-            stage = (blocks + block) % STAGES
-            parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
+            stage, parity = empty_position(blocks + block, STAGES)
             found = found[1:]
             if BLOCKS_AHEAD > 0:
                 self.prefetch(tile, block + BLOCKS_AHEAD, found[BLOCKS_AHEAD - 1])

@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, row_layout
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES
+from absorbed_mla.kernels.hopper.ring import new_barriers, ring_position
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.triton_private import aggregate
 
@@ -147,8 +147,7 @@ def wait_for_keys(tile, shared):
 @gluon.jit
 def wait_for_rows(tile, shared, block):
     """Wait for a block of queries, likewise."""
-    stage = block % STAGES
-    parity = block // STAGES & 1
+    stage, parity = ring_position(block, STAGES)
     mbarrier.wait(shared.q_content_full.index(stage), parity)
     mbarrier.wait(shared.q_rope_full.index(stage), parity)
     mbarrier.wait(shared.grad_out_full.index(stage), parity)

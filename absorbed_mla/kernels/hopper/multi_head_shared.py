@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.triton_private import aggregate
 
 # Blocks in shared memory.
@@ -22,8 +22,7 @@ class MultiHeadStorage:
         value: Likewise, [2, 128, 1, 1, V].
         upcoming: The work that follows a work of the program, int32 [2, 1], by turns.
         q_full, q_empty: A barrier for each half.
-        k_full, v_full: One for each stage.
-        k_empty, v_empty: Likewise, which both attend roles pass together.
+        key_ring, value_ring: Of the stages, which both attend roles release.
         landed: One barrier.
         CONTENT: D, width of the part of query and key before the rope part.
         R: Width of the rope part.
@@ -39,10 +38,8 @@ class MultiHeadStorage:
     upcoming: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    key_ring: Ring
+    value_ring: Ring
     landed: gl.shared_memory_descriptor
     CONTENT: gl.constexpr
     R: gl.constexpr
@@ -93,19 +90,26 @@ def allocate(q_content, q_rope, k_content, k_rope, value):
     R: gl.constexpr = q_rope.block_shape[3]
     V: gl.constexpr = value.block_shape[3]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_content = gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, CONTENT], Q_CONTENT)
+    q_rope = gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, R], Q_ROPE)
+    k_content = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, CONTENT], K_CONTENT)
+    k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, R], K_ROPE)
+    value = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, V], VALUE)
+    upcoming = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+    q_full, q_empty = new_barriers(2), new_barriers(2)
+    k_full, v_full = new_barriers(STAGES), new_barriers(STAGES)
+    k_empty, v_empty = new_barriers(STAGES, 2), new_barriers(STAGES, 2)
     storage = MultiHeadStorage(
-        q_content=gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, CONTENT], Q_CONTENT),
-        q_rope=gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, R], Q_ROPE),
-        k_content=gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, CONTENT], K_CONTENT),
-        k_rope=gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, R], K_ROPE),
-        value=gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, V], VALUE),
-        upcoming=gl.allocate_shared_memory(gl.int32, [2, 1], plain),
-        q_full=new_barriers(2),
-        q_empty=new_barriers(2),
-        k_full=new_barriers(STAGES),
-        v_full=new_barriers(STAGES),
-        k_empty=new_barriers(STAGES, 2),
-        v_empty=new_barriers(STAGES, 2),
+        q_content=q_content,
+        q_rope=q_rope,
+        k_content=k_content,
+        k_rope=k_rope,
+        value=value,
+        upcoming=upcoming,
+        q_full=q_full,
+        q_empty=q_empty,
+        key_ring=Ring(k_full, k_empty, STAGES),
+        value_ring=Ring(v_full, v_empty, STAGES),
         landed=new_barriers(1),
         CONTENT=CONTENT,
         R=R,

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES, chunk_full
+from absorbed_mla.kernels.hopper.ring import empty_position
 from absorbed_mla.kernels.hopper.tile import KEYS
 from absorbed_mla.kernels.triton_private import aggregate
 
@@ -42,8 +43,7 @@ class PagedKeys:
         """
         HALF: gl.constexpr = shared.C // 2
         for block in range(count_blocks(tile)):
-            stage = (blocks + block) % STAGES
-            parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
+            stage, parity = empty_position(blocks + block, STAGES)
             pages = self.find_pages(tile, block)
             mbarrier.wait(shared.left_empty.index(stage), parity)
             for column in gl.static_range(0, HALF, shared.CHUNK):

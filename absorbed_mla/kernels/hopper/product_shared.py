@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.triton_private import aggregate
 
 # Rows of a role: the M of a warpgroup's product. A tile has those of two roles.
@@ -32,21 +32,13 @@ class ProductStorage:
         left: Of the stages, [stages, 128, 64], or [stages, 64, 128] where rows lie side by side.
         right: Likewise, [stages, 256, 64], or [stages, 64, 256] where columns do.
         kept: Results on their way to memory, [4, 64, 64]: two buffers of each role.
-        full, empty: A barrier for each stage.
-        STAGES: How many there are.
+        ring: Of the stages.
     """
 
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
     kept: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def place(self, index):
-        """Stage and parity of the program's step of an index."""
-        return index % self.STAGES, index // self.STAGES & 1
+    ring: Ring
 
     @gluon.jit
     def operands(self, stage, role: gl.constexpr):
@@ -85,9 +77,7 @@ def allocate(left, right, STAGES: gl.constexpr):
         left=allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
         right=allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
         kept=allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
-        full=new_barriers(STAGES),
-        empty=new_barriers(STAGES, 2),
-        STAGES=STAGES,
+        ring=Ring(new_barriers(STAGES), new_barriers(STAGES, 2), STAGES),
     )
     fence_async_shared()
     return storage
