@@ -17,8 +17,12 @@ import inspect
 import linecache
 from typing import TypeVar, dataclass_transform
 
-import triton
-import triton.language as tl
+from triton.language import standard
+
+# What ``tl.reduce`` and ``tl.associative_scan`` combine by.
+sum_combine = standard._sum_combine
+elementwise_max = standard._elementwise_max
+elementwise_min = standard._elementwise_min
 
 Class = TypeVar("Class")
 
@@ -59,27 +63,3 @@ def aggregate(cls: type[Class]) -> type[Class]:
     constructor.__qualname__ = f"{cls.__qualname__}.__init__"
     cls.__init__ = gluon.constexpr_function(constructor)
     return _aggregate(cls)
-
-
-@triton.jit
-def reduce_sum(x, axis: tl.constexpr):
-    """As ``tl.sum`` of numbers whose type is kept."""
-    return tl.reduce(x, axis, tl.standard._sum_combine)
-
-
-@triton.jit
-def reduce_max(x, axis: tl.constexpr, KEEP_DIMS: tl.constexpr = False):
-    """As ``tl.max``."""
-    return tl.reduce(x, axis, tl.standard._elementwise_max, keep_dims=KEEP_DIMS)
-
-
-@triton.jit
-def reduce_min(x, axis: tl.constexpr):
-    """As ``tl.min``."""
-    return tl.reduce(x, axis, tl.standard._elementwise_min)
-
-
-@triton.jit
-def cumsum(x, axis: tl.constexpr):
-    """As ``tl.cumsum``: sums up to each number, itself included."""
-    return tl.associative_scan(x, axis, tl.standard._sum_combine)

@@ -19,7 +19,7 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
     store_rows,
 )
-from absorbed_mla.kernels.triton_private import reduce_sum
+from absorbed_mla.kernels.triton_private import sum_combine
 
 _BLOCK = 64
 
@@ -160,7 +160,7 @@ def _gradient_kernel(
             found, of_products = _products(
                 query, keys, weight, grad, RELU, (PRECISION, INTERPRETED)
             )
-            dw += reduce_sum(found * grad, 1)
+            dw += tl.reduce(found * grad, 1, sum_combine)
             dq = product(of_products, keys, dq, PRECISION, INTERPRETED)
         store_rows(dq_ptr, row * DI, valid, dq, DI, INTERPRETED)
         tl.store(dw_ptr + row, dw, mask=valid)

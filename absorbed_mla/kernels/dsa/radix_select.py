@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.triton_private import cumsum, reduce_max, reduce_sum
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # The largest ``topk``: its groups' maxima are 32 registers of each of 512 threads.
 _MOST_KEYS = 8192
@@ -153,19 +153,19 @@ def _middle(low, high):
 
 @triton.jit
 def _total(numbers):
-    return reduce_sum(numbers.to(tl.int32), 0)
+    return tl.reduce(numbers.to(tl.int32), 0, sum_combine)
 
 
 @triton.jit
 def _largest(numbers):
     """Over the first axis."""
-    return reduce_max(numbers, 0)
+    return tl.reduce(numbers, 0, elementwise_max)
 
 
 @triton.jit
 def _before(numbers):
     """Sums of the numbers before each."""
-    return cumsum(numbers, 0) - numbers
+    return tl.associative_scan(numbers, 0, sum_combine) - numbers
 
 
 @triton.jit

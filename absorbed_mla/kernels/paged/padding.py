@@ -8,7 +8,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.common import interpreted, narrow
-from absorbed_mla.kernels.triton_private import reduce_sum
+from absorbed_mla.kernels.triton_private import sum_combine
 
 # Requests that a program compares with its token at once. One number, whatever the batch: a kernel
 # compiled for another would be compiled while an engine serves.
@@ -80,7 +80,7 @@ def clear_if_padding(
         start = tl.load(query_starts_ptr + index, mask=there, other=0)
         length = tl.load(lengths_ptr + index, mask=there, other=0)
         member = (token >= start) & (token < start + length)
-        members += reduce_sum(member.to(tl.int32), 0)
+        members += tl.reduce(member.to(tl.int32), 0, sum_combine)
     if members == 0:
         for head in range(heads):
             row = token.to(tl.int64) * heads + head

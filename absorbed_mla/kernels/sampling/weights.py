@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from absorbed_mla.kernels.triton_private import cumsum, reduce_max, reduce_sum
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 SCALE = tl.constexpr(2.0**40)
 # A count in the bits above a sum of weights, of at most 2,048 tokens: 12 bits above 52.
@@ -36,19 +36,19 @@ def unused_bits(dtype: torch.dtype) -> int:
 @triton.jit
 def total(x, axis: tl.constexpr):
     """Sums over an axis."""
-    return reduce_sum(x, axis)
+    return tl.reduce(x, axis, sum_combine)
 
 
 @triton.jit
 def largest(x):
     """Of a vector."""
-    return reduce_max(x, 0)
+    return tl.reduce(x, 0, elementwise_max)
 
 
 @triton.jit
 def running(x):
     """Sums of a vector's numbers up to each, itself included."""
-    return cumsum(x, 0)
+    return tl.associative_scan(x, 0, sum_combine)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.triton_private import reduce_max, reduce_sum
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
@@ -75,10 +75,10 @@ def narrow(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def row_max(values):
     """Maximum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return reduce_max(values, 1)
+    return tl.reduce(values, 1, elementwise_max)
 
 
 @triton.jit
 def row_sum(values):
     """Sum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return reduce_sum(values, 1)
+    return tl.reduce(values, 1, sum_combine)

@@ -276,7 +276,7 @@ MUTATIONS = {
     ),
     "grouped_experts_order_of_rows": Mutation(
         "absorbed_mla/kernels/moe/sums.py",
-        "place = tl.reduce(places, 0, tl.standard._elementwise_min)",
+        "place = tl.reduce(places, 0, elementwise_min)",
         "place = tl.load(places_ptr + token * CHOICES + CHOICES - 1 - choice)",
     ),
     "grouped_experts_rounded_at_last": Mutation(
