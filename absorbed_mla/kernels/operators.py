@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.registration import operator
 
 
@@ -224,28 +225,28 @@ def paged_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``.
 
+    The arguments are the fields of :class:`PagedCall`, which an operator of PyTorch cannot take.
     ``tiles`` and ``starts`` are what :func:`paged_schedule` gave; without them they are made.
     """
-    module = _paged_module(kernel)
+    call = PagedCall(
+        q_content,
+        q_rope,
+        cache,
+        query_starts,
+        query_lengths,
+        kv_lengths,
+        block_table,
+        max_query_length,
+        max_kv_length,
+        scale,
+        key_start,
+        key_end,
+        batch_invariant,
+        num_splits,
+    )
     table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
     with torch.cuda.device_of(q_content):
-        return module.forward(
-            q_content,
-            q_rope,
-            cache,
-            query_starts,
-            query_lengths,
-            kv_lengths,
-            block_table,
-            max_query_length,
-            max_kv_length,
-            scale,
-            key_start,
-            key_end,
-            batch_invariant,
-            num_splits,
-            table,
-        )
+        return _paged_module(kernel).forward(call, table)
 
 
 @torch.library.register_fake(paged_attention_forward)
@@ -254,32 +255,17 @@ def _(q_content, q_rope, cache, *rest):
     return q_content.new_empty(q_content.shape), lse
 
 
-def paged_schedule(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    query_starts: Tensor,
-    query_lengths: Tensor,
-    kv_lengths: Tensor,
-    max_query_length: int,
-    max_kv_length: int,
-    key_start: int,
-    key_end: int | None,
-    batch_invariant: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor] | tuple[()]:
+def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tuple[()]:
     """The tables of ``kernels/paged/schedule.py`` for calls that differ in the values only.
 
     Empty where there is nothing to attend to.
     """
-    plan, tables = _kernel_module("paged", "plan"), _kernel_module("paged", "schedule")
-    window, requests = plan.window_of(max_kv_length, key_start, key_end), len(query_starts)
-    if not (len(q_content) and requests and max_query_length and window and cache.numel()):
+    if not (len(call.q_content) and call.has_keys):
         return ()
-    batch = requests, max_query_length, window, batch_invariant, None
-    with torch.cuda.device_of(q_content):
-        division = _paged_module(kernel).divide(q_content, q_rope, cache, *batch)
-        return tables.schedule(query_starts, query_lengths, kv_lengths, key_start, division)
+    with torch.cuda.device_of(call.q_content):
+        division = _paged_module(kernel).divide(call)
+        tables = _kernel_module("paged", "schedule")
+        return tables.schedule(*call.lengths, call.key_start, division)
 
 
 def _paged_module(kernel: str):

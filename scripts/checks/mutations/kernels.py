@@ -117,8 +117,8 @@ MUTATIONS = {
     ),
     "fp8_rows_without_pieces": Mutation(
         "absorbed_mla/kernels/hopper/decode.py",
-        "if batch_invariant and _is_long(window) and not split_kv.splits:",
-        "if batch_invariant and not fp8 and _is_long(window) and not split_kv.splits:",
+        "if call.batch_invariant and _is_long(call.window)",
+        "if call.batch_invariant and not call.fp8 and _is_long(call.window)",
     ),
     "pieces_of_few_columns_in_one_place": Mutation(
         "absorbed_mla/kernels/hopper/pieces.py",
@@ -127,7 +127,7 @@ MUTATIONS = {
     ),
     "parity_of_few_fp8_rows": Mutation(
         "absorbed_mla/kernels/hopper/decode.py",
-        "if not batch_invariant and _has_pieces(",
+        "if not call.batch_invariant and _has_pieces(",
         "if _has_pieces(",
     ),
     "decode_reads_behind_the_table": Mutation(
