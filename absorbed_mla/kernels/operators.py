@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.registration import operator
 
@@ -168,33 +169,24 @@ def latent_attention_backward(
     reads ``num_buffers``.
     """
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
+    call = LatentBackward(*saved, scale)
     with torch.cuda.device_of(q_content):
         if kernel == "hopper" and key_tiles is not None:
             module = _kernel_module(kernel, "stored_backward")
-            return module.backward_stored(*saved, query_tiles, key_tiles, scale)
+            return module.backward_stored(call, query_tiles, key_tiles)
         module = _kernel_module(kernel, "backward")
         if kernel == "triton":
             assert key_tiles is not None
-            return module.backward(*saved, query_tiles, key_tiles, num_buffers, scale)
-        return module.backward(*saved, query_tiles, scale)
+            return module.backward(call, query_tiles, key_tiles, num_buffers)
+        return module.backward(call, query_tiles)
 
 
 @torch.library.register_fake(latent_attention_backward)
-def _(
-    grad_out,
-    grad_lse,
-    out,
-    lse,
-    q_content,
-    q_rope,
-    latent,
-    k_rope,
-    query_tiles,
-    key_tiles,
-    num_buffers,
-    scale,
-    kernel,
-):
+def _(grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, *rest):
+    return _latent_gradients(q_content, q_rope, latent, k_rope)
+
+
+def _latent_gradients(q_content, q_rope, latent, k_rope):
     dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
     return (
         q_content.new_empty(q_content.shape),
@@ -366,30 +358,12 @@ def sparse_attention_backward(
     module = _kernel_module(folder, f"{prefix}backward")
     with torch.cuda.device_of(q_content):
         backward = getattr(module, f"{prefix}backward")
-        return backward(*saved, chosen, scale, deterministic)
+        return backward(LatentBackward(*saved, scale), chosen, deterministic)
 
 
 @torch.library.register_fake(sparse_attention_backward)
-def _(
-    grad_out,
-    grad_lse,
-    out,
-    lse,
-    q_content,
-    q_rope,
-    latent,
-    k_rope,
-    chosen,
-    scale,
-    deterministic,
-    kernel,
-):
-    dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
-    return (
-        q_content.new_empty(q_content.shape),
-        q_rope.new_empty(q_rope.shape),
-        latent.new_empty(dkv_shape, dtype=torch.float32),
-    )
+def _(grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, *rest):
+    return _latent_gradients(q_content, q_rope, latent, k_rope)
 
 
 @functools.cache
