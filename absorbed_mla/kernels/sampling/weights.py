@@ -34,19 +34,19 @@ def unused_bits(dtype: torch.dtype) -> int:
 
 # Device code avoids functions such as tl.max: see kernels/triton/common.py.
 @triton.jit
-def total(x, axis: tl.constexpr):
+def sum_of(x, axis: tl.constexpr):
     """Sums over an axis."""
     return tl.reduce(x, axis, sum_combine)
 
 
 @triton.jit
-def largest(x):
-    """Of a vector."""
+def max_of(x):
+    """The largest number of a vector."""
     return tl.reduce(x, 0, elementwise_max)
 
 
 @triton.jit
-def running(x):
+def cumsum(x):
     """Sums of a vector's numbers up to each, itself included."""
     return tl.associative_scan(x, 0, sum_combine)
 
@@ -72,9 +72,9 @@ def is_number(logit):
 
 
 @triton.jit
-def load_piece(row_ptr, piece, vocabulary, PIECE: tl.constexpr):
-    """fp32 logits [PIECE] of a piece, and which of them are in the vocabulary."""
-    token = piece * PIECE + tl.arange(0, PIECE)
+def load_block(row_ptr, block, vocabulary, BLOCK: tl.constexpr):
+    """fp32 logits [BLOCK] of a block, and which of them are in the vocabulary."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logits = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
     return logits.to(tl.float32), inside
