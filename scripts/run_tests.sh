@@ -14,7 +14,7 @@ which tests were slowest and which failed, why tests were skipped, what each lay
 many tests passed, failed and were skipped. The exit code is 1 if a layer failed.
 
 Layers:
-  lint           ruff check and ruff format --check
+  lint           ruff check and ruff format --check, and scripts/checks/budgets.py
   unit           tests/unit, spread over the cores
   conversion     tests/conversion, likewise
   distributed-1  tests/distributed with 1 process each, spread over the cores
@@ -117,12 +117,14 @@ run_with_megatron() {
 }
 
 run_lint() {
-  if ! has_modules "$PYTHON" ruff; then
-    skip lint "ruff is not installed"
-    return
-  fi
   banner lint
   local status=0 start=$SECONDS
+  "$PYTHON" scripts/checks/budgets.py || status=1
+  if ! has_modules "$PYTHON" ruff; then
+    skip ruff "it is not installed"
+    ((status == 0)) || red "lint failed"
+    return
+  fi
   "$PYTHON" -m ruff check --output-format concise . || status=1
   "$PYTHON" -m ruff format --check --output-format concise . || status=1
   TIMES+=("lint $((SECONDS - start))s")
