@@ -1,4 +1,4 @@
-"""Softmax weights of tokens as the sampling kernels compute them, which keep them for themselves.
+"""Softmax weights of tokens as the sampling kernels compute them, for tests of the kernels.
 
 Imported where Triton's interpreter may be.
 """
