@@ -24,8 +24,8 @@ from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.aux_loss import report_loss
-from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
-from absorbed_mla.dsa.cached_attention import OverCachedKeys
+from absorbed_mla.dsa.backend import SparseRequest, TopKBackend, choose_implementation
+from absorbed_mla.dsa.cached_attention import CachedTopKBackend
 from absorbed_mla.dsa.cached_index import CachedIndex
 from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
@@ -205,7 +205,7 @@ class SparseCoreAttention(LatentCoreAttention):
         if chosen is None:
             return plan
         sparse = self._implementation(SPARSE_BACKENDS, request)
-        return replace(plan, backend=OverChosen(sparse, chosen))
+        return replace(plan, backend=TopKBackend(sparse, chosen))
 
     def choose_cached_keys(
         self,
@@ -214,7 +214,7 @@ class SparseCoreAttention(LatentCoreAttention):
         query_latent: Callable[[], Tensor],
         cos: Tensor,
         sin: Tensor,
-    ) -> OverCachedKeys | None:
+    ) -> CachedTopKBackend | None:
         """Cache index keys, and choose among the cached ones for new tokens.
 
         Args:
@@ -262,7 +262,7 @@ class SparseCoreAttention(LatentCoreAttention):
         if chosen is None:
             return None
         request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
-        return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)
+        return CachedTopKBackend(self._implementation(SPARSE_BACKENDS, request), chosen)
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
@@ -281,13 +281,13 @@ class SparseCoreAttention(LatentCoreAttention):
             request = replace(request, topk=0)
         indexing = self._implementation(INDEXER_BACKENDS, request)
         row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
-        supports, over_attended = self._supports(plan, block.kv, row_width)
+        subsets, over_attended = self._key_subsets(plan, block.kv, row_width)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
         loss = indexing.loss(
             plan.index,
             latent_inputs(*query, block.kv),
             lse if over_attended else None,
-            supports,
+            subsets,
             attention_scale=self.softmax_scale,
             factor=dsa.loss_coefficient / rows,
             relu=dsa.scoring_relu,
@@ -310,13 +310,13 @@ class SparseCoreAttention(LatentCoreAttention):
             place = decoder + min(place, mtp)
         return place, decoder + mtp
 
-    def _supports(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
+    def _key_subsets(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
         """The keys of the loss, and whether the attention was over them."""
-        supports: Any
+        subsets: Any
         if self.dsa.sparse_loss and plan.chosen is not None:
             return chosen_keys(plan.chosen, row_width), True
-        supports = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
-        return supports, plan.chosen is None
+        subsets = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
+        return subsets, plan.chosen is None
 
     def _learns(self, *, only_indexer: bool) -> bool:
         """Whether this forward has a loss of the indexer.

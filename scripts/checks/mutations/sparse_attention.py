@@ -7,8 +7,8 @@ from checks.mutations.mutation import Mutation
 MUTATIONS = {
     "fp8_holes_of_a_selection": Mutation(
         "absorbed_mla/dsa/cached_attention.py",
-        "masked_fill(support.indices < 0, -1)",
-        "masked_fill(support.indices < 0, 0)",
+        "masked_fill(subset.indices < 0, -1)",
+        "masked_fill(subset.indices < 0, 0)",
     ),
     "indexer_trains_the_model": Mutation(
         "absorbed_mla/dsa/indexer.py",
@@ -60,7 +60,7 @@ MUTATIONS = {
     ),
     "shared_selection_of_another_microbatch": Mutation(
         "absorbed_mla/dsa/index_sharing.py",
-        "latest.recomputation is not recomputation",
+        "latest.scope is not scope",
         "False",
     ),
     "recomputed_layer_chooses_again": Mutation(
