@@ -98,22 +98,12 @@ class LayerSelection:
         """Whether the selection comes from another pipeline stage, or goes to one."""
         return self._previous_stage is not None or self._next_stage is not None
 
-    def get(
-        self,
-        select: Callable[[], Tensor | None],
-        shape: Sequence[int] | None,
-        device: torch.device,
-        *,
-        repeated: bool = False,
-    ) -> Tensor | None:
-        """The selection of one forward.
+    def take(self, shape: Sequence[int] | None, device: torch.device) -> Selected | None:
+        """The selection of a forward that comes from elsewhere; None: the layer makes its own.
 
         Args:
-            select: Makes the layer's own.
             shape: Of the selection; None where every query has all keys that it sees.
             device: Where it is.
-            repeated: Whether each layer may run several times before the next one, as when Megatron
-                captures it in a CUDA graph: what is shared is then kept until the next forward.
 
         Raises:
             ValueError: If the layer whose selection is shared did not run just before, or there is
@@ -121,21 +111,32 @@ class LayerSelection:
         """
         scope = current_scope()
         if scope is not None and self in scope.seen:
-            return self._again(select, scope).chosen
+            # What layers in the same checkpoint share is made again.
+            return scope.kept.get(self, scope.kept.get(_SHARED) if self.shares else None)
         if self._previous_stage is not None:
-            received = None if shape is None else self._previous_stage.receive(shape, device)
-            found, kept = Selected(received), True
-        elif self.shares:
-            found, kept = self._shared(scope)
-        elif self.replayed is not None:
-            found, kept = self._next_replayed(device), True
-        else:
-            found, kept = Selected(select()), False
+            return Selected(None if shape is None else self._previous_stage.receive(shape, device))
+        if self.shares:
+            return self._shared().selected
+        return None if self.replayed is None else self._next_replayed(device)
+
+    def leave(self, found: Selected, *, repeated: bool = False) -> None:
+        """Record the selection of a forward, and leave it for who needs it.
+
+        Args:
+            found: What :meth:`take` gave, or the layer's own.
+            repeated: Whether each layer may run several times before the next one, as when Megatron
+                captures it in a CUDA graph: what is shared is then kept until the next forward.
+        """
+        scope = current_scope()
+        if scope is not None and self in scope.seen:
+            if self.is_shared_next:
+                scope.kept[_SHARED] = found
+            return
         if self.recorder is not None:
             self.recorder(found)
         if scope is not None:
             scope.seen.add(self)
-            if kept:
+            if self._is_from_outside(scope):
                 scope.kept[self] = found
         if self._next_stage is not None and found.chosen is not None:
             self._next_stage.send(found.chosen)
@@ -144,26 +145,22 @@ class LayerSelection:
         elif self.shares and not repeated:
             # The tensor must not outlive the forward.
             self._sharing.latest = None
-        return found.chosen
 
-    def _again(self, select: Callable[[], Tensor | None], scope: CheckpointScope) -> Selected:
-        """What the first run had; what layers in the same checkpoint share is made again."""
-        found = scope.kept.get(self)
-        if found is None:
-            found = scope.kept[_SHARED] if self.shares else Selected(select())
-        if self.is_shared_next:
-            scope.kept[_SHARED] = found
-        return found
+    def _is_from_outside(self, scope: CheckpointScope) -> bool:
+        """Whether the recomputation of a checkpoint could not make this forward's selection."""
+        if self.shares and self._previous_stage is None:
+            return self._shared().scope is not scope
+        return self.shares or self.replayed is not None
 
-    def _shared(self, scope: CheckpointScope | None) -> tuple[Selected, bool]:
-        """The selection of the source, and whether it was made outside of the checkpoint."""
+    def _shared(self) -> _Latest:
+        """The selection of the source."""
         latest = self._sharing.latest
         if latest is None or latest.source != self.source:
             raise ValueError(
                 f"layer {self.layer_number} shares the selection of layer {self.source}, which "
                 "did not run before it in this forward"
             )
-        return latest.selected, latest.scope is not scope
+        return latest
 
     def _next_replayed(self, device: torch.device) -> Selected:
         assert self.replayed is not None
