@@ -187,8 +187,7 @@ class SparseCoreAttention(LatentCoreAttention):
                 index = index._replace(key=plan.keys.gather(index.key))
         if selected is None:
             selected = Selected(None if shape is None else self._select(index, plan, request))
-        self.selection.leave(selected)
-        chosen = selected.chosen
+        chosen = self.selection.leave(selected).chosen
         self._check_shape(chosen, shape)
         plan = replace(plan, chosen=chosen, index=index if learns else None)
         if chosen is None:
@@ -263,12 +262,12 @@ class SparseCoreAttention(LatentCoreAttention):
             backend = self._implementations.get(INDEXER_BACKENDS, request)
             relu = self.dsa.scoring_relu
             selected = Selected(cached.select(backend, self.dsa.topk, relu=relu))
-        self.selection.leave(selected, repeated=step.lengths is None)
-        if selected.chosen is None:
+        chosen = self.selection.leave(selected, repeated=step.lengths is None).chosen
+        if chosen is None:
             return None
         request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
         sparse = self._implementations.get(SPARSE_BACKENDS, request)
-        return CachedTopKBackend(sparse, selected.chosen)
+        return CachedTopKBackend(sparse, chosen)
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor

@@ -119,19 +119,22 @@ class LayerSelection:
             return self._shared().selected
         return None if self.replayed is None else self._next_replayed(device)
 
-    def leave(self, found: Selected, *, repeated: bool = False) -> None:
+    def leave(self, found: Selected, *, repeated: bool = False) -> Selected:
         """Record the selection of a forward, and leave it for who needs it.
 
         Args:
             found: What :meth:`take` gave, or the layer's own.
             repeated: Whether each layer may run several times before the next one, as when Megatron
                 captures it in a CUDA graph: what is shared is then kept until the next forward.
+
+        Returns:
+            What the layer attends with: ``found``.
         """
         scope = current_scope()
         if scope is not None and self in scope.seen:
             if self.is_shared_next:
                 scope.kept[_SHARED] = found
-            return
+            return found
         if self.recorder is not None:
             self.recorder(found)
         if scope is not None:
@@ -145,6 +148,7 @@ class LayerSelection:
         elif self.shares and not repeated:
             # The tensor must not outlive the forward.
             self._sharing.latest = None
+        return found
 
     def _is_from_outside(self, scope: CheckpointScope) -> bool:
         """Whether the recomputation of a checkpoint could not make this forward's selection."""

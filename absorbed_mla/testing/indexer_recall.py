@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
+from absorbed_mla.dsa.index_sharing import Selected
 from absorbed_mla.dsa.indexer_loss import HeadSum
 from absorbed_mla.dsa.key_subset import CHUNK_ELEMENTS, VisibleKeys, visible_keys
 from absorbed_mla.dsa.selection import best_keys
@@ -169,29 +170,21 @@ class _Probe:
         self._name, self._layer, self._found = name, layer, found
         self._attend_to_all = attend_to_all
         self._chosen: Tensor | None = None
-        self._get, self._learn = layer.selection.get, layer.learn_choice
+        self._leave, self._learn = layer.selection.leave, layer.learn_choice
         found[name] = Recall()
-        layer.selection.get = self._choose  # type: ignore[method-assign]
+        layer.selection.leave = self._take_over  # type: ignore[method-assign]
         layer.learn_choice = self._compare  # type: ignore[method-assign]
         layer.choose_cached_keys = _refuse_cached  # type: ignore[method-assign]
 
     def remove(self) -> None:
         # The class's own methods are seen again.
-        del self._layer.selection.get
+        del self._layer.selection.leave
         del self._layer.learn_choice
         del self._layer.choose_cached_keys
 
-    def _choose(
-        self, select: Callable[[], Tensor | None], shape: Any, device: torch.device
-    ) -> Tensor | None:
-        if not self._attend_to_all:
-            self._chosen = self._get(select, shape, device)
-            return self._chosen
-
-        def none_after_choosing() -> None:
-            self._chosen = select()
-
-        return self._get(none_after_choosing, None, device)
+    def _take_over(self, selected: Selected) -> Selected:
+        self._chosen = selected.chosen
+        return self._leave(Selected(None) if self._attend_to_all else selected)
 
     def _compare(self, plan: Any, core_out: Tensor, lse: Tensor, query: Any, kv: Tensor) -> Tensor:
         if self._chosen is not None:
