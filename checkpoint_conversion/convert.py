@@ -9,7 +9,6 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
-from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
@@ -142,7 +141,7 @@ def convert(
 
 def _refuse_megatrons_routing(config: ModelConfig) -> None:
     """Raise an error for a model whose config.json would describe another router."""
-    problems = only_megatrons(Fields(config.hugging_face, []))
+    problems = only_megatrons(config)
     if problems:
         raise CheckpointError(
             "transformers would choose other experts, or weigh them otherwise:", problems

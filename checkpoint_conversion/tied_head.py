@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
+from checkpoint_conversion.mapping import own_name
 from checkpoint_conversion.mapping_table import MODEL
 from checkpoint_conversion.model import ModelConfig
 
@@ -28,7 +29,8 @@ def without_tied_head(
     """
     result = dict(tensors)
     rows = [next(row for row in MODEL if row.hugging_face == name) for name in _TIED]
-    for first, head in (_TIED, [row.megatron for row in rows]):
+    own = [own_name(config, name) for name in _TIED]
+    for first, head in (own, [row.megatron for row in rows]):
         if not config.tied_embeddings or first not in result or head not in result:
             continue
         copies = [result[first], result.pop(head)]

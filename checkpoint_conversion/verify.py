@@ -18,7 +18,6 @@ from checkpoint_conversion.comparison import (
     compare_tensors,
     peak_of_slab,
 )
-from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import recognise
 from checkpoint_conversion.formats.base import Checkpoint
@@ -33,7 +32,7 @@ from checkpoint_conversion.logit_comparison import (
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes, model_notes
-from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig, ModelFunction, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
 from checkpoint_conversion.report import Side, VerificationReport
@@ -152,7 +151,7 @@ def _logits(
         if reasons:
             raise CheckpointError("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
-        positions = [c.config.hugging_face["max_position_embeddings"] for c in checkpoints]
+        positions = [_function(c.config).max_position_embeddings for c in checkpoints]
         # The second checkpoint's tokenizer, if the first has none.
         auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
         tokens, origin = sample_tokens(auxiliary, a.vocab_size, min(max_tokens, *positions), text)
@@ -317,7 +316,11 @@ def _meaning(config: ModelConfig) -> dict[str, object]:
     dimensions = asdict(config)
     # Kimi-K2 is a DeepSeek-V3 by another name.
     del dimensions["hugging_face"], dimensions["model_type"]
-    function = asdict(read_function(Fields(config.hugging_face, []), config))
+    function = asdict(_function(config))
     for section in ("rotary", "routing"):
         function |= function.pop(section) or {}
     return dimensions | function
+
+
+def _function(config: ModelConfig) -> ModelFunction:
+    return read_function(config.fields, config)

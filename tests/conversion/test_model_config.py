@@ -126,7 +126,10 @@ def test_configs_that_transformers_writes():
 
 _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
-    ({"model_type": "llama"}, "model_type must be 'deepseek_v2' or 'deepseek_v3' or 'kimi_k2'"),
+    (
+        {"model_type": "llama"},
+        "model_type must be 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'",
+    ),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures must be ['DeepseekV3ForCausalLM']"),
     ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be"),
     ({"attention_bias": True}, "attention_bias must be False, got True"),

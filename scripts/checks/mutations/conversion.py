@@ -42,8 +42,8 @@ MUTATIONS = {
     ),
     "tied_heads_of_megatron_are_unknown": Mutation(
         "checkpoint_conversion/tied_head.py",
-        "in (_TIED, [row.megatron for row in rows]):",
-        "in (_TIED,):",
+        "in (own, [row.megatron for row in rows]):",
+        "in (own,):",
     ),
     "parts_of_copies_are_not_compared": Mutation(
         "checkpoint_conversion/lazy_tensor.py",
@@ -67,7 +67,7 @@ MUTATIONS = {
     ),
     "index_weights_are_rounded": Mutation(
         "absorbed_mla/llm/load.py",
-        "        keep_head_weights(model, tensors, dtype, parity=options.parity)\n",
+        "        keep_head_weights(model, config, tensors, dtype, parity=options.parity)\n",
         "",
     ),
     "index_weights_are_those_of_parity": Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "export_of_megatrons_router": Mutation(
         "absorbed_mla/export/live.py",
-        "    fields.problems.extend(only_megatrons(Fields(found.hugging_face, [])))\n",
+        "    fields.problems.extend(only_megatrons(found))\n",
         "",
     ),
     "export_reads_the_router_of_one_chunk": Mutation(
