@@ -83,7 +83,7 @@ def _known(config: Mapping[str, object]) -> ModelType:
     if isinstance(model, ModelType):
         return model
     if isinstance(model, Refused):
-        fields.problems.append(f"model_type {found!r} has {model.summary}")
+        fields.problems.append(f"model_type {found!r} has {model.has}")
     elif isinstance(model, TextAndImages):
         fields.wrong("text_config", "an object")
     elif isinstance(text, dict):

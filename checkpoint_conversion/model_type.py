@@ -160,13 +160,18 @@ class Refused:
 
     Attributes:
         name: As config.json has it; the name of the file.
-        summary: What it has that Megatron's multi-latent attention lacks, for the error.
+        has: What it has that Megatron's multi-latent attention lacks, for the error.
         released: Checkpoints of it.
     """
 
     name: str
-    summary: str
+    has: str
     released: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """For the table of models in the documentation."""
+        return f"refused: {self.has}"
 
 
 MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(

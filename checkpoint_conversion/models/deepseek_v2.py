@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import ModelType
 
 ENTRY = ModelType(
     name="deepseek_v2",
-    summary="whole",
+    summary="softmax router, with and without groups",
     released=("DeepSeek-V2", "V2-Lite"),
     architectures=("DeepseekV2ForCausalLM",),
     defaults={"routed_scaling_factor": 1.0},

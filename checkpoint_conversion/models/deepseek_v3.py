@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import ModelType
 
 ENTRY = ModelType(
     name="deepseek_v3",
-    summary="whole, multi-token-prediction layers and FP8 blocks included",
+    summary="sigmoid router with groups and correction bias",
     released=("DeepSeek-V3", "V3.1", "R1", "Moonlight"),
     architectures=("DeepseekV3ForCausalLM",),
     defaults={"norm_topk_prob": True, "routed_scaling_factor": 2.5},

@@ -10,7 +10,7 @@ from checkpoint_conversion.models.deepseek_v3 import ENTRY as DEEPSEEK_V3
 ENTRY = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
-    summary="whole, with the indexer of every layer",
+    summary="`deepseek_v3` with sparse attention, an indexer in every layer",
     released=("DeepSeek-V3.2", "V3.2-Exp"),
     architectures=("DeepseekV32ForCausalLM",),
     lists_layers=True,

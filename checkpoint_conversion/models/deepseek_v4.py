@@ -1,4 +1,4 @@
-"""DeepSeek-V4: not converted; see the summary."""
+"""DeepSeek-V4: refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="deepseek_v4",
-    summary="compressed attention (deepseek_v4), which is no multi-latent attention",
+    has="compressed attention (deepseek_v4), which is no multi-latent attention",
     released=("DeepSeek-V4",),
 )

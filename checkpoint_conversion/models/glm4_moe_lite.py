@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import ModelType
 
 ENTRY = ModelType(
     name="glm4_moe_lite",
-    summary="whole",
+    summary="`deepseek_v3` whose config.json may list the kind of every layer",
     released=("GLM-4.7-Flash",),
     architectures=("Glm4MoeLiteForCausalLM",),
     defaults={

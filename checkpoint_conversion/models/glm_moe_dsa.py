@@ -10,7 +10,7 @@ from checkpoint_conversion.models.deepseek_v32 import ENTRY as DEEPSEEK_V32
 ENTRY = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
-    summary="whole; the layers of GLM-5.2 share selections",
+    summary="`deepseek_v3` with sparse attention, whose selections layers may share (GLM-5.2)",
     released=("GLM-5", "5.1", "5.2"),
     architectures=("GlmMoeDsaForCausalLM",),
     sparse=SparseAttention(interleaved=True, shared=True),

@@ -9,7 +9,7 @@ from checkpoint_conversion.models.deepseek_v3 import ENTRY as DEEPSEEK_V3
 ENTRY = replace(
     DEEPSEEK_V3,
     name="kimi_k2",
-    summary="whole; from Megatron's arguments alone it becomes a `deepseek_v3`",
+    summary="`deepseek_v3` by another name; from Megatron's arguments alone it becomes that",
     released=("Kimi-K2",),
     architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
     from_arguments=False,

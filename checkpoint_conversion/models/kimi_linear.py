@@ -1,4 +1,4 @@
-"""Kimi Linear: not converted; see the summary."""
+"""Kimi Linear: refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="kimi_linear",
-    summary="linear attention in most of its layers",
+    has="linear attention in most of its layers",
     released=("Kimi-Linear",),
 )

@@ -1,4 +1,4 @@
-"""LongCat-Flash: not converted; see the summary."""
+"""LongCat-Flash: refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="longcat_flash",
-    summary=(
+    has=(
         "latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora), two attentions in a layer "
         "with a mixture of experts across both, and experts that do nothing (zero_expert_num)"
     ),

@@ -9,7 +9,8 @@ _GROUPS = Only(1, "Megatron ranks Mistral 4's groups of experts otherwise")
 ENTRY = ModelType(
     name="mistral4",
     summary=(
-        "where `llama_4_scaling_beta` is 0; Mistral Small 4 has 0.1, which Megatron's MLA lacks"
+        "softmax router, experts of a layer in one tensor; where `llama_4_scaling_beta` is 0: "
+        "Mistral Small 4 has 0.1, which Megatron's MLA lacks"
     ),
     architectures=("Mistral4ForCausalLM",),
     defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
