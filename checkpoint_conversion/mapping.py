@@ -64,8 +64,8 @@ def pairs(config: ModelConfig) -> Iterator[Pair]:
     yield from _expand(embedding, "", "", config, LayerKind(), sizes)
     for layer, moe in enumerate(config.moe_layers):
         kind = LayerKind(moe, indexer is not None and indexer.selects(layer))
+        prefixes = layer_prefix(config, layer), f"decoder.layers.{layer}."
         for row in LAYER:
-            prefixes = layer_prefix(config, layer), f"decoder.layers.{layer}."
             yield from _expand(row, *prefixes, config, kind, sizes)
     for row in (norm, head):
         yield from _expand(row, "", "", config, LayerKind(), sizes)
