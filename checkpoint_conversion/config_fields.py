@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 
 # Bounds far above any model, so that a broken file cannot fill the memory with names.
 MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
@@ -127,8 +127,7 @@ class Fields:
 
     def raise_problems(self, summary: str) -> None:
         """Raise an error if any problem was recorded."""
-        if self.problems:
-            raise CheckpointError(summary, self.problems)
+        raise_problems(summary, self.problems)
 
     def integer(self, name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
         """An integer from ``least`` to ``most``; without a default it must be there."""

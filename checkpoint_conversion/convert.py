@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
@@ -142,10 +142,7 @@ def convert(
 def _refuse_megatrons_routing(config: ModelConfig) -> None:
     """Raise an error for a model whose config.json would describe another router."""
     problems = only_megatrons(config)
-    if problems:
-        raise CheckpointError(
-            "transformers would choose other experts, or weigh them otherwise:", problems
-        )
+    raise_problems("transformers would choose other experts, or weigh them otherwise:", problems)
 
 
 def memory_for(plan: ConversionPlan) -> int:
@@ -267,8 +264,7 @@ class _Conversion:
             return
         records = (record for one in written for record in one.tensors)
         found = [not_finite_line(record) for record in records if record.not_finite]
-        if found:
-            raise CheckpointError("--strict-values: tensors hold values not finite:", found)
+        raise_problems("--strict-values: tensors hold values not finite:", found)
 
     def _check_space(self, left: int) -> None:
         auxiliary = sum(file.stat().st_size for file in self._plan.checkpoint.auxiliary.values())
@@ -312,5 +308,4 @@ class _Conversion:
     def _check_unchanged(self) -> None:
         now = source_files(self._plan.checkpoint.path)
         changed = list(differences(self._fingerprint["source file"], now))
-        if changed:
-            raise CheckpointError("The source was changed while it was being read:", changed)
+        raise_problems("The source was changed while it was being read:", changed)

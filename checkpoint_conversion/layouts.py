@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from absorbed_mla.checkpoint.layout import LayoutChange, MegatronLayout
 from absorbed_mla.checkpoint.names import ATTENTION_NORMS
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, Rule
 from checkpoint_conversion.model import ModelConfig
@@ -87,8 +87,7 @@ def _in_layout(
     for layer, weights in layers.items():
         changed = change.apply(weights, layer.__add__)
         result.update({layer + name: tensor for name, tensor in changed.items()})
-    if change.problems:
-        raise CheckpointError("The Megatron tensors do not fit the layout:", change.problems)
+    raise_problems("The Megatron tensors do not fit the layout:", change.problems)
     return result
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.expert_stacks import stacked
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
@@ -103,8 +103,7 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
             output_loading_info=True,
         )
     problems = [f"{what}: {name}" for what, names in report.items() for name in sorted(names)]
-    if problems:
-        raise CheckpointError("transformers does not load these weights as they are:", problems)
+    raise_problems("transformers does not load these weights as they are:", problems)
     return model.eval()
 
 

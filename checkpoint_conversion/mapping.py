@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint_conversion.errors import CheckpointError, KnownNames
+from checkpoint_conversion.errors import KnownNames, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
 from checkpoint_conversion.mapping_table import (
     LAYER,
@@ -230,8 +230,7 @@ def check_complete(
             problems.append(f"{name} has shape {tensor.shape}; expected {expected[name]}")
         elif tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             problems.append(f"{name} is {tensor.dtype}; expected bfloat16, float16 or float32")
-    if problems:
-        raise CheckpointError(f"{what} do not fit the model; {len(problems)} problems:", problems)
+    raise_problems(f"{what} do not fit the model; {len(problems)} problems:", problems)
 
 
 def _check_dtypes(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> None:
@@ -242,5 +241,4 @@ def _check_dtypes(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> Non
         for names in groups
         if len({tensors[name].dtype for name in names}) > 1
     ]
-    if problems:
-        raise CheckpointError("Tensors that Megatron keeps as one differ in dtype:", problems)
+    raise_problems("Tensors that Megatron keeps as one differ in dtype:", problems)

@@ -15,7 +15,7 @@ import torch
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.config_fields import dtype_name
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -142,20 +142,15 @@ def _without_mtp(
 
 def _check_all_read(stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
     unused = sorted(stored.keys() - _leaves(tensors.values()))
-    if unused:
-        raise CheckpointError(
-            f"{len(unused)} tensors of the source are no part of the model and would get lost:",
-            unused,
-        )
+    raise_problems(
+        f"{len(unused)} tensors of the source are no part of the model and would get lost:", unused
+    )
 
 
 def _check_all_written(tensors: Mapping[str, LazyTensor], entries: Iterable[Entry]) -> None:
     written = _leaves(entry.tensor for entry in entries)
     lost = sorted(_leaves(tensors.values()) - written)
-    if lost:
-        raise CheckpointError(
-            f"{len(lost)} tensors of the source would not get into the target:", lost
-        )
+    raise_problems(f"{len(lost)} tensors of the source would not get into the target:", lost)
 
 
 def _check_parts(parts: Sequence[Part]) -> None:
@@ -163,8 +158,7 @@ def _check_parts(parts: Sequence[Part]) -> None:
     names = Counter(part.name for part in parts)
     blocks = Counter((entry.key, entry.offset) for part in parts for entry in part.entries)
     twice = [str(what) for counter in (names, blocks) for what, n in counter.items() if n > 1]
-    if twice:
-        raise CheckpointError("The target would have the same thing twice:", twice)
+    raise_problems("The target would have the same thing twice:", twice)
 
 
 def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import of_arguments
 from checkpoint_conversion.routing import (
@@ -60,8 +60,7 @@ def refuse_another_router(
     if args.get("moe_router_topk") is None:
         return
     differences = routing_differences(routing, Fields(args, [], prefix))
-    if differences:
-        raise CheckpointError(summary, differences)
+    raise_problems(summary, differences)
 
 
 def routing_notes(routing: Routing) -> list[str]:

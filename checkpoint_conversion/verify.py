@@ -18,7 +18,7 @@ from checkpoint_conversion.comparison import (
     compare_tensors,
     peak_of_slab,
 )
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats import recognise
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -148,8 +148,7 @@ def _logits(
     notes = _notes(checkpoints)
     try:
         reasons = list(why_not(*checkpoints))
-        if reasons:
-            raise CheckpointError("The logits cannot be compared here:", reasons)
+        raise_problems("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
         positions = [_function(c.config).max_position_embeddings for c in checkpoints]
         # The second checkpoint's tokenizer, if the first has none.

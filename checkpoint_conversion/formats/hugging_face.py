@@ -25,7 +25,7 @@ from checkpoint_conversion.checkpoint_folder import (
     shown_name,
 )
 from checkpoint_conversion.config_fields import dtype_name, shown
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.expert_stacks import stacked, unstacked
 from checkpoint_conversion.formats.base import (
     Checkpoint,
@@ -131,11 +131,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:
             problems += error.problems
-        if problems:
-            raise CheckpointError(
-                f"The tensors in {self.path} do not fit the model; {len(problems)} problems:",
-                problems,
-            )
+        raise_problems(
+            f"The tensors in {self.path} do not fit the model; {len(problems)} problems:", problems
+        )
         return tensors
 
 
@@ -311,10 +309,7 @@ def _read_shards(
             problems.append(str(error))
     if weight_map is not None:
         problems += _disagreements(weight_map, headers)
-    if problems:
-        raise CheckpointError(
-            f"The files in {folder} cannot be read; {len(problems)} problems:", problems
-        )
+    raise_problems(f"The files in {folder} cannot be read; {len(problems)} problems:", problems)
     return {name: t for header in headers.values() for name, t in header.items()}, len(shards)
 
 
@@ -328,8 +323,7 @@ def _read_index(path: Path) -> dict[str, str]:
         for name, file in weight_map.items()
         if not isinstance(file, str)
     ]
-    if problems:
-        raise CheckpointError(f"weight_map in {path} must hold names of files:", problems)
+    raise_problems(f"weight_map in {path} must hold names of files:", problems)
     return weight_map
 
 
@@ -381,8 +375,7 @@ def _check_options(options: TargetOptions) -> None:
         problems.append(f"fp8 {options.fp8}: must be one of {', '.join(SCALE_FORMATS)}")
     if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
         problems.append(f"max_shard_bytes {options.max_shard_bytes}: must be at least 1")
-    if problems:
-        raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
+    raise_problems("A Hugging Face checkpoint cannot be written with:", problems)
 
 
 def _bytes_in_file(entries: Sequence[Entry]) -> int:

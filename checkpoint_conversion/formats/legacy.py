@@ -27,7 +27,7 @@ from pathlib import Path
 
 from absorbed_mla.checkpoint.names import KV_DOWN, Q_DOWN, QKV_DOWN
 from checkpoint_conversion.checkpoint_folder import RANK_FILE, rank_folders, weights_folder
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     RankFile,
@@ -146,10 +146,9 @@ class LegacyCheckpoint(MegatronCheckpoint):
             if len({(tensor.shape, tensor.dtype) for tensor in same}) > 1:
                 found = " and ".join(sorted({f"{t.dtype} {t.shape}" for t in same}))
                 problems.append(f"{whole} is {found} on different ranks")
-        if problems:
-            raise CheckpointError(
-                f"The ranks' files do not fit the model; {len(problems)} problems:", problems
-            )
+        raise_problems(
+            f"The ranks' files do not fit the model; {len(problems)} problems:", problems
+        )
         problem = "are copies of one weight, but differ"
         return {whole: same_values(same, problem) for whole, same in copies.items()}
 
@@ -183,8 +182,7 @@ def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dic
     first = read_rank_file(root, next(iter(folders.values())), follow_links)
     sizes = sizes_of(first.args, folders)
     problems = folder_problems(folders, sizes)
-    if problems:
-        raise CheckpointError(f"{inner} is not complete:", problems)
+    raise_problems(f"{inner} is not complete:", problems)
     files = {}
     for rank in sizes.ranks():
         folder = folders[sizes.folder(rank)]
@@ -214,8 +212,7 @@ def _first_layers(config: ModelConfig, sizes: Sizes, files: Mapping[Rank, RankFi
         problems.append(
             f"{config.num_experts} experts cannot be shared by {sizes.expert} expert-parallel ranks"
         )
-    if problems:
-        raise CheckpointError("The ranks' files do not fit the model:", problems)
+    raise_problems("The ranks' files do not fit the model:", problems)
     return [sum(counts[:stage]) for stage in range(sizes.pipeline)]
 
 

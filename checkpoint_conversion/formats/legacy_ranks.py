@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, file_inside, shown_name
 from checkpoint_conversion.config_fields import shown
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
 
 # A damaged file may claim any number.
@@ -86,8 +86,7 @@ def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
         problems.append(f"{virtual_pipeline_refusal()} (it is {shown(virtual)})")
     if sizes.tensor * sizes.pipeline * sizes.expert > _MOST_RANKS:
         problems.append(f"{describe(sizes)} are more than {_MOST_RANKS}")
-    if problems:
-        raise CheckpointError("The checkpoint's args cannot be converted:", problems)
+    raise_problems("The checkpoint's args cannot be converted:", problems)
     return sizes
 
 

@@ -22,7 +22,7 @@ from checkpoint_conversion.checkpoint_folder import (
     files_inside,
     read_json,
 )
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -57,8 +57,7 @@ class MegatronCheckpoint(Checkpoint):
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         problems: list[str] = []
         tensors = without_tied_head(self.whole_tensors(), self.config, problems)
-        if problems:
-            raise CheckpointError("The Megatron tensors do not fit the model:", problems)
+        raise_problems("The Megatron tensors do not fit the model:", problems)
         tensors, _ = without_padding(tensors, self.config.vocab_size)
         return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import shown_name
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
 _DTYPES = {
@@ -62,8 +62,7 @@ def read_header(path: Path) -> dict[str, LazyTensor]:
                     tensors[name] = _Region(path, name, dtype, shape, origin, shape).lazy()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    if problems:
-        raise CheckpointError(f"{path} holds tensors that cannot be read:", problems)
+    raise_problems(f"{path} holds tensors that cannot be read:", problems)
     return tensors
 
 

@@ -36,7 +36,7 @@ from checkpoint_conversion.checkpoint_folder import (
     read_json,
     weights_folder,
 )
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.megatron_folder import (
     AUXILIARY,
     MegatronCheckpoint,
@@ -284,8 +284,7 @@ def numbered_tensors(
             if name in result:
                 problems.append(f"{name} is there twice, once as {stored_name}")
             result[name] = tensor.lazy(*index)
-    if problems:
-        raise CheckpointError("The distributed checkpoint does not fit the model:", problems)
+    raise_problems("The distributed checkpoint does not fit the model:", problems)
     return _with_joined_halves(result)
 
 
