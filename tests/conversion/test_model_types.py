@@ -145,8 +145,7 @@ def foo_v3(tmp_path, monkeypatch):
     vars(MODELS).pop("_files", None)
 
 
-@pytest.fixture
-def folders(foo_v3, tmp_path):
+def write_both(tmp_path: Path) -> tuple[Path, Path]:
     """The checkpoint of a ``foo_v3``, and that of the DeepSeek-V3 with the same values."""
     deepseek = tiny_config(num_nextn_predict_layers=1)
     tensors = random_tensors(deepseek)
@@ -165,9 +164,9 @@ class TestNewModelType:
     """A fictitious model type with other names of fields and tensors."""
 
     @pytest.mark.parametrize("to", ["megatron", "absorbed"])
-    def test_both_ways(self, folders, tmp_path, to, capsys):
+    def test_both_ways(self, foo_v3, tmp_path, to, capsys):
         """Megatron's weights are those of the same DeepSeek-V3, and every bit comes back."""
-        foo, deepseek = folders
+        foo, deepseek = write_both(tmp_path)
         assert main(["convert", str(foo), str(tmp_path / "there"), "--to", to]) == DONE
         convert(deepseek, tmp_path / "same", to)
         assert_same_tensors(stored(tmp_path / "there"), stored(tmp_path / "same"))
@@ -187,8 +186,9 @@ class TestNewModelType:
         assert config.fields.number("routed_scaling_factor", 0.0, 9.0) == 7.5
         assert config.with_mtp_layers(0).hugging_face["mtp_depth"] == 0
 
-    def test_fp8_and_dtype(self, folders, tmp_path):
+    def test_fp8_and_dtype(self, foo_v3, tmp_path):
         """The same weights are quantised, or kept in their dtype, as in DeepSeek-V3."""
+        folders = write_both(tmp_path)
         for options in (TargetOptions(fp8="float"), TargetOptions(dtype=torch.float16)):
             found = []
             for folder in folders:
@@ -198,8 +198,8 @@ class TestNewModelType:
             assert found[0] == {foo_name(name): dtype for name, dtype in found[1].items()}
             assert len(set(found[0].values())) > 1
 
-    def test_without_mtp_layers(self, folders, tmp_path):
-        foo, _ = folders
+    def test_without_mtp_layers(self, foo_v3, tmp_path):
+        foo, _ = write_both(tmp_path)
         assert inspect_checkpoint(foo).model["mtp_layers"] == 1
         report = convert(foo, tmp_path / "without", "megatron", exclude_mtp=True)
         assert {name.split(".")[2] for name in report.plan.left_out} == {"3"}

@@ -130,4 +130,59 @@ MUTATIONS = {
         "if row.hugging_face == name) for name in _TIED]",
         "if row.hugging_face != name) for name in _TIED]",
     ),
+    "models_have_names_of_the_table": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "return config.model.tensors.get(name, name)",
+        "return name",
+    ),
+    "layers_have_deepseeks_names": Mutation(
+        "checkpoint_conversion/mapping.py",
+        'return config.model.layer.replace("{layer}", str(layer))',
+        'return f"model.layers.{layer}."',
+    ),
+    "fields_have_deepseeks_names": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "return self._names.get(name, name)",
+        "return name",
+    ),
+    "defaults_of_models_are_ignored": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "self._defaults.get(name, default)",
+        "default",
+    ),
+    "values_that_no_model_may_have": Mutation(
+        "checkpoint_conversion/model.py",
+        "            inner.only(name, only.value, only.accepted)",
+        "            pass",
+    ),
+    "zero_is_false": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "if self.given(name) and not (boolean and self.equals(name, value)):",
+        "if self.given(name) and not self.equals(name, value):",
+    ),
+    "mtp_layers_that_files_hold": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "        count += 1\n    return count",
+        "        count += 1\n    return 0",
+    ),
+    "weights_of_heads_are_quantised": Mutation(
+        "checkpoint_conversion/mapping_table.py",
+        'REPLICATED, "index_heads hidden", _indexer, float32=True',
+        'REPLICATED, "index_heads hidden", _indexer, float32=True, fp8=True',
+    ),
+    "weights_of_heads_are_rounded": Mutation(
+        "checkpoint_conversion/mapping_table.py",
+        'REPLICATED, "index_heads hidden", _indexer, float32=True',
+        'REPLICATED, "index_heads hidden", _indexer',
+    ),
+    "experts_in_stacks_of_other_shapes": Mutation(
+        "checkpoint_conversion/expert_stacks.py",
+        "or result[name].shape != (len(experts), parts * rows, columns)",
+        "or False",
+    ),
+    "images_are_weights_of_the_text_model": Mutation(
+        "checkpoint_conversion/model_type.py",
+        "None if name.startswith(images) else model.text_name(name)",
+        "model.text_name(name)",
+    ),
 }
