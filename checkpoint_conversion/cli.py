@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from checkpoint_conversion.checkpoint_folder import require_kind
 from checkpoint_conversion.command_line import parse_arguments, target_options
@@ -63,11 +64,9 @@ def _convert(args: argparse.Namespace) -> int:
         exclude_mtp=args.exclude_mtp,
         workers=args.workers,
         strict_values=args.strict_values,
-        hf_config=args.hf_config,
-        follow_links=args.follow_links,
-        drop_tokens=args.drop_tokens,
         dry_run=args.dry_run,
         reporter=reporter_for(),
+        **_how(args),
     )
     _print(args, report.as_json, report.lines)
     return DONE
@@ -76,7 +75,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from checkpoint_conversion.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(args.path, args.hf_config, args.follow_links, args.drop_tokens)
+    inspection = inspect_checkpoint(args.path, **_how(args))
     _print(args, inspection.as_json, inspection.lines)
     return REFUSED if inspection.problems else DONE
 
@@ -90,9 +89,6 @@ def _verify(args: argparse.Namespace) -> int:
     report = verify(
         args.a,
         args.b,
-        hf_config=args.hf_config,
-        follow_links=args.follow_links,
-        drop_tokens=args.drop_tokens,
         exclude_mtp=args.exclude_mtp,
         tolerance=args.tolerance,
         logits=args.logits,
@@ -100,9 +96,15 @@ def _verify(args: argparse.Namespace) -> int:
         workers=args.workers,
         reporter=reporter_for(),
         **{name: value for name, value in optional.items() if value is not None},
+        **_how(args),
     )
     _print(args, report.as_json, report.lines)
     return DONE if report.accepted else DIFFERENT
+
+
+def _how(args: argparse.Namespace) -> dict[str, Any]:
+    """How checkpoints are read, see :class:`Source`."""
+    return {name: getattr(args, name) for name in ("hf_config", "follow_links", "drop_tokens")}
 
 
 _COMMANDS = {"convert": _convert, "inspect": _inspect, "verify": _verify}

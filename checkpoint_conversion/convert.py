@@ -6,6 +6,7 @@ import errno
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
@@ -66,11 +67,9 @@ def convert(
     exclude_mtp: bool = False,
     workers: int | None = None,
     strict_values: bool = False,
-    hf_config: Path | None = None,
-    follow_links: bool = False,
-    drop_tokens: bool = False,
     dry_run: bool = False,
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> ConversionReport:
     """Convert a checkpoint.
 
@@ -87,12 +86,9 @@ def convert(
         exclude_mtp: Leave out the multi-token-prediction layers.
         workers: Threads that read and write; None: 4.
         strict_values: Refuse tensors that hold NaN or infinite values, instead of reporting them.
-        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
-        follow_links: Whether links may lead out of the source.
-        drop_tokens: Whether tokens of a Megatron checkpoint that ``hf_config`` does not have may be
-            lost.
         dry_run: Only plan, from the headers; write nothing.
         reporter: Receives progress messages.
+        how: Further fields of :class:`Source`.
 
     Raises:
         CheckpointError: If the source cannot be read or converted, or the target may not be
@@ -104,7 +100,7 @@ def convert(
     check_places(source, target)
     if not resume:
         refuse_existing(target, force, weights_of)
-    checkpoint = open_checkpoint(source, hf_config, follow_links, drop_tokens)
+    checkpoint = open_checkpoint(source, **how)
     if to == "hf":
         _refuse_megatrons_routing(checkpoint.config)
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
@@ -112,7 +108,7 @@ def convert(
         return ConversionReport(plan=plan, target=target, dry_run=True)
     folder = TargetFolder(target, force, weights_of)
     conversion = _Conversion(
-        plan, folder, fingerprint_of(plan, options, hf_config), reporter, strict_values
+        plan, folder, fingerprint_of(plan, options, how.get("hf_config")), reporter, strict_values
     )
     try:
         with folder:

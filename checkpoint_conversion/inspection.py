@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.config_fields import dtype_name
@@ -132,25 +133,18 @@ class Inspection:
         return f"{text}, tied embeddings" if self.model["tied_embeddings"] else text
 
 
-def inspect_checkpoint(
-    path: Path,
-    hf_config: Path | None = None,
-    follow_links: bool = False,
-    drop_tokens: bool = False,
-) -> Inspection:
+def inspect_checkpoint(path: Path, **how: Any) -> Inspection:
     """Describe a checkpoint from its headers.
 
     Args:
         path: Its folder.
-        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
-        follow_links: Whether links may lead out of the folder.
-        drop_tokens: Whether ``hf_config`` may lack tokens of the checkpoint.
+        how: Further fields of :class:`Source`.
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers cannot be read. Tensors that do not
             fit the model are listed in the result's problems instead.
     """
-    checkpoint = open_checkpoint(path, hf_config, follow_links, drop_tokens)
+    checkpoint = open_checkpoint(path, **how)
     problems: list[str] = []
     parameters = _parameters(checkpoint, problems)
     manifest = _manifest(path, problems)

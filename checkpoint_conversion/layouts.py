@@ -113,23 +113,16 @@ def with_padding(tensors: Mapping[str, LazyTensor], rows: int) -> dict[str, Lazy
     return result
 
 
-def without_padding(
-    tensors: Mapping[str, LazyTensor], vocab_size: int
-) -> tuple[dict[str, LazyTensor], int]:
-    """Drop the rows beyond the vocabulary, which no token uses.
-
-    Returns:
-        The tensors, and how many rows each of the two lost.
-    """
-    result, dropped = dict(tensors), 0
+def without_padding(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
+    """Drop the rows beyond the vocabulary, which no token uses."""
+    result = dict(tensors)
     for name in VOCABULARY:
         tensor = tensors.get(name)
         if tensor is not None and tensor.shape and tensor.shape[0] > vocab_size:
-            dropped = tensor.shape[0] - vocab_size
             kept = tensor.narrow(0, 0, vocab_size)
             # Where ranks share the rows, the last may have nothing but padding.
             result[name] = dataclasses.replace(kept, leaves=tensor.leaves)
-    return result, dropped
+    return result
 
 
 def tensor_parallel_rule(name: str) -> Rule | None:

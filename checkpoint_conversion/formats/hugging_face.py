@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ from checkpoint_conversion.mapping import (
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import declared, text_names
 from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.source import Source
 from checkpoint_conversion.target_folder import sync_path
 from checkpoint_conversion.tied_head import without_tied_head
 
@@ -79,7 +81,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     Args:
         path: The folder.
-        follow_links: Whether links may lead out of it.
+        how: Further fields of :class:`Source`; only links matter.
 
     Raises:
         CheckpointError: Listing every file that cannot be read, and every contradiction between
@@ -88,8 +90,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     format = "hf"
 
-    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+    def __init__(self, path: Path, **how: Any) -> None:
         self.path = self.auxiliary_folder = path
+        follow_links = Source(path, **how).follow_links
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")

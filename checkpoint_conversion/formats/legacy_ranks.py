@@ -18,10 +18,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, file_inside, shown_name
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, shown_name
 from checkpoint_conversion.config_fields import Fields, shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
+from checkpoint_conversion.source import Source
 
 # A damaged file may claim any number.
 _MOST_RANKS = 1 << 16
@@ -140,19 +141,17 @@ class RankFile:
     problems: list[str] = field(default_factory=list)
 
 
-def read_rank_file(root: Path, folder: Path, follow_links: bool) -> RankFile:
+def read_rank_file(folder: Path, source: Source) -> RankFile:
     """Read the file in a rank's folder, without the values of tensors.
 
     Args:
-        root: The checkpoint's folder, above the rank's.
         folder: The rank's folder.
-        follow_links: Whether links may lead out of ``root``.
+        source: The checkpoint.
 
     Raises:
         CheckpointError: If it cannot be read, or does not hold a rank's model.
     """
-    name = (folder / RANK_FILE).relative_to(root).as_posix()
-    file = open_pt(file_inside(root, name, follow_links=follow_links))
+    file = open_pt(source.file(folder / RANK_FILE))
     content = file.content
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path} holds no dict but a {type(content).__name__}")

@@ -92,7 +92,7 @@ MUTATIONS = {
     ),
     "megatron_configs_of_another_router": Mutation(
         "checkpoint_conversion/formats/megatron_folder.py",
-        "        refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))\n",
+        "            refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))\n",
         "",
     ),
     "export_of_another_router": Mutation(
