@@ -20,8 +20,8 @@ from checkpoint_conversion.mapping_table import (
     MODEL,
     MTP,
     MTP_DUPLICATES,
-    LayerKind,
     Row,
+    parts_of,
     widths,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -59,32 +59,36 @@ class Pair:
 def pairs(config: ModelConfig) -> Iterator[Pair]:
     """Every tensor of a model with its names on both sides, in the order of the model."""
     sizes = widths(config)
-    embedding, norm, head = MODEL
+    (embedding, *others), of_model = MODEL, parts_of(config)
     indexer = config.indexer
-    yield from _expand(embedding, "", "", config, LayerKind(), sizes)
+    yield from _expand(embedding, "", "", config, of_model, sizes)
     for layer, moe in enumerate(config.moe_layers):
-        kind = LayerKind(moe, indexer is not None and indexer.selects(layer))
+        selects = indexer is not None and indexer.selects(layer)
+        parts = parts_of(config, moe=moe, indexer=selects)
         prefixes = layer_prefix(config, layer), f"decoder.layers.{layer}."
         for row in LAYER:
-            yield from _expand(row, *prefixes, config, kind, sizes)
-    for row in (norm, head):
-        yield from _expand(row, "", "", config, LayerKind(), sizes)
+            yield from _expand(row, *prefixes, config, parts, sizes)
+    for row in others:
+        yield from _expand(row, "", "", config, of_model, sizes)
     # An MTP layer is dense or MoE as the last layer of the decoder is, and shares no selection.
     moe = bool(config.moe_layers) and config.moe_layers[-1]
-    kind = LayerKind(moe, indexer is not None)
+    parts = parts_of(config, moe=moe, indexer=indexer is not None)
     for i in range(config.mtp_layers):
         hugging_face, megatron = layer_prefix(config, config.num_layers + i), f"mtp.layers.{i}."
-        for row in MTP:
-            yield from _expand(row, hugging_face, megatron, config, kind, sizes)
-        for row in LAYER:
-            inner = f"{megatron}transformer_layer."
-            yield from _expand(row, hugging_face, inner, config, kind, sizes)
+        for rows, inner in ((MTP, megatron), (LAYER, f"{megatron}transformer_layer.")):
+            for row in rows:
+                yield from _expand(row, hugging_face, inner, config, parts, sizes)
 
 
 def _expand(
-    row: Row, prefix: str, other: str, config: ModelConfig, kind: LayerKind, sizes: dict[str, int]
+    row: Row,
+    prefix: str,
+    other: str,
+    config: ModelConfig,
+    has: Mapping[str, bool],
+    sizes: Mapping[str, int],
 ) -> Iterator[Pair]:
-    if not row.condition(config, kind):
+    if not has[row.only]:
         return
     shape = tuple(sizes[word] for word in row.shape.split())
     names = _PARTS.split(prefix + own_name(config, row.hugging_face))

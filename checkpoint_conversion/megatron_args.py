@@ -71,10 +71,8 @@ COMMON_ARGS: dict[str, object] = {
     "hidden_dropout": 0.0,
 }
 # Required values.
-_REQUIRED: dict[str, object] = {
-    "multi_latent_attention": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
+_REQUIRED = {
+    name: COMMON_ARGS[name] for name in ("multi_latent_attention", "swiglu", "normalization")
 }
 # Other values make another model. None: the argument must not be set.
 _ONLY: dict[str, object] = {

@@ -25,6 +25,7 @@ from checkpoint_conversion.config_fields import (
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.indexer import Indexer, read_indexer
 from checkpoint_conversion.model_type import (
+    MODELS,
     ModelType,
     Refused,
     TextAndImages,
@@ -32,7 +33,6 @@ from checkpoint_conversion.model_type import (
     declared,
     model_fields,
     model_of,
-    with_images,
 )
 from checkpoint_conversion.rotary import Rotary, read_rotary
 from checkpoint_conversion.routing import Routing, read_routing
@@ -81,6 +81,7 @@ def _known(config: Mapping[str, object]) -> ModelType:
     fields = Fields(config, [])
     found, text = fields.raw("model_type"), fields.raw("text_config")
     model = declared(found)
+    with_images = [one.name for one in MODELS if isinstance(one, TextAndImages)]
     if isinstance(model, ModelType):
         return model
     if isinstance(model, Refused):
@@ -91,10 +92,10 @@ def _known(config: Mapping[str, object]) -> ModelType:
         inner = shown(text.get("model_type"))
         fields.problems.append(
             f"model_type {shown(found)} has a text model ({inner}) and more; only "
-            f"{', '.join(with_images())}'s is taken out of it"
+            f"{', '.join(with_images)}'s is taken out of it"
         )
     else:
-        fields.wrong("model_type", " or ".join(map(repr, (*convertible(), *with_images()))))
+        fields.wrong("model_type", " or ".join(map(repr, (*convertible(), *with_images))))
     raise CheckpointError(_SUMMARY, fields.problems)
 
 

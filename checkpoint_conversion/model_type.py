@@ -189,11 +189,6 @@ def convertible() -> dict[str, ModelType]:
     return {model.name: model for model in MODELS if isinstance(model, ModelType)}
 
 
-def with_images() -> tuple[str, ...]:
-    """Names of the model types whose text model is taken out of them."""
-    return tuple(model.name for model in MODELS if isinstance(model, TextAndImages))
-
-
 def model_of(name: object) -> ModelType:
     """The model type of a model that is known to be convertible."""
     model = declared(name)

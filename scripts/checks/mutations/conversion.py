@@ -167,13 +167,13 @@ MUTATIONS = {
     ),
     "weights_of_heads_are_quantised": Mutation(
         "checkpoint_conversion/mapping_table.py",
-        'REPLICATED, "index_heads hidden", _indexer, float32=True',
-        'REPLICATED, "index_heads hidden", _indexer, float32=True, fp8=True',
+        'REPLICATED, "index_heads hidden", "indexer", float32=True',
+        'REPLICATED, "index_heads hidden", "indexer", float32=True, fp8=True',
     ),
     "weights_of_heads_are_rounded": Mutation(
         "checkpoint_conversion/mapping_table.py",
-        'REPLICATED, "index_heads hidden", _indexer, float32=True',
-        'REPLICATED, "index_heads hidden", _indexer',
+        'REPLICATED, "index_heads hidden", "indexer", float32=True',
+        'REPLICATED, "index_heads hidden", "indexer"',
     ),
     "experts_in_stacks_of_other_shapes": Mutation(
         "checkpoint_conversion/expert_stacks.py",
