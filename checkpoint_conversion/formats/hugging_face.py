@@ -56,13 +56,13 @@ from checkpoint_conversion.mapping import (
     count_mtp_layers,
     hugging_face_shapes,
     rows_by_name,
+    without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import declared, text_names
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.source import Source
 from checkpoint_conversion.target_folder import sync_path
-from checkpoint_conversion.tied_head import without_tied_head
 
 SINGLE = f"model{SUFFIX}"
 # Suffixes of weights in formats that are not read.

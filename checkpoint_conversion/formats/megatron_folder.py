@@ -30,13 +30,12 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import to_hugging_face
+from checkpoint_conversion.mapping import to_hugging_face, without_tied_head
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.routing import GROUP_SCORE, NORMALISED
 from checkpoint_conversion.routing_notes import refuse_another_router
 from checkpoint_conversion.source import Source
-from checkpoint_conversion.tied_head import without_tied_head
 
 AUXILIARY = "hugging_face"
 _ANOTHER_ROUTER = (

@@ -36,12 +36,12 @@ MUTATIONS = {
         "if False:",
     ),
     "tied_heads_are_not_compared": Mutation(
-        "checkpoint_conversion/tied_head.py",
+        "checkpoint_conversion/mapping.py",
         "result[first] = same_values(copies, _DIFFERS)",
         "result[first] = copies[0]",
     ),
     "tied_heads_of_megatron_are_unknown": Mutation(
-        "checkpoint_conversion/tied_head.py",
+        "checkpoint_conversion/mapping.py",
         "in (own, [row.megatron for row in rows]):",
         "in (own,):",
     ),
@@ -126,7 +126,7 @@ MUTATIONS = {
         'require_own_packages("specs")',
     ),
     "tied_heads_are_other_tensors": Mutation(
-        "checkpoint_conversion/tied_head.py",
+        "checkpoint_conversion/mapping.py",
         "if row.hugging_face == name) for name in _TIED]",
         "if row.hugging_face != name) for name in _TIED]",
     ),
