@@ -50,49 +50,32 @@ from checkpoint_conversion.routing_notes import ignored_notes, routing_notes
 _LATENT_NORM_EPSILON = 1e-6
 
 # Arguments that are the same for all supported models.
+# fmt: off
 COMMON_ARGS: dict[str, object] = {
-    "multi_latent_attention": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "apply_layernorm_1p": False,
-    "qk_layernorm": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "squared_relu": False,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "apply_query_key_layer_scaling": False,
-    "position_embedding_type": "rope",
-    "add_position_embedding": True,
-    "use_rotary_position_embeddings": False,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
+    "multi_latent_attention": True, "swiglu": True, "normalization": "RMSNorm",
+    "apply_layernorm_1p": False, "qk_layernorm": True, "add_bias_linear": False,
+    "add_qkv_bias": False, "squared_relu": False, "group_query_attention": False,
+    "num_query_groups": 1, "apply_query_key_layer_scaling": False,
+    "position_embedding_type": "rope", "add_position_embedding": True,
+    "use_rotary_position_embeddings": False, "rotary_percent": 1.0, "rotary_interleaved": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }
+# fmt: on
 # Required values.
 _REQUIRED = {
     name: COMMON_ARGS[name] for name in ("multi_latent_attention", "swiglu", "normalization")
 }
 # Other values make another model. None: the argument must not be set.
+# fmt: off
 _ONLY: dict[str, object] = {
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": True,
-    "squared_relu": False,
-    "apply_layernorm_1p": False,
-    "layernorm_zero_centered_gamma": False,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "mtp_use_repeated_layer": False,
-    "moe_shared_expert_gate": False,
-    "moe_latent_size": None,
-    "hybrid_layer_pattern": None,
-    "hybrid_override_pattern": None,
-    "heterogeneous_layers_config_path": None,
-    "heterogeneous_layers_config_encoded_json": None,
+    "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True, "squared_relu": False,
+    "apply_layernorm_1p": False, "layernorm_zero_centered_gamma": False, "rotary_percent": 1.0,
+    "rotary_interleaved": False, "mtp_use_repeated_layer": False, "moe_shared_expert_gate": False,
+    "moe_latent_size": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
     "attention_output_gate": False,
 }
+# fmt: on
 
 
 def to_megatron_args(

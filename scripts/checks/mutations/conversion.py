@@ -135,11 +135,6 @@ MUTATIONS = {
         "return config.model.tensors.get(name, name)",
         "return name",
     ),
-    "layers_have_deepseeks_names": Mutation(
-        "checkpoint_conversion/mapping.py",
-        'return config.model.layer.replace("{layer}", str(layer))',
-        'return f"model.layers.{layer}."',
-    ),
     "fields_have_deepseeks_names": Mutation(
         "checkpoint_conversion/config_fields.py",
         "return self._names.get(name, name)",
