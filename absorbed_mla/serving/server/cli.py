@@ -10,44 +10,15 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from absorbed_mla.options import LATENT_CACHE_DTYPES
 from absorbed_mla.own_packages import require_own_packages
-from absorbed_mla.serving.llm_options import DEVICES, DTYPES, EXPERTS, LLMOptions
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import add_flags, given_options
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Seconds after which a thread gets its turn. The model's thread gives it away several times a step,
 # to write to and read from pipes; while the other one sends the tokens of a hundred streams, it
 # would have it back too late for the next step by Python's 0.005.
 _SWITCH_INTERVAL = 0.0005
-# Option, type, help; the names are those of LLMOptions.
-_NUMBERS = (
-    ("tensor-parallel-size", int, "processes that share every layer (default: 1, or as below)"),
-    ("pipeline-parallel-size", int, "stages that share the layers: memory, not speed"),
-    ("expert-parallel-size", int, "groups of the processes that share the experts"),
-    ("max-model-len", int, "tokens of a prompt and its answer (default: the model's)"),
-    ("max-num-seqs", int, "requests that run together; others wait"),
-    ("max-num-batched-tokens", int, "tokens of a forward pass; longer prompts are read in chunks"),
-    ("cache-tokens", int, "tokens that the latent cache holds (default: what fits)"),
-    ("host-cache-tokens", int, "tokens that it holds in host memory besides, streamed; slower"),
-    ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
-    ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
-    (
-        "prefill-graph-tokens",
-        int,
-        "of a step that reads prompts in one CUDA graph; 0: one per layer (default: up to 3072)",
-    ),
-    ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),
-    ("seed", int, "of requests without a seed"),
-)
-_SWITCHES = (
-    ("follow-links", "read through links that lead out of the model's folder"),
-    ("trust-remote-code", "run Python code of the tokenizer's folder, if the tokenizer needs it"),
-    ("prompt-logprobs", "allow log-probabilities of prompts"),
-    ("decode-context-parallel", "processes share the cache: as many times the tokens"),
-    ("data-parallel-attention", "each process has whole attention, for requests of its own"),
-    ("parity", "equal tokens to the bit whatever runs beside a request; slower"),
-    ("cuda-graphs", "capture decode steps as CUDA graphs"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Megatron warns about every optional package that it does not find.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
-        given = {name: value for name, value in vars(args).items() if hasattr(LLMOptions, name)}
-        options = LLMOptions(**{k: v for k, v in given.items() if v is not None})
+        options = LLMOptions(**given_options(args, LLMOptions))
         key = _api_key(args)
         return _serve(args, options, key)
     except ValueError as error:
@@ -70,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; options of ``LLM`` have their names in what it parses."""
     parser = argparse.ArgumentParser(
         prog="absorbed-mla-serve",
         description="Serve a model over OpenAI's HTTP interface: /v1/completions, "
@@ -99,36 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="write no line for each request",
     )
-    model = parser.add_argument_group("model")
-    for name, kind, text in _NUMBERS:
-        default = getattr(LLMOptions, name.replace("-", "_"))
-        shown = text if default is None else f"{text} (default: {default})"
-        model.add_argument(f"--{name}", type=kind, metavar="N", help=shown)
-    model.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    model.add_argument("--device", choices=DEVICES, help="default: a GPU where there is one")
-    model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
-    cached = "of cached latents (default: the model's)"
-    model.add_argument("--latent-cache-dtype", choices=LATENT_CACHE_DTYPES, help=cached)
-    together = "computed together, or one after the other (default: together on a CPU)"
-    model.add_argument("--experts", choices=EXPERTS, help=together)
-    model.add_argument(
-        "--prefix-cache-dir", metavar="FOLDER", help="where beginnings of prompts stay cached"
-    )
-    for name, text in _SWITCHES:
-        model.add_argument(f"--{name}", action="store_true", help=text)
-    model.add_argument(
-        "--decode-context-parallel-auto",
-        dest="decode_context_parallel",
-        action="store_const",
-        const="auto",
-        help="share it where not all requests would fit otherwise",
-    )
-    model.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="share no cache between requests",
-    )
+    add_flags(parser.add_argument_group("model"), LLMOptions)
     return parser
 
 

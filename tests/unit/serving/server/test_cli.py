@@ -51,15 +51,21 @@ class TestOptions:
         assert "requests that run together; others wait (default: 64)" in shown
 
     def test_defaults(self, monkeypatch):
-        args = cli._parser().parse_args(["folder"])
+        args = cli.build_parser().parse_args(["folder"])
         assert (args.host, args.port, args.enable_prefix_caching) == ("127.0.0.1", 8000, True)
 
     @pytest.mark.parametrize(
         ("words", "error"),
         [
             (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1, got 0"),
-            (["--parity", "--form", "expanded"], "parity needs form 'absorbed' or 'auto'"),
-            (["--prefill-graph-tokens", "64"], "cuda_graphs must be True with prefill_graph_token"),
+            (
+                ["--parity", "--form", "expanded"],
+                "parity needs form='absorbed' or 'auto', got 'expanded'",
+            ),
+            (
+                ["--prefill-graph-tokens", "64"],
+                "prefill_graph_tokens needs cuda_graphs=True, got False",
+            ),
             (["--api-key", " "], "--api-key (or $ABSORBED_MLA_API_KEY) must not be empty"),
             (["--port", "70000"], "--host 127.0.0.1 --port 70000: "),
             (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
@@ -102,7 +108,7 @@ class TestOptions:
 
     def test_key(self, monkeypatch):
         """From the option, or else from the environment."""
-        parse = cli._parser().parse_args
+        parse = cli.build_parser().parse_args
         assert cli._api_key(parse(["folder"])) is None
         monkeypatch.setenv("ABSORBED_MLA_API_KEY", "secret")
         assert cli._api_key(parse(["folder"])) == "secret"

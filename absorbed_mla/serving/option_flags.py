@@ -1,0 +1,90 @@
+"""Flags of command lines, from the declaration of options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from absorbed_mla.serving.option_schema import Option, options_of
+
+# Of a value on the command line, and what stands for it in --help.
+_PARSED: dict[Any, tuple[type, str]] = {int: (int, "N"), float: (float, "X")}
+
+
+def add_flags(
+    parser: Any,
+    cls: type,
+    names: Iterable[str] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    helps: Mapping[str, str] | None = None,
+) -> None:
+    """Add the flags of options to a parser, or a group of one; attributes have the options' names.
+
+    Args:
+        parser: Anything with ``add_argument``.
+        cls: Class of :class:`~absorbed_mla.serving.option_schema.Options`.
+        names: Of the options; None: all.
+        flags: Option -> its flag, if the program calls it otherwise.
+        defaults: Option -> its default, if the program has another.
+        helps: Option -> its help, if the program means something else.
+    """
+    known = options_of(cls)
+    for name in known if names is None else names:
+        one = known[name]
+        default = (defaults or {}).get(name, one.default)
+        flag = (flags or {}).get(name) or flag_of(one)
+        text = (helps or {}).get(name, "")
+        if bool in one.kinds:
+            _add_switches(parser, one, flag, text)
+        else:
+            _add_value(parser, one, flag, text, default)
+
+
+def flag_of(one: Option) -> str:
+    """The flag that sets an option."""
+    return one.flag or "--" + one.name.replace("_", "-")
+
+
+def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The options of ``cls`` in parsed arguments."""
+    return {name: getattr(args, name) for name in options_of(cls) if hasattr(args, name)}
+
+
+def _add_switches(parser: Any, one: Option, flag: str, text: str) -> None:
+    """A flag for the value that is not the default, and for each that is no bool."""
+    others = [value for value in one.choices if not isinstance(value, bool)]
+    for value in [not one.default, *others]:
+        parser.add_argument(
+            flag if isinstance(value, bool) else f"{flag}-{value}",
+            dest=one.name,
+            action="store_const",
+            const=value,
+            default=one.default,
+            help=_shown(text or one.flag_help.get(value, one.help)),
+        )
+
+
+def _add_value(parser: Any, one: Option, flag: str, text: str, default: Any) -> None:
+    kind, metavar = _PARSED.get(one.kinds[0], (str, None))
+    if Path in one.kinds:
+        metavar = "FOLDER"
+    text = text or one.help
+    known = one.unset if default is None else default
+    parser.add_argument(
+        flag,
+        dest=one.name,
+        type=kind,
+        choices=one.choices or None,
+        metavar=None if one.choices else one.metavar or metavar,
+        default=default,
+        help=_shown(text if "(default: " in text else f"{text} (default: {known})"),
+    )
+
+
+def _shown(text: str) -> str:
+    """A help text as argparse takes it."""
+    return text.replace("``", "").replace("%", "%%")
