@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from absorbed_mla.serving.option_schema import Option, options_of
@@ -22,7 +21,9 @@ def add_flags(
     defaults: Mapping[str, Any] | None = None,
     helps: Mapping[str, str] | None = None,
 ) -> None:
-    """Add the flags of options to a parser, or a group of one; attributes have the options' names.
+    """Add the flags of options to a parser, or a group of one.
+
+    What is parsed has the names of the options, or of the flags that the program calls otherwise.
 
     Args:
         parser: Anything with ``add_argument``.
@@ -38,10 +39,11 @@ def add_flags(
         default = (defaults or {}).get(name, one.default)
         flag = (flags or {}).get(name) or flag_of(one)
         text = (helps or {}).get(name, "")
+        common = {"dest": _attribute(name, flags), "default": default}
         if bool in one.kinds:
-            _add_switches(parser, one, flag, text)
+            _add_switches(parser, one, flag, text, common)
         else:
-            _add_value(parser, one, flag, text, default)
+            _add_value(parser, one, flag, text, common)
 
 
 def flag_of(one: Option) -> str:
@@ -49,39 +51,48 @@ def flag_of(one: Option) -> str:
     return one.flag or "--" + one.name.replace("_", "-")
 
 
-def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The options of ``cls`` in parsed arguments."""
-    return {name: getattr(args, name) for name in options_of(cls) if hasattr(args, name)}
+def given_options(
+    args: argparse.Namespace,
+    cls: type,
+    names: Iterable[str] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The options that flags of :func:`add_flags`, with these arguments, have set."""
+    own = options_of(cls) if names is None else names
+    return {name: getattr(args, _attribute(name, flags)) for name in own}
 
 
-def _add_switches(parser: Any, one: Option, flag: str, text: str) -> None:
+def _attribute(name: str, flags: Mapping[str, str] | None) -> str:
+    return (flags or {}).get(name, name).removeprefix("--").replace("-", "_")
+
+
+def _add_switches(
+    parser: Any, one: Option, flag: str, text: str, common: Mapping[str, Any]
+) -> None:
     """A flag for the value that is not the default, and for each that is no bool."""
     others = [value for value in one.choices if not isinstance(value, bool)]
     for value in [not one.default, *others]:
         parser.add_argument(
             flag if isinstance(value, bool) else f"{flag}-{value}",
-            dest=one.name,
             action="store_const",
             const=value,
-            default=one.default,
             help=_shown(text or one.flag_help.get(value, one.help)),
+            **common,
         )
 
 
-def _add_value(parser: Any, one: Option, flag: str, text: str, default: Any) -> None:
+def _add_value(parser: Any, one: Option, flag: str, text: str, common: Mapping[str, Any]) -> None:
     kind, metavar = _PARSED.get(one.kinds[0], (str, None))
-    if Path in one.kinds:
-        metavar = "FOLDER"
     text = text or one.help
-    known = one.unset if default is None else default
+    known = one.unset if common["default"] is None else common["default"]
     parser.add_argument(
         flag,
-        dest=one.name,
         type=kind,
         choices=one.choices or None,
         metavar=None if one.choices else one.metavar or metavar,
-        default=default,
         help=_shown(text if "(default: " in text else f"{text} (default: {known})"),
+        **common,
     )
 
 

@@ -264,8 +264,14 @@ class TestFaults:
     @pytest.mark.parametrize(
         "words, error",
         [
-            ("--num-tokens-to-generate 0", "--num-tokens-to-generate must be at least 1, got 0"),
-            ("--num-tokens-to-generate -3", "--num-tokens-to-generate must be at least 1, got -3"),
+            (
+                "--num-tokens-to-generate 0",
+                "--num-tokens-to-generate must be an integer of at least 1, got 0",
+            ),
+            (
+                "--num-tokens-to-generate -3",
+                "--num-tokens-to-generate must be an integer of at least 1, got -3",
+            ),
             ("--temperature -1", "--temperature must be at least 0"),
             ("--top-k -2", "--top-k must be an integer of at least 1"),
             ("--top-p 2", "--top-p must be above 0 and at most 1"),
