@@ -37,18 +37,25 @@ def add_flags(
     for name in known if names is None else names:
         one = known[name]
         default = (defaults or {}).get(name, one.default)
-        flag = (flags or {}).get(name) or flag_of(one)
         text = (helps or {}).get(name, "")
         common = {"dest": _attribute(name, flags), "default": default}
         if bool in one.kinds:
-            _add_switches(parser, one, flag, text, common)
+            _add_switches(parser, one, text, common)
         else:
+            flag = (flags or {}).get(name) or flag_of(one)
             _add_value(parser, one, flag, text, common)
 
 
 def flag_of(one: Option) -> str:
     """The flag that sets an option."""
     return one.flag or "--" + one.name.replace("_", "-")
+
+
+def switches_of(one: Option) -> dict[str, Any]:
+    """Flags of an option that is on or off -> values: the other than the default, and its words."""
+    words = [value for value in one.choices if not isinstance(value, bool)]
+    flag = flag_of(one)
+    return {flag: not one.default, **{f"{flag}-{word}": word for word in words}}
 
 
 def given_options(
@@ -67,14 +74,10 @@ def _attribute(name: str, flags: Mapping[str, str] | None) -> str:
     return (flags or {}).get(name, name).removeprefix("--").replace("-", "_")
 
 
-def _add_switches(
-    parser: Any, one: Option, flag: str, text: str, common: Mapping[str, Any]
-) -> None:
-    """A flag for the value that is not the default, and for each that is no bool."""
-    others = [value for value in one.choices if not isinstance(value, bool)]
-    for value in [not one.default, *others]:
+def _add_switches(parser: Any, one: Option, text: str, common: Mapping[str, Any]) -> None:
+    for flag, value in switches_of(one).items():
         parser.add_argument(
-            flag if isinstance(value, bool) else f"{flag}-{value}",
+            flag,
             action="store_const",
             const=value,
             help=_shown(text or one.flag_help.get(value, one.help)),

@@ -8,17 +8,62 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import add_flags, given_options
+from absorbed_mla.serving.option_schema import Options, documented, option
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Seconds after which a thread gets its turn. The model's thread gives it away several times a step,
 # to write to and read from pipes; while the other one sends the tokens of a hundred streams, it
 # would have it back too late for the next step by Python's 0.005.
 _SWITCH_INTERVAL = 0.0005
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """Options of the server beside those of ``LLM``.
+
+    Raises:
+        ValueError: On construction, naming the option, what it got and what it accepts.
+    """
+
+    tokenizer: str | None = option(None, unset="the model's own", help="folder, or 'bytes'")
+    served_model_name: str | None = option(
+        None,
+        metavar="NAME",
+        unset="the folder's name",
+        help="of the model, for clients",
+    )
+    host: str = option(
+        "127.0.0.1", help="address to listen on; 127.0.0.1: this machine only, 0.0.0.0: all"
+    )
+    port: int = option(8000, least=0, most=2**16 - 1, help="0: any that is free")
+    api_key: str | None = option(
+        None, metavar="KEY", unset=f"${_API_KEY}, if set", help="that clients must send"
+    )
+    access_log: bool = option(
+        True,
+        help="a line is written for each request",
+        flag="--no-access-log",
+        flag_help={False: "write no line for each request"},
+    )
+
+    @property
+    def key(self) -> str | None:
+        """The key that clients must send.
+
+        Raises:
+            ValueError: If it is empty.
+        """
+        key = self.api_key if self.api_key is not None else os.environ.get(_API_KEY)
+        if key is not None and not key.strip():
+            raise ValueError(f"--api-key (or ${_API_KEY}) must not be empty")
+        return key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         options = LLMOptions(**given_options(args, LLMOptions))
-        key = _api_key(args)
-        return _serve(args, options, key)
+        server = ServerOptions(**given_options(args, ServerOptions))
+        return _serve(args.model, options, server, server.key)
     except ValueError as error:
         print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
         return 2
@@ -49,43 +94,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", type=Path, help="folder with a checkpoint: Hugging Face's, Megatron's or absorbed"
     )
-    parser.add_argument("--tokenizer", help="folder, or 'bytes' (default: the model's own)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name")
-    network = parser.add_argument_group("network")
-    network.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 is all (default: this machine only)",
-    )
-    network.add_argument(
-        "--port", type=int, default=8000, help="default: 8000; 0: any that is free"
-    )
-    network.add_argument(
-        "--api-key", metavar="KEY", help=f"that clients must send (default: ${_API_KEY}, if set)"
-    )
-    network.add_argument(
-        "--no-access-log",
-        dest="access_log",
-        action="store_false",
-        help="write no line for each request",
-    )
+    add_flags(parser.add_argument_group("server"), ServerOptions)
     add_flags(parser.add_argument_group("model"), LLMOptions)
     return parser
 
 
-def _api_key(args: argparse.Namespace) -> str | None:
-    """The key that clients must send.
-
-    Raises:
-        ValueError: If it is empty.
-    """
-    key = args.api_key if args.api_key is not None else os.environ.get(_API_KEY)
-    if key is not None and not key.strip():
-        raise ValueError(f"--api-key (or ${_API_KEY}) must not be empty")
-    return key
-
-
-def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -> int:
+def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | None) -> int:
     try:
         import prometheus_client  # noqa: F401
         import pydantic  # noqa: F401
@@ -102,8 +116,8 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
     from absorbed_mla.serving.server.metrics import Metrics
     from absorbed_mla.serving.server.service import Service
 
-    require_free(args.host, args.port)
-    name = args.served_model_name or args.model.resolve().name
+    require_free(own.host, own.port)
+    name = own.served_model_name or model.resolve().name
     metrics, died = Metrics(), []
 
     def on_death() -> None:
@@ -111,14 +125,14 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
         server.should_exit = True
 
     try:
-        llm = LLM(args.model, tokenizer=args.tokenizer, **vars(options))
+        llm = LLM(model, tokenizer=own.tokenizer, **vars(options))
     except EngineDeadError as error:
         print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
         return 1
     with llm:
         service = Service(llm, metrics, on_death)
         app = build_app(service, metrics, name, api_key)
-        server = HTTPServer(app, service, args.host, args.port, access_log=args.access_log)
+        server = HTTPServer(app, service, own.host, own.port, access_log=own.access_log)
         leave_out_what_is_there()
         sys.setswitchinterval(_SWITCH_INTERVAL)
         service.start()
