@@ -134,8 +134,7 @@ class EngineFields(CommonFields):
     num_cuda_graphs: int | None = option(
         None,
         unset="no graphs",
-        help="numbers of tokens for which steps are captured in CUDA graphs when the engine is "
-        "built",
+        help="sizes of steps that are captured in CUDA graphs when the engine is built",
         details="See ``scheduler/cuda_graphs.py``.",
     )
     prefill_graph_tokens: int = option(

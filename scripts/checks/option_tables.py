@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -20,72 +21,75 @@ from absorbed_mla.serving.server.cli import ServerOptions
 from benchmarks.kit.tables import markdown_table
 
 # What options without bounds accept, by type.
-_OF_KIND = {str: "text", Path: "a path", Mapping[str, object]: "names and values"}
-_WORDS = ["default", "accepts", "what it is", "needs"]
+_OF_KIND = {str: "text", Path: "a path", Mapping[str, object]: "fields"}
+_OR_AUTO = " or 'auto'"
+_HEAD = ["option", "default", "accepts", "what it is"]
 
 
 def llm_options(docs: Path) -> str:
     """Options of ``LLM``, with those flags that are not their names."""
-    lines = [
-        [_name_and_flags(one), *_cells(one), _needs(LLMOptions, name)]
-        for name, one in options_of(LLMOptions).items()
-    ]
-    head = ["option", *_WORDS]
-    return markdown_table(head, lines, head)
+    return _table(LLMOptions, options_of(LLMOptions), _other_flags)
 
 
 def engine_options(docs: Path) -> str:
     """Options that the engine has in another way than ``LLM``, and the names of the others."""
-    known = options_of(EngineFields)
     common = options_of(CommonFields)
-    lines = [
-        [f"`{name}`", *_cells(one), _needs(EngineFields, name)]
-        for name, one in known.items()
-        if name not in common
-    ]
-    head = ["option", *_WORDS]
+    own = [name for name in options_of(EngineFields) if name not in common]
     same = ", ".join(f"`{name}`" for name in common)
-    return f"{markdown_table(head, lines, head)}\n\nAs of `LLM`: {same}."
+    return f"{_table(EngineFields, own)}\n\nAs of `LLM`: {same}."
 
 
 def server_flags(docs: Path) -> str:
     """Flags of the server beside those of ``LLM``."""
     lines = []
     for one in options_of(ServerOptions).values():
-        default, accepted, text = _cells(one)
-        for flag, value in switches_of(one).items() if bool in one.kinds else ():
-            lines.append([f"`{flag}`", "off", "-", one.flag_help.get(value, one.help)])
         if bool not in one.kinds:
-            lines.append([f"`{flag_of(one)}`", default, accepted, text])
-    head = ["flag", *_WORDS[:-1]]
-    return markdown_table(head, lines, head)
+            lines.append([f"`{flag_of(one)}`", *_cells(ServerOptions, one)])
+            continue
+        for flag, value in switches_of(one).items():
+            lines.append([f"`{flag}`", "off", "", one.flag_help.get(value, one.help)])
+    return markdown_table(["flag", *_HEAD[1:]], lines, ["flag", *_HEAD])
 
 
 def sampling_parameters(docs: Path) -> str:
     """Parameters of a request, in Python and in JSON."""
-    lines = [[f"`{name}`", *_cells(one)] for name, one in options_of(SamplingParams).items()]
-    head = ["parameter", *_WORDS[:-1]]
-    return markdown_table(head, lines, head)
+    return _table(SamplingParams, options_of(SamplingParams))
 
 
-def _name_and_flags(one: Option) -> str:
+def _table(
+    cls: type, names: Iterable[str], besides: Callable[[Option], str] = lambda one: ""
+) -> str:
+    """A line for each option, with what stands besides its name."""
+    known = options_of(cls)
+    lines = [[f"`{name}`{besides(known[name])}", *_cells(cls, known[name])] for name in names]
+    return markdown_table(_HEAD, lines, _HEAD)
+
+
+def _other_flags(one: Option) -> str:
+    """Flags that are not the option's name."""
     flags = switches_of(one) if bool in one.kinds else [flag_of(one)]
     others = [f"`{flag}`" for flag in flags if flag != "--" + one.name.replace("_", "-")]
-    return f"`{one.name}`" + (f" ({', '.join(others)})" if others else "")
+    return f" ({', '.join(others)})" if others else ""
 
 
-def _cells(one: Option) -> list[str]:
-    """Default, what it accepts, and what it is."""
+def _cells(cls: type, one: Option) -> list[str]:
+    """Default, what an option accepts, and what it is and needs."""
     default = one.unset if one.default is None else f"`{one.default}`"
     if one.default is REQUIRED:
         default = "-"
-    accepted = one.words.removeprefix("one of ") or _OF_KIND[one.kinds[-1]]
-    return [text.replace("``", "`") for text in (default, accepted, one.help)]
+    needed = (needed_words(cls, *other) for other in needs_of(cls, one.name).items())
+    # It gives way, whatever is asked for.
+    needs = ", ".join(f"`{text.removesuffix(_OR_AUTO)}`" for text in needed)
+    text = f"{one.help}; needs {needs}" if needs else one.help
+    return [cell.replace("``", "`") for cell in (default, _accepted(one), text)]
 
 
-def _needs(cls: type, name: str) -> str:
-    needed = (needed_words(cls, *one) for one in needs_of(cls, name).items())
-    return ", ".join(f"`{text}`" for text in needed)
+def _accepted(one: Option) -> str:
+    """What an option accepts, in as few words as its default and type leave unsaid."""
+    if one.kinds == (bool,):
+        return ""
+    words = one.words.removeprefix("one of ") or _OF_KIND[one.kinds[-1]]
+    return re.sub("^an integer (of |(?=from))|, or None", "", words)
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
