@@ -18,7 +18,7 @@ from absorbed_mla.inference.decode_context_parallel.support import require_share
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.option_schema import options_of
-from absorbed_mla.serving.options import LLMFields
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, indexers
 
 
@@ -151,7 +151,7 @@ def require_divided(model: GPTModel, options: EngineOptions) -> None:
     """
     if exchange_of(model) is None:
         return
-    for name, accepted in options_of(LLMFields)["data_parallel_attention"].needs.items():
+    for name, accepted in options_of(ModelFields)["data_parallel_attention"].needs.items():
         got = getattr(options, name, accepted[0])
         if got not in accepted:
             raise ValueError(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from absorbed_mla.serving.option_schema import Option, options_of
 
 # Of a value on the command line, and what stands for it in --help.
-_PARSED: dict[Any, tuple[type, str]] = {int: (int, "N"), float: (float, "X")}
+_PARSED: dict[Any, tuple[type, str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    Path: (str, "FOLDER"),
+}
 
 
 def add_flags(
@@ -27,7 +32,7 @@ def add_flags(
 
     Args:
         parser: Anything with ``add_argument``.
-        cls: Class of :class:`~absorbed_mla.serving.option_schema.Options`.
+        cls: Class of :class:`~absorbed_mla.serving.option_checks.Options`.
         names: Of the options; None: all.
         flags: Option -> its flag, if the program calls it otherwise.
         defaults: Option -> its default, if the program has another.
@@ -86,14 +91,14 @@ def _add_switches(parser: Any, one: Option, text: str, common: Mapping[str, Any]
 
 
 def _add_value(parser: Any, one: Option, flag: str, text: str, common: Mapping[str, Any]) -> None:
-    kind, metavar = _PARSED.get(one.kinds[0], (str, None))
+    kind, metavar = _PARSED.get(one.kinds[-1], (str, None))
     text = text or one.help
     known = one.unset if common["default"] is None else common["default"]
     parser.add_argument(
         flag,
         type=kind,
         choices=one.choices or None,
-        metavar=None if one.choices else one.metavar or metavar,
+        metavar=None if one.choices else metavar,
         help=_shown(text if "(default: " in text else f"{text} (default: {known})"),
         **common,
     )

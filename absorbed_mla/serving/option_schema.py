@@ -5,29 +5,31 @@
     class Sizes(Options):
         '''Sizes of a cache.'''
 
-        cache_tokens: int | None = option(None, least=64, unset="what fits", help="tokens it holds")
+        cache_tokens: int | None = option(None, least=64, unset="what fits")
+        '''Tokens that it holds. More is said in further sentences.'''
 
-Such an entry is the only place that knows the option. Checks of values and the documentation of
-the class are derived here, flags of command lines in ``option_flags.py``, JSON in
+Such an entry is the only place that knows the option. The documentation of the class is derived
+here, checks in ``option_checks.py``, flags of command lines in ``option_flags.py``, JSON in
 ``server/protocol.py``, and tables of the documentation in ``scripts/checks/option_tables.py``.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
 import math
+import re
+import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 _KEY = "option"
-# Of an option that asks for nothing, or gives way to others.
-_NOT_IN_USE = (None, False, "auto")
 
 
 class _Given:
@@ -40,11 +42,9 @@ REQUIRED = _Given()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option of a class of :class:`Options`.
+    """One option of a dataclass.
 
     Attributes:
-        help: What it is, in a phrase without a full stop, for ``--help`` and tables.
-        details: Further sentences, for the documentation of the class.
         unset: In words, what None means where it is the default.
         least: Smallest number.
         above: The number must be greater than this.
@@ -57,17 +57,14 @@ class Option:
         needs: Other option -> its values that go with this one in use; :data:`GIVEN` is any but
             None. Options that a class lacks do not count, so that two classes may share an entry.
         of_engine: The engine's option that gets this one of ``LLM``, if it has another name.
-        builds_model: Whether it decides how a model is read and built, so that a live model has it.
         flag: On command lines, if not ``--`` and the name.
-        metavar: Of the flag's value; ``""`` for one by its type.
         flag_help: Of the flag, by the value that it gives, where ``help`` does not fit.
         name: Of the field, like what follows.
         annotation: Its type.
         default: Its default; :data:`REQUIRED` for one that must be given.
+        text: Its docstring.
     """
 
-    help: str
-    details: str = ""
     unset: str = ""
     least: float | None = None
     above: float | None = None
@@ -79,13 +76,18 @@ class Option:
     note: str = ""
     needs: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     of_engine: str = ""
-    builds_model: bool = False
     flag: str = ""
-    metavar: str = ""
     flag_help: Mapping[Any, str] = dataclasses.field(default_factory=dict)
     name: str = ""
     annotation: Any = None
     default: Any = REQUIRED
+    text: str = ""
+
+    @functools.cached_property
+    def help(self) -> str:
+        """The first sentence about it, as a phrase."""
+        first = re.split(r"\.(?:\s|$)", self.text, maxsplit=1)[0]
+        return first[:1].lower() + first[1:] if first[1:2].islower() else first
 
     @functools.cached_property
     def kinds(self) -> tuple[Any, ...]:
@@ -107,12 +109,11 @@ class Option:
     @functools.cached_property
     def words(self) -> str:
         """What it accepts; ``""`` if that is anything of its type."""
-        found = self.accepted or self._words_of_values() or self._words_of_bounds()
+        found = self.accepted or self._words_of_bounds()
+        if self.values:
+            found = f"one of {', '.join(map(str, self.values))}"
         others = [*self.also, *([None] if self.optional else [])]
         return ", or ".join(map(str, [found, *others])) + self.note if found else ""
-
-    def _words_of_values(self) -> str:
-        return f"one of {', '.join(map(str, self.values))}" if self.values else ""
 
     def _words_of_bounds(self) -> str:
         low = "" if self.least is None else f"at least {self.least}"
@@ -153,7 +154,7 @@ class Option:
 
 
 def option(default: Any = REQUIRED, **entry: Any) -> Any:
-    """The field of an option.
+    """The field of an option; its docstring follows it.
 
     Args:
         default: Its default, if it need not be given.
@@ -167,7 +168,7 @@ def like(cls: type, name: str, **changes: Any) -> Any:
 
     Args:
         cls: Class of the engine's option.
-        name: Of the engine's option.
+        name: Of the engine's option, whose docstring holds unless another one follows.
         changes: Attributes of :class:`Option` that differ.
     """
     other = options_of(cls)[name]
@@ -176,120 +177,62 @@ def like(cls: type, name: str, **changes: Any) -> Any:
 
 
 def _field(default: Any, entry: Option) -> Any:
+    metadata = {_KEY: entry}
     if default is REQUIRED:
-        return dataclasses.field(metadata={_KEY: entry})
+        return dataclasses.field(metadata=metadata)
     if isinstance(default, Mapping):
         return dataclasses.field(
-            default_factory=functools.partial(dict, default), metadata={_KEY: entry}
+            default_factory=functools.partial(dict, default), metadata=metadata
         )
-    return dataclasses.field(default=default, metadata={_KEY: entry})
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache
 def options_of(cls: type) -> Mapping[str, Option]:
-    """Options of a class by name, its own before those of its bases."""
-    hints = typing.get_type_hints(cls)
-    owners = [inspect.get_annotations(one) for one in cls.__mro__]
+    """Options of a dataclass by name, its own before those of its bases."""
+    hints, texts = typing.get_type_hints(cls), {}
+    for owner in reversed(cls.__mro__[:-1]):
+        texts |= _docstrings(owner.__module__).get(owner.__name__, {})
     fields = {field.name: field for field in dataclasses.fields(cls) if _KEY in field.metadata}
-    order = dict.fromkeys(name for names in owners for name in names if name in fields)
+    order = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     found = {}
-    for name in order:
+    for name in dict.fromkeys(name for name in order if name in fields):
         field = fields[name]
         default = REQUIRED if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found[name] = dataclasses.replace(
-            field.metadata[_KEY], name=name, annotation=hints[name], default=default
-        )
+        known = {"name": name, "annotation": hints[name], "default": default}
+        known |= {"text": texts[name]} if name in texts else {}
+        found[name] = dataclasses.replace(field.metadata[_KEY], **known)
     return types.MappingProxyType(found)
 
 
-class Options:
-    """Base of dataclasses of options; checks them on construction."""
-
-    def __post_init__(self) -> None:
-        require_accepted(self)
-        require_needs(self)
-
-
-def require_accepted(options: Any) -> None:
-    """Check each option by itself.
-
-    Raises:
-        ValueError: Naming the option, what it got and what it accepts.
-    """
-    for name, one in options_of(type(options)).items():
-        value = getattr(options, name)
-        if value is not one.default and not one.accepts(value):
-            raise ValueError(f"{name} must be {one.words}, got {value!r}")
-
-
-def require_needs(options: Any) -> None:
-    """Check that the options in use go with the others.
-
-    Raises:
-        ValueError: Naming the two options, what the second one must be and what it is.
-    """
-    for name in names_with_needs(type(options)):
-        if in_use(options, name):
-            for other, accepted in unmet_needs(options, name):
-                needed = needed_words(type(options), other, accepted)
-                raise ValueError(f"{name} needs {needed}, got {getattr(options, other)!r}")
-
-
-def in_use(options: Any, name: str) -> bool:
-    """Whether an option asks for something: it is not None, False, 0 or ``"auto"``."""
-    return getattr(options, name) not in _NOT_IN_USE
-
-
-def unmet_needs(options: Any, name: str) -> Iterator[tuple[str, tuple]]:
-    """The other options that do not go with ``name`` in use, and the values that would."""
-    cls = type(options)
-    for other, accepted in needs_of(cls, name).items():
-        if not _goes_with(accepted, getattr(options, other)):
-            yield other, accepted
-
-
-def excluding(options: Any, name: str, value: Any) -> Iterator[str]:
-    """The options in use that do not go with another one, ``name``, if it has a value."""
-    for own in names_with_needs(type(options)):
-        accepted = needs_of(type(options), own).get(name)
-        if accepted is not None and in_use(options, own) and not _goes_with(accepted, value):
-            yield own
-
-
-def _goes_with(accepted: tuple, value: Any) -> bool:
-    # What adapts goes with everything.
-    return value == "auto" or value in accepted or (GIVEN in accepted and value is not None)
-
-
 @functools.cache
-def names_with_needs(cls: type) -> tuple[str, ...]:
-    """The options that need something of others."""
-    return tuple(name for name in options_of(cls) if needs_of(cls, name))
-
-
-@functools.cache
-def needs_of(cls: type, name: str) -> Mapping[str, tuple]:
-    """What an option needs of others, by their names in ``cls``."""
-    known = options_of(cls)
-    names = {one.of_engine or own: own for own, one in known.items()} | {own: own for own in known}
-    return {names[other]: v for other, v in known[name].needs.items() if other in names}
-
-
-def needed_words(cls: type, name: str, accepted: tuple) -> str:
-    """``"form='absorbed' or 'auto'"``: an option and the values that another one needs."""
-    if GIVEN in accepted:
-        return name
-    automatic = ("auto",) if "auto" in options_of(cls)[name].choices else ()
-    return f"{name}={' or '.join(map(repr, (*accepted, *automatic)))}"
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Docstrings of fields, each behind its field, by class and name; none without a source."""
+    found: dict[str, dict[str, str]] = {}
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return found
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        texts = found.setdefault(cls.name, {})
+        for field, after in zip(cls.body, cls.body[1:]):
+            match field, after:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return found
 
 
 def documented(cls: _Class) -> _Class:
-    """Adds an ``Attributes`` section of all its options to a class's docstring."""
+    """Adds the docstrings of all its options to a class's, as ``Attributes``."""
     lines = [(cls.__doc__ or "").rstrip(), "", "    Attributes:"]
     for name, one in options_of(cls).items():
-        text = f"{name}: {one.help[0].upper()}{one.help[1:]}. {one.details}".rstrip()
-        lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        lines += textwrap.wrap(
+            f"{name}: {one.text}", 100, initial_indent=" " * 8, subsequent_indent=" " * 12
+        )
     cls.__doc__ = "\n".join(lines) + "\n"
     return cls

@@ -10,6 +10,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import add_flags, given_options
 from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
@@ -42,8 +43,8 @@ sizes such as --num-layers."""
 _NOT_TAKEN = {"gpu_memory_utilization", "prompt_logprobs", "num_speculative_tokens"}
 _LLM = [
     name
-    for name, one in options_of(LLMOptions).items()
-    if not (one.builds_model or name in _NOT_TAKEN)
+    for name in options_of(LLMOptions)
+    if name not in options_of(ModelFields) and name not in _NOT_TAKEN
 ]
 _SAMPLING = ["max_tokens", "temperature", "top_k", "top_p", "ignore_eos"]
 

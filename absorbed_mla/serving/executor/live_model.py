@@ -10,6 +10,7 @@ from absorbed_mla.serving.executor.local import LocalRunner
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import Replicas, require_layout, require_shared_cache
 from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.scheduler import cuda_graphs
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer, open_tokenizer
 
@@ -27,8 +28,7 @@ def runner_of(
     Raises:
         ValueError: If the model cannot generate, or an option is not for it.
     """
-    known = options_of(LLMOptions)
-    built = sorted(name for name in options if name in known and known[name].builds_model)
+    built = sorted(set(options_of(ModelFields)) & set(options))
     if built:
         raise ValueError(f"from_model has no option {', '.join(built)}: the model has it already")
     given = LLMOptions.of(options)

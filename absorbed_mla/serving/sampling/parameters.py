@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from absorbed_mla.serving.option_schema import Options, documented, option
+from absorbed_mla.serving.option_checks import Options
+from absorbed_mla.serving.option_schema import documented, option
 
 # Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 # Megatron's termination_id for a request that no token ends.
 _NO_STOP_TOKEN = -1
 _MOST_TOP_LOG_PROBS = 100
+
+
+def _are_texts(texts: Sequence[Any]) -> bool:
+    return all(isinstance(text, str) and text for text in texts)
 
 
 def _are_token_ids(tokens: Sequence[Any]) -> bool:
@@ -37,95 +42,54 @@ class SamplingParams(Options):
         ValueError: On construction, naming the field, what it got and what it accepts.
     """
 
-    max_tokens: int | None = option(
-        16, least=1, help="most tokens to generate; None: as many as fit the context and the cache"
-    )
-    min_tokens: int = option(
-        0, least=0, help="no token that stops the request is drawn before this many others"
-    )
-    temperature: float = option(
-        1.0, least=0, note=" (0 is greedy)", help="divides the logits; 0: the most likely token"
-    )
-    top_k: int = option(
-        0,
-        least=1,
-        also=(0, -1),
-        note=" for all tokens",
-        help="sample from so many of the most likely tokens; 0: from all",
-    )
-    top_p: float = option(
-        1.0,
-        above=0,
-        most=1,
-        help="sample from the most likely tokens that together have this probability",
-    )
-    min_p: float = option(
-        0.0,
-        least=0,
-        most=1,
-        help="sample from tokens with at least this share of the most likely one's probability",
-    )
-    repetition_penalty: float = option(
-        1.0,
-        # Beyond, logits overflow.
-        least=1e-3,
-        most=1000,
-        note=" (1 is none)",
-        help="positive logits of tokens in the prompt or the output are divided by this, negative "
-        "ones multiplied",
-        details="Keskar et al., arXiv:1909.05858.",
-    )
-    presence_penalty: float = option(
-        0.0, least=-2, most=2, help="subtracted from the logits of tokens in the output"
-    )
-    frequency_penalty: float = option(
-        0.0, least=-2, most=2, help="subtracted from them as often as they are in the output"
-    )
-    n: int = option(1, least=1, help="number of outputs, each drawn with a seed of its own")
+    max_tokens: int | None = option(16, least=1)
+    """Most tokens to generate; None: as many as fit the context and the cache."""
+    min_tokens: int = option(0, least=0)
+    """No token that stops the request is drawn before this many others."""
+    temperature: float = option(1.0, least=0, note=" (0 is greedy)")
+    """Divides the logits; 0: the most likely token."""
+    top_k: int = option(0, least=1, also=(0, -1), note=" for all tokens")
+    """Sample from so many of the most likely tokens; 0: from all."""
+    top_p: float = option(1.0, above=0, most=1)
+    """Sample from the most likely tokens that together have this probability."""
+    min_p: float = option(0.0, least=0, most=1)
+    """Sample from tokens with at least this share of the most likely one's probability."""
+    # Beyond these bounds, logits overflow.
+    repetition_penalty: float = option(1.0, least=1e-3, most=1000, note=" (1 is none)")
+    """Positive logits of tokens in the prompt or the output are divided by this, negative ones
+    multiplied. Keskar et al., arXiv:1909.05858."""
+    presence_penalty: float = option(0.0, least=-2, most=2)
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = option(0.0, least=-2, most=2)
+    """Subtracted from the logits of tokens as often as they are in the output."""
+    n: int = option(1, least=1)
+    """Number of outputs, each drawn with a seed of its own."""
     seed: int | None = option(
         None,
         least=-(2**63),
         most=2**63 - 1,
         accepted="an integer of 64 bits",
-        unset="from the engine's seed and the request's number",
-        help="of the request",
+        unset="of the engine's seed and the request's number",
     )
+    """Of the random numbers that draw its tokens."""
     stop: str | Sequence[str] = option(
-        (),
-        valid=lambda texts: all(isinstance(text, str) and text for text in texts),
-        accepted="a string or several, none of them empty",
-        help="strings that end the request as soon as they are in its text",
+        (), valid=_are_texts, accepted="a string or several, none of them empty"
     )
-    stop_token_ids: Sequence[int] = option(
-        (),
-        valid=_are_token_ids,
-        accepted="token ids",
-        help="tokens that end the request, besides the model's end token",
-    )
-    ignore_eos: bool = option(False, help="the model's end token does not end the request")
-    logprobs: int | None = option(
-        None,
-        least=0,
-        most=_MOST_TOP_LOG_PROBS,
-        unset="none",
-        help="log-probabilities of each token generated and of so many most likely ones",
-        details="Before penalties, temperature and filters.",
-    )
-    prompt_logprobs: int | None = option(
-        None,
-        least=0,
-        most=_MOST_TOP_LOG_PROBS,
-        unset="none",
-        help="the same for the tokens of the prompt",
-        details="Needs an engine with ``prompt_logprobs`` and computes the whole prompt, whatever "
-        "is cached.",
-    )
-    include_stop_str_in_output: bool = option(
-        False, help="the text includes the string of ``stop`` that ended it"
-    )
-    skip_special_tokens: bool = option(
-        True, help="the text leaves out the tokenizer's special tokens"
-    )
+    """Strings that end the request as soon as they are in its text."""
+    stop_token_ids: Sequence[int] = option((), valid=_are_token_ids, accepted="token ids")
+    """Tokens that end the request, besides the model's end token."""
+    ignore_eos: bool = option(False)
+    """The model's end token does not end the request."""
+    logprobs: int | None = option(None, least=0, most=_MOST_TOP_LOG_PROBS, unset="none")
+    """Log-probabilities of each token generated and of so many most likely ones. Before penalties,
+    temperature and filters."""
+    prompt_logprobs: int | None = option(None, least=0, most=_MOST_TOP_LOG_PROBS, unset="none")
+    """The same for the tokens of the prompt. Needs an engine with ``prompt_logprobs`` and computes
+    the whole prompt, whatever is cached."""
+    include_stop_str_in_output: bool = option(False)
+    """The text includes the string of ``stop`` that ended it."""
+    skip_special_tokens: bool = option(True)
+    """The text leaves out the tokenizer's special tokens."""
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()

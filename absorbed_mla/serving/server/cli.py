@@ -13,8 +13,9 @@ from pathlib import Path
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_checks import Options
 from absorbed_mla.serving.option_flags import add_flags, given_options
-from absorbed_mla.serving.option_schema import Options, documented, option
+from absorbed_mla.serving.option_schema import documented, option
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Seconds after which a thread gets its turn. The model's thread gives it away several times a step,
@@ -32,26 +33,20 @@ class ServerOptions(Options):
         ValueError: On construction, naming the option, what it got and what it accepts.
     """
 
-    tokenizer: str | None = option(None, unset="the model's own", help="folder, or 'bytes'")
-    served_model_name: str | None = option(
-        None,
-        metavar="NAME",
-        unset="the folder's name",
-        help="of the model, for clients",
-    )
-    host: str = option(
-        "127.0.0.1", help="address to listen on; 127.0.0.1: this machine only, 0.0.0.0: all"
-    )
-    port: int = option(8000, least=0, most=2**16 - 1, help="0: any that is free")
-    api_key: str | None = option(
-        None, metavar="KEY", unset=f"${_API_KEY}, if set", help="that clients must send"
-    )
+    tokenizer: str | None = option(None, unset="the model's own")
+    """Folder, or 'bytes'."""
+    served_model_name: str | None = option(None, unset="the folder's name")
+    """Of the model, for clients."""
+    host: str = option("127.0.0.1")
+    """Address to listen on; 127.0.0.1: this machine only, 0.0.0.0: all."""
+    port: int = option(8000, least=0, most=2**16 - 1)
+    """Port to listen on; 0: any that is free."""
+    api_key: str | None = option(None, unset=f"${_API_KEY}, if set")
+    """Key that clients must send."""
     access_log: bool = option(
-        True,
-        help="a line is written for each request",
-        flag="--no-access-log",
-        flag_help={False: "write no line for each request"},
+        True, flag="--no-access-log", flag_help={False: "write no line for each request"}
     )
+    """A line is written for each request."""
 
     @property
     def key(self) -> str | None:

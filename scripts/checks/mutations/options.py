@@ -6,13 +6,13 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "bounds_of_options_are_not_checked": Mutation(
-        "absorbed_mla/serving/option_schema.py", "not one.accepts(value)", "False"
+        "absorbed_mla/serving/option_checks.py", "not one.accepts(value)", "False"
     ),
     "needs_of_options_are_not_checked": Mutation(
-        "absorbed_mla/serving/option_schema.py", "if in_use(options, name):", "if False:"
+        "absorbed_mla/serving/option_checks.py", "if in_use(options, name):", "if False:"
     ),
     "needs_by_the_engines_names_only": Mutation(
-        "absorbed_mla/serving/option_schema.py", "{one.of_engine or own: own for", "{own: own for"
+        "absorbed_mla/serving/option_checks.py", "{one.of_engine or own: own for", "{own: own for"
     ),
     "infinity_is_a_number": Mutation(
         "absorbed_mla/serving/option_schema.py", " and abs(value) < math.inf", ""

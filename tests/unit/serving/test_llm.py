@@ -438,7 +438,7 @@ def test_prefixes_outlive_the_cache(tmp_path):
             {"num_speculative_tokens": 1},
             "num_speculative_tokens 1 needs a model with a multi-token",
         ),
-        ({"max_num_seq": 3}, "LLM has no option max_num_seq; it has tensor_parallel_size"),
+        ({"max_num_seq": 3}, "LLM has no option max_num_seq; it has max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
         ({"cache_tokens": 5}, "cache_tokens must be an integer of at least 64, or None, got 5"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),

@@ -19,18 +19,9 @@ import pytest
 
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_checks import Options, excluding, needs_of
 from absorbed_mla.serving.option_flags import add_flags, given_options, switches_of
-from absorbed_mla.serving.option_schema import (
-    GIVEN,
-    REQUIRED,
-    Options,
-    documented,
-    excluding,
-    like,
-    needs_of,
-    option,
-    options_of,
-)
+from absorbed_mla.serving.option_schema import GIVEN, REQUIRED, documented, like, option, options_of
 from absorbed_mla.serving.options import CommonFields, EngineFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.cli import ServerOptions
@@ -45,17 +36,15 @@ ADDED = [
         "absorbed_mla/serving/options.py",
         '    """Options that ``LLM`` and its engine have under one name."""\n',
         """
-    page_colour: int = option(
-        7, least=3, most=9, needs={"parity": (False,)}, help="of the cache's pages"
-    )
+    page_colour: int = option(7, least=3, most=9, needs={"parity": (False,)})
+    '''Of the cache's pages. They are many.'''
 """,
     ),
     (
         "absorbed_mla/serving/sampling/parameters.py",
         "    ignore_eos: bool = option(",
-        """    boredom: float | None = option(
-        None, least=0, most=2, unset="none", help="of the model"
-    )
+        """    boredom: float | None = option(None, least=0, most=2, unset="none")
+    '''Of the model.'''
 """,
     ),
 ]
@@ -87,7 +76,7 @@ with pytest.raises(ValueError, match="page_colour needs parity=False, got True")
     LLM("x", page_colour=4, parity=True)
 given = LLMOptions(page_colour=5)
 assert given.engine_options(64, None, None).page_colour == 5
-assert "page_colour: Of the cache's pages." in LLMOptions.__doc__
+assert "page_colour: Of the cache's pages. They are many." in LLMOptions.__doc__
 assert "page_colour" in EngineOptions.__doc__
 
 
@@ -197,15 +186,18 @@ class TestDeclarations:
 class Low(Options):
     """Low ones."""
 
-    tokens: int | None = option(None, least=2, also=(0,), unset="all", help="how many")
-    caching: bool = option(True, flag="--no-caching", flag_help={False: "no cache"}, help="cache")
-    graphs: int | None = option(None, unset="none", help="how many graphs")
+    tokens: int | None = option(None, least=2, also=(0,), unset="all")
+    """How many, of 1.5 kinds; or so. It may span
+    lines."""
+    caching: bool = option(True, flag="--no-caching", flag_help={False: "no cache"})
+    """Cache."""
+    graphs: int | None = option(None, unset="none")
+    """MTP graphs."""
     whole: bool = option(
-        False,
-        needs={"caching": (True,), "graphs": (GIVEN,), "mode": ("a",), "other": (1,)},
-        help="as a whole, 100 % of it",
+        False, needs={"caching": (True,), "graphs": (GIVEN,), "mode": ("a",), "other": (1,)}
     )
-    extra: Mapping[str, object] = option({}, help="further ones")
+    """As a whole, 100 % of it."""
+    extra: Mapping[str, object] = option({})
 
 
 @documented
@@ -213,15 +205,16 @@ class Low(Options):
 class High(Options):
     """High ones."""
 
-    share: float = option(
-        0.5, above=0, most=1, note=" (1 is all)", help="how much", details="More."
-    )
-    mode: str = option("auto", choices=("auto", "a", "b"), help="which one")
-    sharing: bool | str = option(False, choices=(False, True, "auto"), help="sharing")
+    share: float = option(0.5, above=0, most=1, note=" (1 is all)")
+    """How much. More."""
+    mode: str = option("auto", choices=("auto", "a", "b"))
+    """Which one."""
+    sharing: bool | str = option(False, choices=(False, True, "auto"))
     enable_caching: bool = like(Low, "caching")
     graphs: int | None = like(Low, "graphs", default=4)
+    """Graphs of its own."""
     whole: bool = like(Low, "whole")
-    number: int = option(least=0, most=9, help="a number")
+    number: int = option(least=0, most=9)
 
 
 class TestSchema:
@@ -260,7 +253,7 @@ class TestSchema:
     def test_infinity_is_no_number(self):
         @dataclass(frozen=True, kw_only=True)
         class Heat(Options):
-            heat: float = option(1.0, least=0, help="divides")
+            heat: float = option(1.0, least=0)
 
         for heat in (float("inf"), float("-inf")):
             with pytest.raises(ValueError, match="heat must be at least 0, got"):
@@ -299,9 +292,14 @@ class TestSchema:
         assert not [*excluding(dataclasses.replace(options, whole=False), "mode", "b")]
 
     def test_documentation(self):
-        assert (
-            "Attributes:\n        share: How much. More.\n        mode: Which one." in High.__doc__
-        )
+        """A docstring behind a field; of an option like another's, that one's or its own."""
+        low, high = options_of(Low), options_of(High)
+        assert low["tokens"].text == "How many, of 1.5 kinds; or so. It may span lines."
+        assert low["tokens"].help == "how many, of 1.5 kinds; or so"
+        assert low["graphs"].help == "MTP graphs" and low["extra"].help == ""
+        assert (high["enable_caching"].help, high["graphs"].help) == ("cache", "graphs of its own")
+        lines = "Attributes:\n        share: How much. More.\n        mode: Which one.\n"
+        assert lines in High.__doc__
 
     def test_own_options_come_first(self):
         assert next(iter(options_of(EngineFields))) == "max_sequence_length"
