@@ -37,8 +37,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser,
         SamplingParams,
         ["max_tokens", "temperature"],
-        defaults={"max_tokens": 256, "temperature": 0.7},
-        helps={"max_tokens": "of an answer"},
+        max_tokens={"default": 256, "help": "of an answer"},
+        temperature={"default": 0.7},
     )
     return parser.parse_args(argv)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.inference.config import (
@@ -21,13 +21,15 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, block_bytes
 from absorbed_mla.serving.scheduler.cuda_graphs import engine_fields
 
-# With prefix_cache_dir: other policies leave no blocks to be written or read.
-_STORED_FIELDS = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
-# With host_cache_tokens, under which Megatron would move the blocks as well.
-_TIERED_FIELDS = {
-    "unified_memory_level": 0,
-    "kv_cache_management_mode": KVCacheManagementMode.PERSIST,
-    "async_sched_mode": AsyncScheduleMode.LEGACY,
+# Option -> fields of inference_config that go with it: Megatron would move the blocks as well, or
+# leave none to be stored.
+_CONFIG = {
+    "host_cache_tokens": {
+        "unified_memory_level": 0,
+        "kv_cache_management_mode": KVCacheManagementMode.PERSIST,
+        "async_sched_mode": AsyncScheduleMode.LEGACY,
+    },
+    "prefix_cache_dir": {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
 }
 
 
@@ -52,23 +54,17 @@ class EngineOptions(EngineFields):
                 f"prefill_graph_tokens must be from 0 to step_tokens {self.step_tokens}, got "
                 f"{self.prefill_graph_tokens}"
             )
-        if self.host_cache_tokens:
-            self._require_config("host_cache_tokens", _TIERED_FIELDS)
-        if self.prefix_cache_dir is not None:
-            self._require_config("prefix_cache_dir", _STORED_FIELDS)
-
-    def _require_config(self, option: str, fields: Mapping[str, object]) -> None:
-        """Refuse fields of ``inference_config`` that do not go with an option."""
-        for name, accepted in fields.items():
-            value = self.inference_config.get(name, accepted)
-            if value != accepted:
-                raise ValueError(
-                    f"{option} needs inference_config {name}={accepted!r}, got {value!r}"
-                )
+        for option, fields in _CONFIG.items():
+            for name, accepted in fields.items() if getattr(self, option) else ():
+                value = self.inference_config.get(name, accepted)
+                if value != accepted:
+                    raise ValueError(
+                        f"{option} needs inference_config {name}={accepted!r}, got {value!r}"
+                    )
 
     def not_with_prefill_graphs(self) -> str:
         """The field, with its value, that does not go with ``prefill_graph_tokens``, or ``""``."""
-        refused = (name for name, _ in unmet_needs(self, "prefill_graph_tokens"))
+        refused = unmet_needs(self, "prefill_graph_tokens")
         return next((f"{name}={getattr(self, name)}" for name in refused), "")
 
     @property
@@ -141,7 +137,7 @@ class EngineOptions(EngineFields):
             ),
         }
         if self.prefix_cache_dir is not None:
-            fields |= _STORED_FIELDS
+            fields |= _CONFIG["prefix_cache_dir"]
         return InferenceConfig(**{**fields, **self.inference_config})
 
     def why_not(

@@ -10,21 +10,15 @@ from typing import Any
 from absorbed_mla.serving.option_schema import Option, options_of
 
 # Of a value on the command line, and what stands for it in --help.
-_PARSED: dict[Any, tuple[type, str]] = {
-    int: (int, "N"),
-    float: (float, "X"),
-    Path: (str, "FOLDER"),
-}
+_PARSED: dict[Any, tuple[type, str]] = {int: (int, "N"), float: (float, "X"), Path: (str, "FOLDER")}
 
 
 def add_flags(
     parser: Any,
     cls: type,
     names: Iterable[str] | None = None,
-    *,
-    flags: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    helps: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] = {},
+    **changes: Mapping[str, Any],
 ) -> None:
     """Add the flags of options to a parser, or a group of one.
 
@@ -32,23 +26,33 @@ def add_flags(
 
     Args:
         parser: Anything with ``add_argument``.
-        cls: Class of :class:`~absorbed_mla.serving.option_checks.Options`.
+        cls: Dataclass of the options.
         names: Of the options; None: all.
         flags: Option -> its flag, if the program calls it otherwise.
-        defaults: Option -> its default, if the program has another.
-        helps: Option -> its help, if the program means something else.
+        changes: Option -> ``default`` and ``help``, if the program has others.
     """
     known = options_of(cls)
     for name in known if names is None else names:
-        one = known[name]
-        default = (defaults or {}).get(name, one.default)
-        text = (helps or {}).get(name, "")
+        one, change = known[name], changes.get(name, {})
+        default = change.get("default", one.default)
         common = {"dest": _attribute(name, flags), "default": default}
         if bool in one.kinds:
-            _add_switches(parser, one, text, common)
-        else:
-            flag = (flags or {}).get(name) or flag_of(one)
-            _add_value(parser, one, flag, text, common)
+            for flag, value in switches_of(one).items():
+                text = _shown(one.flag_help.get(value, one.help))
+                parser.add_argument(flag, action="store_const", const=value, help=text, **common)
+            continue
+        kind, metavar = _PARSED.get(one.kinds[-1], (str, None))
+        text = change.get("help", one.help)
+        if "(default: " not in text:
+            text += f" (default: {one.unset if default is None else default})"
+        parser.add_argument(
+            flags.get(name) or flag_of(one),
+            type=kind,
+            choices=one.choices or None,
+            metavar=None if one.choices else metavar,
+            help=_shown(text),
+            **common,
+        )
 
 
 def flag_of(one: Option) -> str:
@@ -67,41 +71,15 @@ def given_options(
     args: argparse.Namespace,
     cls: type,
     names: Iterable[str] | None = None,
-    *,
-    flags: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """The options that flags of :func:`add_flags`, with these arguments, have set."""
     own = options_of(cls) if names is None else names
     return {name: getattr(args, _attribute(name, flags)) for name in own}
 
 
-def _attribute(name: str, flags: Mapping[str, str] | None) -> str:
-    return (flags or {}).get(name, name).removeprefix("--").replace("-", "_")
-
-
-def _add_switches(parser: Any, one: Option, text: str, common: Mapping[str, Any]) -> None:
-    for flag, value in switches_of(one).items():
-        parser.add_argument(
-            flag,
-            action="store_const",
-            const=value,
-            help=_shown(text or one.flag_help.get(value, one.help)),
-            **common,
-        )
-
-
-def _add_value(parser: Any, one: Option, flag: str, text: str, common: Mapping[str, Any]) -> None:
-    kind, metavar = _PARSED.get(one.kinds[-1], (str, None))
-    text = text or one.help
-    known = one.unset if common["default"] is None else common["default"]
-    parser.add_argument(
-        flag,
-        type=kind,
-        choices=one.choices or None,
-        metavar=None if one.choices else metavar,
-        help=_shown(text if "(default: " in text else f"{text} (default: {known})"),
-        **common,
-    )
+def _attribute(name: str, flags: Mapping[str, str]) -> str:
+    return flags.get(name, name).removeprefix("--").replace("-", "_")
 
 
 def _shown(text: str) -> str:

@@ -30,14 +30,8 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 _KEY = "option"
-
-
-class _Given:
-    """Stands for any value, other than None, that is given."""
-
-
-GIVEN = _Given()
-REQUIRED = _Given()
+# Stand for any value but None that an option is given, and for the default of one that must be.
+GIVEN, REQUIRED = object(), object()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +40,7 @@ class Option:
 
     Attributes:
         unset: In words, what None means where it is the default.
-        least: Smallest number.
-        above: The number must be greater than this.
-        most: Largest number.
+        least, above, most: Bounds of a number; it is greater than ``above``.
         also: Values beyond these bounds.
         choices: All values, in place of bounds.
         valid: Whether a value is accepted, in place of bounds; ``accepted`` says it in words.
@@ -59,10 +51,7 @@ class Option:
         of_engine: The engine's option that gets this one of ``LLM``, if it has another name.
         flag: On command lines, if not ``--`` and the name.
         flag_help: Of the flag, by the value that it gives, where ``help`` does not fit.
-        name: Of the field, like what follows.
-        annotation: Its type.
-        default: Its default; :data:`REQUIRED` for one that must be given.
-        text: Its docstring.
+        name, annotation, default, text: Of the field; the text is its docstring.
     """
 
     unset: str = ""
@@ -109,48 +98,41 @@ class Option:
     @functools.cached_property
     def words(self) -> str:
         """What it accepts; ``""`` if that is anything of its type."""
-        found = self.accepted or self._words_of_bounds()
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most}
+        found = " and ".join(f"{word} {n}" for word, n in bounds.items() if n is not None)
+        if self.least is not None and self.most is not None:
+            found = f"from {self.least} to {self.most}"
+        if self.kinds == (int,):
+            found = f"an integer {'of ' if found.startswith('at') else ''}{found}".rstrip()
         if self.values:
             found = f"one of {', '.join(map(str, self.values))}"
+        found = self.accepted or found
         others = [*self.also, *([None] if self.optional else [])]
         return ", or ".join(map(str, [found, *others])) + self.note if found else ""
 
-    def _words_of_bounds(self) -> str:
-        low = "" if self.least is None else f"at least {self.least}"
-        low = low if self.above is None else f"above {self.above}"
-        high = "" if self.most is None else f"at most {self.most}"
-        found = " and ".join(filter(None, (low, high)))
-        both = self.least is not None and self.most is not None
-        if both:
-            found = f"from {self.least} to {self.most}"
-        if self.kinds != (int,):
-            return found
-        return f"an integer {'' if both or not found else 'of '}{found}".strip()
-
     def accepts(self, value: Any) -> bool:
         """Whether a value is of its type and within its bounds."""
-        if value is None and self.optional:
-            return True
         try:
-            return value in self.also or self._is_valid(value)
+            return (value is None and self.optional) or value in self.also or self._holds(value)
         except TypeError:
             return False
 
-    def _is_valid(self, value: Any) -> bool:
+    def _holds(self, value: Any) -> bool:
         if self.valid is not None:
             return self.valid(value)
         if self.values:
             return value in self.values
-        if self.kinds == (int,):
-            if not isinstance(value, int) or isinstance(value, bool):
-                return False
-        elif self.kinds != (float,):
+        if self.kinds not in ((int,), (float,)):
             return True
-        low = -math.inf if self.least is None else self.least
-        high = math.inf if self.most is None else self.most
-        # In this order NaN is refused, too.
-        above = self.above is None or value > self.above
-        return above and low <= value <= high and abs(value) < math.inf
+        if self.kinds == (int,) and (not isinstance(value, int) or isinstance(value, bool)):
+            return False
+        # So that NaN is refused, too.
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and abs(value) < math.inf
+        )
 
 
 def option(default: Any = REQUIRED, **entry: Any) -> Any:

@@ -17,10 +17,6 @@ from absorbed_mla.serving.option_checks import Options
 from absorbed_mla.serving.option_schema import GIVEN, like, option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cuda", "cpu")
-EXPERTS = ("auto", "grouped", "sequential")
-# Tokens of a block of the cache.
-_BLOCK = 64
 _ON_ONE_RANK = {"decode_context_parallel": (False,)}
 
 
@@ -28,14 +24,14 @@ _ON_ONE_RANK = {"decode_context_parallel": (False,)}
 class CommonFields(Options):
     """Options that ``LLM`` and its engine have under one name."""
 
-    cache_tokens: int | None = option(None, least=_BLOCK, unset="what fits")
+    cache_tokens: int | None = option(None, least=64, unset="what fits")
     """Tokens of all requests that the latent cache holds, in blocks of 64. With sparse attention it
     holds their index keys, too. A request that does not fit waits, and is prefilled again if it
     lost its blocks. None: in ``LLM`` what fits beside the model on a GPU, 65,536 on a CPU, and in
     both cases at most what all requests that run may need; in the engine as many as these need."""
     host_cache_tokens: int = option(
         0,
-        least=_BLOCK,
+        least=64,
         also=(0,),
         needs={"cuda_graphs": (False,), "num_cuda_graphs": (None,), "parity": (False,)}
         | _ON_ONE_RANK,
@@ -147,13 +143,13 @@ class ModelFields(Options):
     each process, which gets the requests that it has the least load for."""
     dtype: str = option("auto", choices=DTYPES)
     """Of weights and computation; auto: the checkpoint's."""
-    device: str = option("auto", choices=DEVICES)
+    device: str = option("auto", choices=("auto", "cuda", "cpu"))
     """Where the model runs; auto: on a GPU where there is one."""
     form: str = option("auto", choices=FORMS)
     """Of the attention: ``AbsorbedMLAOptions.form``."""
     latent_cache_dtype: str = option("model", choices=LATENT_CACHE_DTYPES)
     """Of cached latents; fp8: 1.76 times as many tokens in the memory of bf16."""
-    experts: str = option("auto", choices=EXPERTS)
+    experts: str = option("auto", choices=("auto", "grouped", "sequential"))
     """Computed together (grouped), or one after the other; auto: together where possible. Together
     on a GPU needs bfloat16 and compute capability 9 or 10; with ``parity`` bfloat16 or float16, and
     ``tensor_parallel_size`` 1."""

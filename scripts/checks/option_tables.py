@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.option_checks import needed_words, needs_of
+from absorbed_mla.serving.option_checks import needed_words, needs_in
 from absorbed_mla.serving.option_flags import flag_of, switches_of
 from absorbed_mla.serving.option_schema import REQUIRED, Option, options_of
 from absorbed_mla.serving.options import CommonFields, EngineFields
@@ -72,7 +72,7 @@ def _cells(cls: type, one: Option) -> list[str]:
     default = one.unset if one.default is None else f"`{one.default}`"
     if one.default is REQUIRED:
         default = "-"
-    needed = (needed_words(cls, *other) for other in needs_of(cls, one.name).items())
+    needed = (needed_words(cls, *other) for other in needs_in(cls).get(one.name, {}).items())
     # It gives way, whatever is asked for.
     needs = ", ".join(f"`{text.removesuffix(_OR_AUTO)}`" for text in needed)
     text = f"{one.help}; needs {needs}" if needs else one.help

@@ -82,11 +82,11 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
             down_projection=args.down_projection,
             batch_invariant=args.batch_invariant,
         )
-        given = given_options(own, SamplingParams, _SAMPLING, flags=FLAGS)
+        given = given_options(own, SamplingParams, _SAMPLING, FLAGS)
         given |= {"temperature": 0} if args.greedy else {}
         given["top_p"] = args.top_p or 1.0
         args.sampling = SamplingParams(**given, logprobs=0 if args.return_log_probs else None)
-        args.llm = given_options(own, LLMOptions, _LLM, flags=FLAGS)
+        args.llm = given_options(own, LLMOptions, _LLM, FLAGS)
         # For its checks.
         LLMOptions(**args.llm, tensor_parallel_size=args.tensor_model_parallel_size)
     return args
@@ -147,12 +147,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         group,
         SamplingParams,
         _SAMPLING,
-        flags=FLAGS,
-        defaults={"max_tokens": 128, "top_p": 0.0},
-        helps={
-            "max_tokens": "at most, per prompt",
-            "top_p": "from the likeliest that make up this much; 0: from all",
-        },
+        FLAGS,
+        max_tokens={"default": 128, "help": "at most, per prompt"},
+        top_p={"default": 0.0, "help": "from the likeliest that make up this much; 0: from all"},
     )
 
 
@@ -161,15 +158,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("engine"),
         LLMOptions,
         [name for name in _LLM if name != "trust_remote_code"],
-        flags=FLAGS,
-        defaults={"seed": 1234},
-        helps={
-            "max_model_len": "tokens of a prompt and its continuation (default: what the prompts "
-            "need, at most the model's --max-position-embeddings)",
-            "cache_tokens": "tokens that the latent cache holds, over all prompts; if it fills up, "
-            "some wait and are computed again (default: what those that run at a time need)",
-            "seed": "the same prompts and options give the same text",
+        FLAGS,
+        max_model_len={
+            "help": "tokens of a prompt and its continuation (default: what the prompts need, at "
+            "most the model's --max-position-embeddings)"
         },
+        cache_tokens={
+            "help": "tokens that the latent cache holds, over all prompts; if it fills up, some "
+            "wait and are computed again (default: what those that run at a time need)"
+        },
+        seed={"default": 1234, "help": "the same prompts and options give the same text"},
     )
 
 

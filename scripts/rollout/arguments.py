@@ -121,9 +121,8 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         group,
         LLMOptions,
         ["max_num_seqs"],
-        flags=FLAGS,
-        defaults={"max_num_seqs": 256},
-        helps={"max_num_seqs": "samples that run at a time"},
+        FLAGS,
+        max_num_seqs={"default": 256, "help": "samples that run at a time"},
     )
     group.add_argument(
         "--batch-invariant",
@@ -134,14 +133,8 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
 
 def add_num_tokens(parser: Any, default: int) -> None:
     """Add ``--num-tokens-to-generate`` to a parser or a group."""
-    add_flags(
-        parser,
-        SamplingParams,
-        ["max_tokens"],
-        flags=FLAGS,
-        defaults={"max_tokens": default},
-        helps={"max_tokens": "at most, of a sample"},
-    )
+    change = {"default": default, "help": "at most, of a sample"}
+    add_flags(parser, SamplingParams, ["max_tokens"], FLAGS, max_tokens=change)
 
 
 def _add_update(parser: argparse.ArgumentParser) -> None:

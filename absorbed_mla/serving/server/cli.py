@@ -27,11 +27,7 @@ _SWITCH_INTERVAL = 0.0005
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
-    """Options of the server beside those of ``LLM``.
-
-    Raises:
-        ValueError: On construction, naming the option, what it got and what it accepts.
-    """
+    """Options of the server beside those of ``LLM``."""
 
     tokenizer: str | None = option(None, unset="the model's own")
     """Folder, or 'bytes'."""

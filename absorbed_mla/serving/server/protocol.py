@@ -28,16 +28,8 @@ _MAX_OUTPUTS = 1024
 # Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
 # a template of the client's.
 _NOT_FOR_CLIENTS = {
-    "chat_template",
-    "conversation",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
+    *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 }
 # Fields of SamplingParams that the two routes have in a way of their own.
 _OF_A_ROUTE = {"max_tokens", "logprobs"}

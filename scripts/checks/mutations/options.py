@@ -9,7 +9,9 @@ MUTATIONS = {
         "absorbed_mla/serving/option_checks.py", "not one.accepts(value)", "False"
     ),
     "needs_of_options_are_not_checked": Mutation(
-        "absorbed_mla/serving/option_checks.py", "if in_use(options, name):", "if False:"
+        "absorbed_mla/serving/option_checks.py",
+        "if _in_use(self, name) else ()",
+        "if False else ()",
     ),
     "needs_by_the_engines_names_only": Mutation(
         "absorbed_mla/serving/option_checks.py", "{one.of_engine or own: own for", "{own: own for"

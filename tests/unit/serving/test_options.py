@@ -19,7 +19,7 @@ import pytest
 
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.option_checks import Options, excluding, needs_of
+from absorbed_mla.serving.option_checks import Options, excluding, needs_in
 from absorbed_mla.serving.option_flags import add_flags, given_options, switches_of
 from absorbed_mla.serving.option_schema import GIVEN, REQUIRED, documented, like, option, options_of
 from absorbed_mla.serving.options import CommonFields, EngineFields
@@ -282,8 +282,8 @@ class TestSchema:
 
     def test_needs_that_are_met(self):
         assert Low(whole=True, graphs=0).whole and High(whole=True, number=1).whole
-        assert set(needs_of(Low, "whole")) == {"caching", "graphs"}
-        assert set(needs_of(High, "whole")) == {"enable_caching", "graphs", "mode"}
+        assert set(needs_in(Low)["whole"]) == {"caching", "graphs"}
+        assert set(needs_in(High)["whole"]) == {"enable_caching", "graphs", "mode"}
 
     def test_excluding(self):
         options = High(whole=True, number=1, mode="a")
@@ -344,9 +344,8 @@ class TestFlags:
         assert "100 % of it" in self.parse(Low, names=["whole"])[1]
 
     def test_what_a_program_calls_otherwise(self):
-        how = {"names": ["tokens", "share"][:1], "flags": {"tokens": "--num-tokens"}}
-        more = {"defaults": {"tokens": 5}, "helps": {"tokens": "of mine"}}
-        found, shown = self.parse(Low, **how, **more)
+        how = {"names": ["tokens"], "flags": {"tokens": "--num-tokens"}}
+        found, shown = self.parse(Low, **how, tokens={"default": 5, "help": "of mine"})
         assert found == {"tokens": 5} and "--num-tokens N  of mine (default: 5)" in shown
         assert self.parse(Low, "--num-tokens", "9", **how)[0] == {"tokens": 9}
 
