@@ -33,15 +33,13 @@ _NOT_FOR_CLIENTS = {
 }
 # Fields of SamplingParams that the two routes have in a way of their own.
 _OF_A_ROUTE = {"max_tokens", "logprobs"}
-_SAMPLING = {
-    name: one for name, one in options_of(SamplingParams).items() if name not in _OF_A_ROUTE
+# The others are as they are; SamplingParams checks bounds.
+_SAMPLING: dict[str, Any] = {
+    name: (one.annotation | None, None)
+    for name, one in options_of(SamplingParams).items()
+    if name not in _OF_A_ROUTE
 }
-# The others, as they are; SamplingParams checks bounds.
-SamplingFields = create_model(
-    "SamplingFields",
-    __config__=ConfigDict(extra="forbid"),
-    **{name: (one.annotation | None, None) for name, one in _SAMPLING.items()},
-)
+SamplingFields = create_model("SamplingFields", __config__=ConfigDict(extra="forbid"), **_SAMPLING)
 
 
 class StreamOptions(BaseModel):
