@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from absorbed_mla.serving.llm_options import DTYPES
+from absorbed_mla.serving.options import DTYPES
 from benchmarks.engine_requests import scarce_blocks
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count

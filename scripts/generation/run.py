@@ -20,8 +20,8 @@ from absorbed_mla.serving.tokenizers.tokenizers import (
     HuggingFaceTokenizer,
     open_tokenizer,
 )
+from console.llm_flags import errors_by_flag
 from console.script import FAILED
-from generation.arguments import errors_by_option
 from generation.model import check_model, load_model, vocab_size, warn_of_small_tokenizer
 from generation.output import JsonOutput, Output, TextOutput
 from generation.prompts import read_prompts
@@ -38,7 +38,7 @@ def generate(args: argparse.Namespace) -> int:
         ValueError: If model, tokenizer, prompts and options do not fit each other.
     """
     start = read_start(args.load, finetune=True)
-    with errors_by_option():
+    with errors_by_flag():
         tokenizer = open_tokenizer(
             args.tokenizer or "bytes", None, trust_remote_code=args.trust_remote_code
         )
@@ -59,7 +59,7 @@ def generate(args: argparse.Namespace) -> int:
     [texts] = box
     prompts = [tokenizer.encode(text, begin=args.add_bos) for text in texts]
     parity = batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext()
-    with parity, errors_by_option():
+    with parity, errors_by_flag():
         gpt = load_model(args, model, device)
         limit = args.max_sequence_length or model.max_position_embeddings
         options = args.llm | _sizes(args, list(map(len, prompts)), limit)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import add_flags
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
 from rollout.rewards import REWARDS
 from training import arguments as trainer
+from training import options_named
 from training.arguments import DECAY_STYLES
 from training.checkpoint_folder import find_checkpoint
 from training.model_options import resolve_model
-from training.options_named import given_options, name_of, value_of
+from training.options_named import name_of, value_of
 from training.validation import validate_arguments
 
 _PROMPTS = (
@@ -31,7 +37,7 @@ Options of the model, parallelism and optimizer are train.py's and mean what the
 --sequence-parallel, --clip-grad, --bf16, ... Ranks beyond tensor parallelism sample for other
 prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
 differs between rollout and training."""
-_AT_LEAST_ONE = ("num_prompts", "num_tokens_to_generate", "micro_batch_size", "max_requests")
+_AT_LEAST_ONE = ("num_prompts", "micro_batch_size")
 # Options of train.py that a rollout does not take, and why.
 _REFUSED = {
     "--attention": "the standard attention does not generate",
@@ -77,7 +83,7 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         find_checkpoint(own.load)
         rest = [*rest, "--load", own.load]
     args = argparse.Namespace(**{**vars(trainer.parse_arguments(rest)), **vars(own)})
-    args.given = given_options(argv)
+    args.given = options_named.given_options(argv)
     _check(args)
     args.prompts = _prompts(args.prompts)
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
@@ -110,21 +116,25 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, default=8, help="prompts of a step, over all ranks"
     )
     group.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
-    group.add_argument(
-        "--num-tokens-to-generate",
-        type=int,
-        default=16,
-        metavar="N",
-        help="at most, of a sample",
-    )
-    group.add_argument(
-        "--max-requests", type=int, default=256, metavar="N", help="samples that run at a time"
+    add_num_tokens(group, default=16)
+    add_flags(
+        group,
+        LLMOptions,
+        ["max_num_seqs"],
+        FLAGS,
+        max_num_seqs={"default": 256, "help": "samples that run at a time"},
     )
     group.add_argument(
         "--batch-invariant",
         action="store_true",
         help="parity mode of the attention: the same bits in the rollout and in training",
     )
+
+
+def add_num_tokens(parser: Any, default: int) -> None:
+    """Add ``--num-tokens-to-generate`` to a parser or a group."""
+    change = {"default": default, "help": "at most, of a sample"}
+    add_flags(parser, SamplingParams, ["max_tokens"], FLAGS, max_tokens=change)
 
 
 def _add_update(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +171,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    with errors_by_flag():
+        SamplingParams(max_tokens=args.num_tokens_to_generate)
+        LLMOptions(max_num_seqs=args.max_requests)
     if args.group_size < 2:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"

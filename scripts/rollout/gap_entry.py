@@ -13,7 +13,7 @@ from console.outputs import require_writable
 from console.parser import Parser
 from console.ranks import rank, world_size
 from console.script import Failure, run_script
-from rollout.arguments import parse_arguments
+from rollout.arguments import add_num_tokens, parse_arguments
 
 if TYPE_CHECKING:
     from rollout.gap import Gap
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt-lengths", type=int, nargs="+", default=[16, 256], help="tokens before a sample")
     add("--samples", type=int, default=16, help="of each case")
-    add("--num-tokens-to-generate", type=int, default=64, help="tokens of a sample")
+    add_num_tokens(parser, default=64)
     add("--data", metavar="PATH", help="text of the prompts (default: as of train.py)")
     add("--json", metavar="FILE", help="where the table goes, too, after every row")
     return parser

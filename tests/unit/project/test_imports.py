@@ -49,9 +49,12 @@ def fresh_process() -> dict:
 class TestCost:
     """Beside ``import megatron.core``, which takes seconds."""
 
-    def test_options_need_no_torch(self):
+    @pytest.mark.parametrize(
+        "module", ["options", "serving.options", "serving.sampling.parameters"]
+    )
+    def test_options_need_no_torch(self, module):
         """Command lines show their values before anything long is imported."""
-        code = "import sys, absorbed_mla.options; sys.exit('torch' in sys.modules)"
+        code = f"import sys, absorbed_mla.{module}; sys.exit('torch' in sys.modules)"
         command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(ROOT)]}; {code}"]
         assert subprocess.run(command).returncode == 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import given_options
 from absorbed_mla.serving.server import cli
 from benchmarks import serving as serving_script
 from benchmarks.served import contenders, engines, profiling, streams
@@ -462,9 +463,8 @@ class TestSettings:
         made = self.made("--rows", "3x64/8", *more)
         assert made.prefill_graph_tokens == captured and Settings.read(made.text()) == made
         command = contenders._server_command("ours-server", made, 8123, "model")
-        args = cli._parser().parse_args(command[command.index("-m") + 2 :])
-        given = {name: value for name, value in vars(args).items() if hasattr(LLMOptions, name)}
-        options = LLMOptions(**{k: v for k, v in given.items() if v is not None})
+        args = cli.build_parser().parse_args(command[command.index("-m") + 2 :])
+        options = LLMOptions(**given_options(args, LLMOptions))
         assert options.cuda_graphs and not options.enable_prefix_caching
         assert options.prefill_graph_tokens == captured
         assert options.cache_tokens == made.cache_tokens and options.max_num_seqs == 3

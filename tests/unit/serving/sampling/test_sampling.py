@@ -56,8 +56,11 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
         ({"stop": ["a", ""]}, "stop must be a string or several, none of them empty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids must be token ids"),
-        ({"logprobs": 101}, "logprobs must be from 0 to 100"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 100"),
+        ({"logprobs": 101}, "logprobs must be an integer from 0 to 100, or None, got 101"),
+        (
+            {"prompt_logprobs": -1},
+            "prompt_logprobs must be an integer from 0 to 100, or None, got -1",
+        ),
     ],
 )
 def test_refused(changes, error):

@@ -615,10 +615,10 @@ def test_reason_is_logged_once(caplog):
     [
         ({"prefill_graph_tokens": 4096}, "from 0 to step_tokens 2048, got 4096"),
         ({"prefill_graph_tokens": -1}, "got -1"),
-        ({"num_cuda_graphs": None}, "got num_cuda_graphs=None"),
-        ({"decode_loop": False}, "got decode_loop=False"),
-        ({"num_speculative_tokens": 1}, "got num_speculative_tokens=1"),
-        ({"decode_context_parallel": True}, "got decode_context_parallel=True"),
+        ({"num_cuda_graphs": None}, "needs num_cuda_graphs, got None"),
+        ({"decode_loop": False}, "needs decode_loop=True or None, got False"),
+        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
+        ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
     ],
 )
 def test_options_of_the_engine(changes, message):
@@ -631,10 +631,13 @@ def test_options_of_the_engine(changes, message):
     [
         ({"prefill_graph_tokens": 4096}, "at most max_num_batched_tokens 2048, got 4096"),
         ({"prefill_graph_tokens": -1}, "prefill_graph_tokens must be an integer of at least 0"),
-        ({"cuda_graphs": False}, "cuda_graphs must be True with prefill_graph_tokens, got False"),
-        ({"num_speculative_tokens": 1}, "num_speculative_tokens must be 0"),
-        ({"decode_context_parallel": True}, "decode_context_parallel must be False"),
-        ({"data_parallel_attention": True}, "data_parallel_attention must be False"),
+        ({"cuda_graphs": False}, "prefill_graph_tokens needs cuda_graphs=True, got False"),
+        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
+        (
+            {"decode_context_parallel": True},
+            "needs decode_context_parallel=False or 'auto', got True",
+        ),
+        ({"data_parallel_attention": True}, "needs data_parallel_attention=False, got True"),
     ],
 )
 def test_options_of_the_front(changes, message):
