@@ -36,7 +36,11 @@ from torch import Tensor
 from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine import host_engine, inference_mode, require_inference_mode
+from absorbed_mla.serving.megatron_engine.build import (
+    host_engine,
+    inference_mode,
+    require_inference_mode,
+)
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
 from absorbed_mla.serving.request_record import RequestRecord

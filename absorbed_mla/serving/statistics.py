@@ -10,6 +10,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.serving.megatron_engine.engine import prefix_blocks_matched, tokens_drafted
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
 from absorbed_mla.serving.scheduler.in_flight_step import Flight
 
@@ -117,10 +118,9 @@ class StepCounter:
         host = self._host
         totals = {
             "evicted": host.evicted_request_count,
-            "prefix_blocks": host._prefix_cache_blocks_matched,
+            "prefix_blocks": prefix_blocks_matched(host),
             "disk_blocks": 0 if self._stored is None else self._stored.blocks_read,
         }
         if self._drafts:
-            totals["drafted"] = int(host._spec_tokens_proposed_per_pos.sum())
-            totals["accepted"] = int(host._spec_tokens_accepted_per_pos.sum())
+            totals["drafted"], totals["accepted"] = tokens_drafted(host)
         return totals

@@ -7,86 +7,8 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from absorbed_mla.inference.kv_offload.context import TieredContext
-from absorbed_mla.inference.megatron_names import missing_name
-from absorbed_mla.serving.scheduler.input_batch import TABLES
-
-# Of Megatron 0.19; where a later one has other names, its own steps run.
-_HOST = (
-    "_can_schedule_chunked_prefill",
-    "_can_schedule_non_chunked_prefill",
-    "_cg_admission_gating_active",
-    "_check_stop_words_for_request_post_append",
-    "_prefill_tokens_computed",
-    "_prefill_tokens_skipped",
-    "_prefix_cache_blocks_matched",
-    "_prefix_cache_hits",
-    "_run_coroutine_sync",
-    "async_bookkeep",
-    "enable_chunked_prefill",
-    "failed_request_ids",
-    "finished_request_count",
-    "get_request",
-    "requests",
-    "schedule_waiting_requests",
-    "state",
-    "stop_word_finished_request_ids",
-    "waiting_request_ids",
-)
-_CONTEXT = (
-    *TABLES,
-    "_bookkeeping_h2d_done_event",
-    "_cpu_bookkeeping_buf",
-    "active_attn_metadata",
-    "active_request_metadata",
-    "batch_dimensions",
-    "calculate_log_probs_tensors",
-    "cuda_graph_batch_dimensions_list",
-    "current_input_and_position_ids",
-    "gpu_view",
-    "num_prefill_requests",
-    "padded_active_request_count",
-    "padded_active_token_count",
-    "padded_batch_dimensions",
-    "prefix_cache_lru_clock",
-    "release_memory_blocks_from_request_indexes",
-    "request_metadata",
-    "round_up_tokens",
-    "step_count",
-    "update_requests",
-    "using_cuda_graph_this_step",
-)
-_VIEW = ("_buf", "mha_block_table", "token_to_input_ids")
-_ALLOCATOR = (
-    "active_count",
-    "allocate_memory_blocks",
-    "dummy_block_idx",
-    "enable_prefix_caching",
-    "is_memory_available",
-)
-_CONTROLLER = (
-    "_all_logits_cuda",
-    "_dynamic_step_calculate_log_probs",
-    "_dynamic_step_calculate_top_n_logprobs",
-    "_dynamic_step_context_bookkeeping",
-    "_dynamic_step_context_init",
-    "_dynamic_step_forward_logits",
-    "_dynamic_step_log_probs_bookkeeping",
-    "_dynamic_step_sample_logits",
-    "_sampled_tokens_cuda",
-    "_sampling",
-)
-
-
-def _missing(host: DynamicInferenceEngine) -> str:
-    """The name that the loop uses and this Megatron has not, or ``""``."""
-    context = host.context
-    return (
-        missing_name(host, _HOST)
-        or missing_name(context, _CONTEXT)
-        or missing_name(context.kv_block_allocator, _ALLOCATOR)
-        or missing_name(context.gpu_view, _VIEW)
-        or missing_name(host.controller, _CONTROLLER)
-    )
+from absorbed_mla.serving.megatron_engine.engine import can_schedule
+from absorbed_mla.serving.megatron_engine.names import OVERLAP_SCHEDULER, owners_of
 
 
 def why_never(host: DynamicInferenceEngine) -> str:
@@ -95,6 +17,8 @@ def why_never(host: DynamicInferenceEngine) -> str:
     Drafts, blocks in host memory and Megatron's asynchronous scheduling change more in a step than
     a token; its logs, events and records of routing are written by its own steps.
     """
+    if missing := OVERLAP_SCHEDULER.missing(owners_of(host)):
+        return missing
     context, config = host.context, host.context.config
     conditions = {
         "it drafts tokens": host.num_speculative_tokens > 0,
@@ -105,7 +29,7 @@ def why_never(host: DynamicInferenceEngine) -> str:
         "events of tokens are recorded": host.track_generated_token_events,
         "steps are logged": host.logging_step_interval > 0,
     }
-    return _missing(host) or next((reason for reason, holds in conditions.items() if holds), "")
+    return next((reason for reason, holds in conditions.items() if holds), "")
 
 
 def runs_here(host: DynamicInferenceEngine) -> bool:
@@ -128,7 +52,4 @@ def may_admit(host: DynamicInferenceEngine) -> bool:
     If not, it looks at no other. That stays so until a running request ends, since nothing else
     gives back blocks or rows.
     """
-    request = host.get_request(host.waiting_request_ids[0])
-    if host.enable_chunked_prefill:
-        return host._can_schedule_chunked_prefill(request)
-    return host._can_schedule_non_chunked_prefill(request, record_cg_wait=False)
+    return can_schedule(host, host.get_request(host.waiting_request_ids[0]))

@@ -6,7 +6,7 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "drafts_behind_a_stop_token": Mutation(
-        "absorbed_mla/serving/megatron_engine.py",
+        "absorbed_mla/serving/megatron_engine/build.py",
         "        end_at_first_stop_token(host)\n",
         "        pass\n",
     ),
@@ -89,7 +89,7 @@ MUTATIONS = {
         "        pass",
     ),
     "divided_ranks_pad_steps_alone": Mutation(
-        "absorbed_mla/serving/megatron_engine.py",
+        "absorbed_mla/serving/megatron_engine/build.py",
         "use_mpu_process_groups(), ep=exchange.group)",
         "use_mpu_process_groups())",
     ),
@@ -239,12 +239,14 @@ MUTATIONS = {
         '            (\n                None, f"all',
     ),
     "decode_loop_needs_no_names": Mutation(
-        "absorbed_mla/serving/scheduler/conditions.py", "return _missing(host) or", "return"
+        "absorbed_mla/serving/scheduler/conditions.py",
+        "    if missing := OVERLAP_SCHEDULER",
+        "    if False and OVERLAP_SCHEDULER",
     ),
     "missing_names_raise_later": Mutation(
-        "absorbed_mla/inference/megatron_names.py",
-        "    if missing := missing_name(owner, names):",
-        '    if missing := "":',
+        "absorbed_mla/megatron_names.py",
+        "        if missing := self.missing(owners):",
+        '        if missing := "":',
     ),
     "decode_loop_waits_where_all_end": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
@@ -252,7 +254,9 @@ MUTATIONS = {
         "if not kept:\n            return False",
     ),
     "cached_blocks_are_no_reserve": Mutation(
-        "absorbed_mla/serving/megatron_engine.py", "    resume_with_cached_blocks(context)\n", ""
+        "absorbed_mla/serving/megatron_engine/build.py",
+        "        resume_with_cached_blocks(context)\n",
+        "        pass\n",
     ),
     "evictions_one_by_one": Mutation(
         "absorbed_mla/serving/scheduler/free_blocks.py",

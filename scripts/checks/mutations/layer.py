@@ -163,8 +163,8 @@ MUTATIONS = {
     ),
     "operators_of_the_host_stay": Mutation(
         "absorbed_mla/batch_invariant/megatron_operators.py",
-        "        megatron.disable_batch_invariant_mode()\n        for name, ours",
-        "        for name, ours",
+        "        megatron.disable_batch_invariant_mode()\n        for name, operator",
+        "        for name, operator",
     ),
     "fused_down_rows": Mutation(
         "absorbed_mla/tensor_parallel.py",

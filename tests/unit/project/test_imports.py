@@ -206,7 +206,7 @@ LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
         *("offloading", "graph_capture", "full_iteration_graph", "recomputed_outputs", "muon"),
-        "own_packages",
+        *("own_packages", "megatron_names"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
