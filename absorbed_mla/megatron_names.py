@@ -156,15 +156,26 @@ INDEX_KEYS = Need(
     ),
 )
 DECODE_CONTEXT_PARALLEL = Need("decode_context_parallel=True", REFUSED, (ALLOCATE_MEMORY,))
-KV_OFFLOAD = Need(
+# Asked of the class, of the object that allocates, and of the object that is built.
+KV_OFFLOAD = Need("host_cache_tokens", REFUSED, (ALLOCATE_MEMORY, INITIALIZE_STEP))
+KV_OFFLOAD_MEMORY = Need(
     "host_cache_tokens",
     REFUSED,
     (
-        ALLOCATE_MEMORY,
-        INITIALIZE_STEP,
         ALLOCATE_BLOCKS,
         *names(ALLOCATOR, "total_count total_avail", UNTIL_0_19),
+        *names(ALLOCATOR, "block_bag"),
+        *names(
+            CONTEXT,
+            "block_size_tokens kv_block_allocator kv_reduced_dim layer_map max_requests "
+            "num_attention_layers params_dtype",
+        ),
     ),
+)
+KV_OFFLOAD_STEPS = Need(
+    "host_cache_tokens",
+    REFUSED,
+    names(CONTEXT, "padded_active_request_count token_to_block_idx"),
 )
 CPU_HOST = Need(
     "enable_cpu_host",
@@ -181,6 +192,8 @@ LAYER_NEEDS = (
     INDEX_KEYS,
     DECODE_CONTEXT_PARALLEL,
     KV_OFFLOAD,
+    KV_OFFLOAD_MEMORY,
+    KV_OFFLOAD_STEPS,
     CPU_HOST,
     MUON,
     PACKED_MTP,

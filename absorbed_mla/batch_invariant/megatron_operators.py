@@ -89,13 +89,22 @@ def disable() -> None:
     _theirs.clear()
 
 
+def require_sums() -> None:
+    """Refuse a Megatron whose sums over tensor-parallel ranks cannot be replaced.
+
+    Raises:
+        ValueError: If it has not the functions that make them.
+    """
+    SUMS.require({_MAPPINGS: mappings})
+
+
 def replace_sums(reduce: Callable, reduce_scatter: Callable) -> None:
     """Replace the sums over tensor-parallel ranks in Megatron's own layers.
 
     Raises:
         ValueError: If this release of Megatron has not the functions that make them.
     """
-    SUMS.require({_MAPPINGS: mappings})
+    require_sums()
     REDUCE.replace(mappings, reduce)
     REDUCE_SCATTER.replace(mappings, reduce_scatter)
 

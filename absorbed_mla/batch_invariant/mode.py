@@ -55,6 +55,7 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
             functions.
     """
     device_type = _device_type(device_type)
+    megatron_operators.require_sums()
     if device_type == "cuda":
         megatron_operators.enable(OPERATORS)
     if device_type not in _replaced:

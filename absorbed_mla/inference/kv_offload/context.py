@@ -19,6 +19,8 @@ from absorbed_mla.megatron_names import (
     ALLOCATOR,
     CONTEXT,
     KV_OFFLOAD,
+    KV_OFFLOAD_MEMORY,
+    KV_OFFLOAD_STEPS,
 )
 
 # Blocks of a staging buffer: 32,768 tokens, 36 MiB at DeepSeek-V3's widths.
@@ -54,11 +56,13 @@ class TieredContext(DynamicInferenceContext):
         self._host_blocks = host_blocks
         ALLOCATE_MEMORY.replace(self, self._allocate_tiers)
         super().__init__(model_config, inference_config)
+        KV_OFFLOAD_STEPS.require({CONTEXT: self})
 
     def _allocate_tiers(self) -> None:
         """Allocate blocks on the device and in host memory, in the place of Megatron's memory."""
+        KV_OFFLOAD_MEMORY.require({CONTEXT: self})
         allocator = self.kv_block_allocator
-        KV_OFFLOAD.require({ALLOCATOR: allocator})
+        KV_OFFLOAD_MEMORY.require({ALLOCATOR: allocator})
         device = torch.empty(0, device=torch.cuda.current_device()).device
         block = self.block_size_tokens, self.kv_reduced_dim
         self.tiers = BlockTiers(

@@ -164,7 +164,6 @@ OVERLAP_SCHEDULER = Need(
     "Megatron's scheduler runs all steps",
     (
         ACTIVE_COUNT,
-        SAMPLER,
         STOP_WORDS,
         UPDATE_REQUESTS,
         PREPARE_STEP,
