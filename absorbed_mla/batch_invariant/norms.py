@@ -13,7 +13,7 @@ from torch import Tensor
 
 from absorbed_mla.batch_invariant import megatron_operators
 from absorbed_mla.batch_invariant.products import DTYPES
-from absorbed_mla.once_differentiable import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 
 def rms_norm(
@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         return result.view(x.shape)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward
 

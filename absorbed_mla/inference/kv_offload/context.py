@@ -1,4 +1,4 @@
-"""Megatron's ``DynamicInferenceContext`` with more blocks than the device has memory for."""
+"""Megatron's ``DynamicInferenceContext`` with KV offload: more blocks than the device holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.inference.kv_offload.blocks import BlockTiers
+from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
 from absorbed_mla.inference.kv_offload.staging_buffers import NUM_BUFFERS
 from absorbed_mla.megatron_names import (
     ALLOCATE_BLOCKS,
@@ -29,7 +29,7 @@ STAGED_BLOCKS = 512
 _SHARE = 1 / 64
 
 
-class TieredContext(DynamicInferenceContext):
+class OffloadingContext(DynamicInferenceContext):
     """Its scheduler, allocator and prefix cache count all blocks; some are in host memory.
 
     Args:
@@ -44,7 +44,7 @@ class TieredContext(DynamicInferenceContext):
         tiers: Where the blocks are.
     """
 
-    tiers: BlockTiers
+    tiers: OffloadedBlocks
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class TieredContext(DynamicInferenceContext):
     ) -> None:
         KV_OFFLOAD.require({CONTEXT: DynamicInferenceContext})
         self._host_blocks = host_blocks
-        ALLOCATE_MEMORY.replace(self, self._allocate_tiers)
+        ALLOCATE_MEMORY.replace(self, self._allocate_offloaded)
         super().__init__(model_config, inference_config)
         KV_OFFLOAD_STEPS.require({CONTEXT: self})
 
-    def _allocate_tiers(self) -> None:
+    def _allocate_offloaded(self) -> None:
         """Allocate blocks on the device and in host memory, in the place of Megatron's memory."""
         KV_OFFLOAD_MEMORY.require({CONTEXT: self})
         allocator = self.kv_block_allocator
         KV_OFFLOAD_MEMORY.require({ALLOCATOR: allocator})
         device = torch.empty(0, device=torch.cuda.current_device()).device
         block = self.block_size_tokens, self.kv_reduced_dim
-        self.tiers = BlockTiers(
+        self.tiers = OffloadedBlocks(
             layers=self.num_attention_layers,
             device_blocks=allocator.total_count - self._host_blocks,
             host_blocks=self._host_blocks,
