@@ -14,7 +14,7 @@ from megatron.core import __version__
 from absorbed_mla import cpu_host, megatron_names
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.batch_invariant import megatron_operators as operators
-from absorbed_mla.inference.decode_context_parallel.context import interleaved_context
+from absorbed_mla.inference.decode_context_parallel.context import decode_context_parallel_context
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.megatron_names import MegatronName, Need
 from absorbed_mla.muon import optimizer_hook
@@ -96,7 +96,7 @@ REFUSING = {
     names.DRAFTS_ON_CPUS: enable_cpu_inference,
     megatron_names.GENERATION: _generate,
     megatron_names.INDEX_KEYS: _sparse,
-    megatron_names.DECODE_CONTEXT_PARALLEL: lambda: interleaved_context(None, None),
+    megatron_names.DECODE_CONTEXT_PARALLEL: lambda: decode_context_parallel_context(None, None),
     megatron_names.KV_OFFLOAD: _engine(host_cache_tokens=640, blocks=20),
     megatron_names.KV_OFFLOAD_MEMORY: _engine(host_cache_tokens=640, blocks=20),
     megatron_names.KV_OFFLOAD_STEPS: _engine(host_cache_tokens=640, blocks=20),
