@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
@@ -29,6 +29,8 @@ _ENGINE_CLASSES = (
     DynamicInferenceEngine,
     TextGenerationController,
 )
+# Of the class itself, which shows them to all.
+_OVERRIDDEN = {"initialize_attention_state"}
 _PACKAGE = str(Path(absorbed_mla.__file__).parent)
 
 
@@ -48,7 +50,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch, name: MegatronName) -> None:
         _rename(monkeypatch, [owner, *_classes_of(owner)], name.name)
     elif owner not in _ENGINE_CLASSES:
         _rename(monkeypatch, [owner], name.name)
-    elif name.name.startswith("_") or (name.replaced_by and name.name in vars(owner)):
+    elif name.name.startswith("_") or name.name in _OVERRIDDEN:
         _rename(monkeypatch, _ENGINE_CLASSES, name.name)
     else:
         _hide(monkeypatch, owner, name.name)
@@ -116,3 +118,21 @@ def _hide(monkeypatch: pytest.MonkeyPatch, owner: type, hidden: str) -> None:
         return plain(self, name)
 
     monkeypatch.setattr(owner, "__getattribute__", found)
+
+
+def record_accesses(monkeypatch: pytest.MonkeyPatch) -> dict[type, set[str]]:
+    """By class of Megatron's engine, attributes of its objects that this package gets or sets."""
+    found: dict[type, set[str]] = {owner: set() for owner in _ENGINE_CLASSES}
+    for owner in _ENGINE_CLASSES:
+        for method in ("__getattribute__", "__setattr__"):
+            monkeypatch.setattr(owner, method, _recording(getattr(owner, method), found[owner]))
+    return found
+
+
+def _recording(plain: Callable, found: set[str]) -> Callable:
+    def call(self: object, name: str, *value: object) -> object:
+        if sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+            found.add(name)
+        return plain(self, name, *value)
+
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,17 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from torch import Tensor
 
+from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.megatron_engine.names import (
+    CONTROLLER,
     DETOKENIZE,
+    NO_TEXTS,
     PREPARE_STEP,
     RUN_MODEL,
     SAMPLER,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def replace_sampler(controller: TextGenerationController, sampler: Sampling) -> None:
@@ -31,7 +37,10 @@ def sampler_of(controller: TextGenerationController) -> Sampling:
 
 def make_no_texts(controller: TextGenerationController) -> None:
     """Have Megatron make no text of a request that has ended: nobody reads it."""
-    DETOKENIZE.replace(controller, _no_text)
+    if missing := NO_TEXTS.missing({CONTROLLER: controller}):
+        log_once(logger, "Megatron makes texts of requests that have ended", missing)
+    else:
+        DETOKENIZE.replace(controller, _no_text)
 
 
 def _no_text(*_: Any, **__: Any) -> str:

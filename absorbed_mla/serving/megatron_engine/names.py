@@ -118,6 +118,7 @@ ANY_ENGINE = Need(
         ),
     ),
 )
+NO_TEXTS = Need("results without texts", "Megatron makes texts that nobody reads", (DETOKENIZE,))
 RESUMING = Need(
     "resuming of paused requests with cached blocks",
     "Megatron's own rule resumes them; from 0.20 on it counts cached blocks",
@@ -217,6 +218,7 @@ FUSED_RESIDUALS = Need(
 
 SERVING_NEEDS = (
     ANY_ENGINE,
+    NO_TEXTS,
     RESUMING,
     PREFIX_CACHING,
     PREFIX_CACHE_DIR,

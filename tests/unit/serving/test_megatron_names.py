@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from megatron.core import __version__
+from megatron.core.inference.contexts import DynamicInferenceContext
 
 from absorbed_mla import cpu_host, megatron_names
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
@@ -28,7 +29,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
-from tests.support.megatron_names import owner_of, take_away, words_of
+from tests.support.megatron_names import owner_of, record_accesses, take_away, words_of
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(64, 65))
 PROMPTS = [prompt(9, 1), prompt(62, 2)]
@@ -110,12 +111,21 @@ REFUSING = {
 # Each of the others has a test of its own.
 GOING_ON = (
     names.OVERLAP_SCHEDULER,
+    names.NO_TEXTS,
     names.RESUMING,
     names.FUSED_RESIDUALS,
     megatron_names.CPU_HOST,
     megatron_names.MUON,
     operators.GPU_OPERATORS,
 )
+
+
+# In the log.
+SAYS = {
+    names.OVERLAP_SCHEDULER: "all steps run by Megatron's scheduler",
+    names.RESUMING: "Megatron resumes paused requests by its own rule",
+    names.NO_TEXTS: "Megatron makes texts of requests that have ended",
+}
 
 
 def test_every_need_has_a_test():
@@ -154,7 +164,9 @@ def test_what_nothing_replaces_is_refused(need, name, monkeypatch):
         REFUSING[need]()
 
 
-@pytest.mark.parametrize(("need", "name"), rows(names.OVERLAP_SCHEDULER, names.RESUMING))
+@pytest.mark.parametrize(
+    ("need", "name"), rows(names.OVERLAP_SCHEDULER, names.RESUMING, names.NO_TEXTS)
+)
 def test_generation_goes_on(model, expected, need, name, monkeypatch, caplog):
     """By Megatron's own steps; the log says why, once, and who has asked for others is told."""
     take_away(monkeypatch, name)
@@ -162,13 +174,9 @@ def test_generation_goes_on(model, expected, need, name, monkeypatch, caplog):
         engine = engine_of(model)
         engine_of(model)
     said = [one for one in caplog.messages if f".{name.name} (" in one]
-    if need is names.RESUMING:
-        said = [one for one in said if "own rule" in one]
-    else:
+    assert sum(SAYS[need] in one for one in said) == 1
+    if need is names.OVERLAP_SCHEDULER:
         assert engine.decode_loop is None
-        said = [one for one in said if "decode loop" in one]
-        assert said[0].startswith("all steps run by Megatron's scheduler")
-    assert len(said) == 1
     assert engine.generate(PROMPTS, GREEDY) == expected
     if need is names.OVERLAP_SCHEDULER:
         with pytest.raises(ValueError, match=rf"decode_loop=True cannot run: .*\.{name.name} "):
@@ -219,3 +227,45 @@ def test_an_operator_of_another_name_stays_megatrons(need, name, monkeypatch):
         assert not hasattr(owner_of(name), name.name)
     finally:
         operators.disable()
+
+
+# What the package itself keeps on Megatron's objects.
+OWN = {
+    *("_host_blocks", "_staged_blocks", "_allocate_offloaded", "tiers"),
+    *("cache_ranks", "token_shares", "latent_forward", "reads_whole_prompts", "index_keys"),
+}
+SCORED = SamplingParams(max_tokens=4, temperature=1, logprobs=2, prompt_logprobs=1)
+LONG = SamplingParams(max_tokens=70, temperature=0)
+ENGINES = {
+    "whole prompts": {},
+    "chunks": {"chunked_prefill": True, "step_tokens": 64, "prefix_caching": True},
+    "paused and evicted": {"blocks": 7, "paused_blocks": 2},
+    "a folder": {"prefix_caching": True, "prefix_cache_dir": "prefixes", "blocks": 8},
+    "host memory": {"host_cache_tokens": 640, "blocks": 20},
+    "sizes of graphs": {"num_cuda_graphs": 2},
+    "drafts": {"num_speculative_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_the_tables_have_all_that_is_used(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    known = {name for need in ALL for name in need.names}
+    used = record_accesses(monkeypatch)
+    drafts = 1 if "num_speculative_tokens" in options else None
+    engine = engine_of(generating_model(num_layers=1, mtp_num_layers=drafts), **options)
+    prompts = [prompt(60, seed, shared=30) for seed in range(5)]
+    sampling = [LONG, LONG if drafts else SCORED, LONG, GREEDY, LONG]
+    with engine:
+        for one, params in zip(prompts, sampling):
+            engine.add_request(one, params)
+        engine.step()
+        engine.abort(2)
+        while engine.is_busy():
+            engine.step()
+    engine.require_no_leak()
+    for owner, found in used.items():
+        listed = {one.name for one in known if one.owner.endswith(f".{owner.__name__}")}
+        listed |= {one.or_else for one in known if one.or_else}
+        assert {name for name in found if not name.startswith("__")} <= listed | OWN, owner
+    assert len(used[DynamicInferenceContext]) > 30
