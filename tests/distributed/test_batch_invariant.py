@@ -105,4 +105,4 @@ def test_the_host_sums_again_afterwards():
     with batch_invariant_mode():
         assert mappings._reduce is collectives.reduce_in_rank_order
     assert mappings._reduce is megatron_operators.megatron_reduce
-    assert mappings._reduce_scatter_along_first_dim is collectives._REDUCE_SCATTER
+    assert mappings._reduce_scatter_along_first_dim is megatron_operators.megatron_reduce_scatter
