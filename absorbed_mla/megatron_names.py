@@ -217,15 +217,3 @@ def keep_offloaded(context: Any, name: str, copy: Tensor) -> None:
     """
     context._offloadable_tensor_names.add(name)
     context._offloadable_cpu_backups[name] = copy
-
-
-def pp_layer_offset(attention: Any) -> int:
-    """Layers of the model before the pipeline stage of one of Megatron's attention layers.
-
-    Raises:
-        ValueError: If this release of Megatron does not say it.
-    """
-    offset = getattr(attention, PP_LAYER_OFFSET.name, None)
-    if offset is None:
-        GENERATION.require({ATTENTION: attention})
-    return offset()
