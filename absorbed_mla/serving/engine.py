@@ -52,7 +52,7 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler, derive_seed
 from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import why_never
-from absorbed_mla.serving.scheduler.overlap_scheduler import DecodeLoop
+from absorbed_mla.serving.scheduler.overlap_scheduler import OverlapScheduler, StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
 from absorbed_mla.serving.statistics import StepCounter
 
@@ -83,7 +83,7 @@ class Engine:
         statistics: Counters of the steps. Like ``results``, they begin anew with :meth:`start` and
             with every :meth:`generate`.
         host: Megatron's engine.
-        decode_loop: Runs steps that only decode; None if Megatron's scheduler runs all of them.
+        scheduler: Overlap scheduler; None if Megatron's scheduler runs all steps.
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
@@ -108,9 +108,10 @@ class Engine:
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         drafts = options.num_speculative_tokens > 0
         self._counter = StepCounter(self.host, self._stored, drafts=drafts)
-        self.decode_loop = self._decode_loop()
+        self.scheduler = self._scheduler()
+        graphs = None if self.scheduler is None else self.scheduler.runner.graphs
         self._prefill_graphs = prefill_graphs(
-            self.host, model, self.decode_loop, options.prefill_graph_tokens
+            self.host, model, graphs, options.prefill_graph_tokens
         )
         self._passes = 0
         self._forget_requests()
@@ -135,8 +136,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
-            if self.decode_loop is not None:
-                self.decode_loop.begin()
+            if self.scheduler is not None:
+                self.scheduler.start()
             self.host.reset()
             if self._stored is not None:
                 stack.enter_context(self._stored.opened())
@@ -168,18 +169,18 @@ class Engine:
     def stop(self) -> None:
         """Put the model back into its former mode, ready to be trained; may be called twice."""
         if self._active is not None:
-            if self.decode_loop is not None:
-                self.decode_loop.interrupt()
+            if self.scheduler is not None:
+                self.scheduler.reset()
             self._active.close()
             self._active = None
 
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
-        if self.decode_loop is not None:
-            self.decode_loop.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self.host = self._stored = self._counter = None
-        self.decode_loop = self._prefill_graphs = None
+        self.scheduler = self._prefill_graphs = None
 
     def generate(
         self,
@@ -299,19 +300,21 @@ class Engine:
         if reported and not self._replicas.several:
             return reported
         progress = self._step()
-        if self.decode_loop is not None:
-            self.decode_loop.start_next()
+        if self.scheduler is not None:
+            self.scheduler.launch_next()
         return [*reported, *progress]
 
     def _step(self) -> list[Progress]:
         """:meth:`step` without what has ended before it."""
         self._passes = 0
-        progress, step = self._run()
-        self._failures.begin_step(self._sampler.failed())
+        output = self._run()
+        self._failures.begin_step(output.failed)
         context = self.host.context
-        if progress is not None:
+        step = output.megatron_step
+        if step is None:
             self._count_step()
-            return [*self._without_failures(progress), *self._progress(self._records_of(step))]
+            records = {record.request_id: (record, True) for record in output.finished}
+            return [*self._without_failures(output.progress), *self._progress(records)]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -336,7 +339,7 @@ class Engine:
         return {record.request_id: (record, True) for record in ended}
 
     def _without_failures(self, progress: Sequence[Progress]) -> Sequence[Progress]:
-        """Progress of the decode loop, whose tokens the sampler has, without those of failures."""
+        """Progress of the scheduler, whose tokens the sampler has, without those of failures."""
         if not self._failures.any_in_step:
             return progress
         cut = []
@@ -348,40 +351,38 @@ class Engine:
     def _count_step(self) -> None:
         """Bring the statistics up to date after a forward pass."""
         self._idle_steps = 0
-        loop = self.decode_loop
-        self._counter.count(None if loop is None else loop.last)
+        scheduler = self.scheduler
+        self._counter.count(None if scheduler is None else scheduler.last)
 
-    def _run(self) -> tuple[list[Progress] | None, dict]:
-        """A step: progress of what goes on, if the loop did all of it; what Megatron's returns."""
-        loop = self.decode_loop
-        if loop is None or self._replicas.any(not loop.applies()):
-            if loop is not None:
-                loop.interrupt()
-            return None, self.host.step_modern()
-        if not loop.forward(self._replicas.any(loop.is_new())):
-            return None, self.host.step_modern()
+    def _run(self) -> StepOutput:
+        """Run a step by the scheduler, or by Megatron's."""
+        scheduler, output = self.scheduler, None
+        if scheduler is not None and self._replicas.any(not scheduler.can_step()):
+            scheduler.reset()
+        elif scheduler is not None:
+            output = scheduler.step(new=self._replicas.any(scheduler.has_new_batch()))
+        if output is None:
+            step = self.host.step_modern()
+            return StepOutput(failed=self._sampler.failed(), megatron_step=step)
         # A graph calls no hook.
         self._passes = 1
-        done = loop.go_on()
-        if done is None:
-            return None, loop.finish()
-        progress, ended = done
-        return progress, {"finished_request_records": ended}
+        return output
 
-    def _decode_loop(self) -> DecodeLoop | None:
+    def _scheduler(self) -> OverlapScheduler | None:
         """As the options ask for it; None, with the reason logged, if it cannot run."""
-        asked, together = self.options.decode_loop, self._replicas.several
+        asked, lockstep = self.options.decode_loop, self._replicas.several
         if asked is False:
             return None
         why = why_never(self.host)
-        if together and exchange_of(self.model) is None:
+        if lockstep and exchange_of(self.model) is None:
             # Each step then asks all replicas.
             why = why or "data-parallel ranks share experts"
         if why and asked:
             raise ValueError(f"decode_loop=True cannot run: {why}")
         if why:
             log_once(
-                logger, f"all steps run by Megatron's scheduler, not by the decode loop: {why}"
+                logger,
+                f"all steps run by Megatron's scheduler, not by the overlap scheduler: {why}",
             )
             return None
         config = self.model.config
@@ -390,7 +391,9 @@ class Engine:
         # Context-parallel ones wait for the first of them to draw; stages have no graphs at all.
         one = parallel_state.get_context_parallel_world_size() == 1
         graphs = graphs and one and torch.cuda.is_available()
-        return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs, together=together)
+        return OverlapScheduler(
+            self.host, self.model, self._sampler, graphs=graphs, lockstep=lockstep
+        )
 
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""

@@ -1,4 +1,4 @@
-"""Draws the tokens of a decode step, as ``sampler.py`` does, by operations that do not vary."""
+"""The device sampler: samples a step's tokens by parameters in a table on the device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Kind(Enum):
     FILTERED = "filtered"  # some from the most likely ones, which have to be found
 
 
-class Draws:
-    """Draws tokens of rows whose parameters are in a table on the device.
+class DeviceSampler:
+    """Samples tokens of rows whose sampling parameters are in a table on the device.
 
-    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row.
+    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row. No operation
+    depends on a value, so that a CUDA graph may hold them.
 
     Args:
         max_rows: Of a step.
@@ -72,7 +73,7 @@ class Draws:
         if self.kind not in (None, Kind.GREEDY):
             self._random = self._randoms.at([positions[row] + 1 for row in self._sampled])
 
-    def move(self, order: Sequence[int]) -> None:
+    def reorder(self, order: Sequence[int]) -> None:
         """Rows are others; ``order`` has, for each of them, the row that it was."""
         fewer = len(order) < len(self._requests)
         self._requests = [self._requests[row] for row in order]

@@ -8,9 +8,10 @@ without.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,12 +144,11 @@ class RequestSampler(Sampling):
     ) -> None:
         self._num_drafts, self._agree = num_speculative_tokens, agree
         self._requests: dict[int, SampledRequest] = {}
-        # Of the last step: requests whose logits had no token, with how many rows came before.
-        self._failed: dict[int, int] = {}
         # Of the last tokens that the sampler has drawn: all rows, and which of them have no token,
-        # bool [rows] on the device and in pinned memory; None once a caller has them.
+        # bool [rows] in pinned memory; None: that has been asked, or a caller sees to it.
         self._rows: Sequence[_Row] = ()
-        self._missing: tuple[Tensor, Tensor] | None = None
+        self._missing: Tensor | None = None
+        self._taken: list[Tensor] | None = None
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
 
@@ -164,40 +164,40 @@ class RequestSampler(Sampling):
         """A running request."""
         return self._requests[number]
 
-    def fail(self, number: int) -> None:
-        """Record that a step's logits had no token for a request."""
-        self._failed.setdefault(number, 0)
-
     def failed(self) -> dict[int, int]:
         """Requests for which the step that has ended had no token; forgotten then.
 
         Returns:
             By number, how many of the step's tokens come before the missing one: 0 but for drafts.
         """
-        found, self._failed = self._failed, {}
+        found: dict[int, int] = {}
         missing, self._missing = self._missing, None
         # The step has waited for its tokens, which come after these.
-        if missing is not None and missing[1].any():
+        if missing is not None and missing.any():
             before: dict[int, int] = {}
-            for row, flag in zip(self._rows, missing[1].tolist()):
+            for row, flag in zip(self._rows, missing.tolist()):
                 number = row.request.number
                 if flag:
                     found.setdefault(number, before.get(number, 0))
                 before[number] = before.get(number, 0) + 1
         return found
 
-    def take_missing(self) -> Tensor:
-        """Which rows of the last tokens have none: the caller says so by :meth:`fail`.
+    @contextlib.contextmanager
+    def missing_on_device(self) -> Iterator[list[Tensor]]:
+        """Sample inside the block for a caller that sees to missing tokens itself.
 
-        The decode loop may launch a step before :meth:`failed` is called for the step before it,
-        which must not get these.
+        The overlap scheduler may launch a step before :meth:`failed` is called for the step before
+        it, which must not get these.
 
-        Returns:
-            bool [rows], on the device of the logits; nobody waits for it.
+        Yields:
+            A list that gets one tensor for each call: which rows have no token, bool [rows], on the
+            device of the logits; nobody waits for it.
         """
-        assert self._missing is not None, "the sampler has drawn no tokens"
-        missing, self._missing = self._missing[0], None
-        return missing
+        self._taken = taken = []
+        try:
+            yield taken
+        finally:
+            self._taken = None
 
     def remove(self, number: int) -> None:
         """Forget a request that has ended."""
@@ -206,7 +206,6 @@ class RequestSampler(Sampling):
     def clear(self) -> None:
         """Forget all requests."""
         self._requests.clear()
-        self._failed.clear()
         self._missing = None
 
     def sample_kernel(
@@ -290,9 +289,11 @@ class RequestSampler(Sampling):
         tokens = draw(logits, rows)
         if self._agree is not None:
             tokens = self._agree(tokens)
-        if not are_drafts:
-            self._rows, missing = rows, tokens < 0
-            self._missing = missing, missing.to("cpu", non_blocking=True)
+        if self._taken is not None:
+            self._taken.append(tokens < 0)
+        elif not are_drafts:
+            self._rows = rows
+            self._missing = (tokens < 0).to("cpu", non_blocking=True)
         # The model reads them in the next step, before the request is ended.
         return tokens.clamp_(min=0)
 

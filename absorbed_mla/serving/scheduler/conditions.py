@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from absorbed_mla.inference.kv_offload.context import TieredContext
 from absorbed_mla.inference.megatron_names import missing_name
@@ -106,29 +105,3 @@ def why_never(host: DynamicInferenceEngine) -> str:
         "steps are logged": host.logging_step_interval > 0,
     }
     return _missing(host) or next((reason for reason, holds in conditions.items() if holds), "")
-
-
-def runs_here(host: DynamicInferenceEngine) -> bool:
-    """Whether all requests of the context run, each with its whole prompt, and none has failed.
-
-    Requests that wait are not looked at, see ``waiting_queue.py``.
-    """
-    context = host.context
-    return (
-        context.paused_request_count == 0
-        and context.chunked_prefill_request_id == -1
-        and not host.failed_request_ids
-        and host.state == EngineState.RUNNING
-    )
-
-
-def may_admit(host: DynamicInferenceEngine) -> bool:
-    """Whether Megatron's scheduler may add the first request that waits to the next step.
-
-    If not, it looks at no other. That stays so until a running request ends, since nothing else
-    gives back blocks or rows.
-    """
-    request = host.get_request(host.waiting_request_ids[0])
-    if host.enable_chunked_prefill:
-        return host._can_schedule_chunked_prefill(request)
-    return host._can_schedule_non_chunked_prefill(request, record_cg_wait=False)

@@ -58,17 +58,17 @@ MUTATIONS = {
     ),
     "loop_takes_no_notice_of_failures": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "                self._sampler.fail(number)\n",
-        "                pass\n",
+        "zip(step.numbers, tokens) if token < 0}",
+        "zip(step.numbers, tokens) if False}",
     ),
     "failures_of_the_step_after": Mutation(
-        "absorbed_mla/serving/scheduler/device_step.py",
-        "            self.drawn[:count].masked_fill_(self._sampler.take_missing(), -1)\n",
+        "absorbed_mla/serving/scheduler/model_runner.py",
+        "        self._tokens[:count].masked_fill_(missing[0], -1)\n",
         "",
     ),
     "sampler_takes_no_notice_of_failures": Mutation(
         "absorbed_mla/serving/sampling/sampler.py",
-        "if missing is not None and missing[1].any():",
+        "if missing is not None and missing.any():",
         "if False:",
     ),
     "drafts_that_are_wrong_fail_a_request": Mutation(

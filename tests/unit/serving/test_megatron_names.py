@@ -49,8 +49,8 @@ def test_generation_goes_on(model, expected, name, monkeypatch, caplog):
     rename(monkeypatch, name)
     with caplog.at_level(logging.INFO, logger="absorbed_mla"):
         engine = engine_of(model)
-    assert engine.decode_loop is None
-    [said] = [one for one in caplog.messages if "decode loop" in one]
+    assert engine.scheduler is None
+    [said] = [one for one in caplog.messages if "overlap scheduler" in one]
     assert said.startswith("all steps run by Megatron's scheduler") and f".{name}" in said
     assert engine.generate(PROMPTS, GREEDY) == expected
 

@@ -122,7 +122,7 @@ def test_a_failure_in_the_first_step(changes, ahead):
     [right] = engine_of(model).generate(PROMPTS[:1], sampling)
     assert BAD not in right.tokens
     engine = engine_of(model)
-    engine.decode_loop.launches_ahead = ahead
+    engine.scheduler.launches_ahead = ahead
     with engine:
         running = engine.add_request(PROMPTS[0], sampling)
         for _ in range(4):

@@ -18,7 +18,6 @@ from absorbed_mla.serving.sampling.sampler import (
     uniform,
 )
 from tests.support import world
-from tests.support.decode_loop import LRU
 from tests.support.drawing import drawn, table_of
 from tests.support.engine import (
     Request,
@@ -28,6 +27,7 @@ from tests.support.engine import (
     prompt,
 )
 from tests.support.models import VOCAB
+from tests.support.overlap_scheduler import LRU
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
 DRAWS = 20_000
