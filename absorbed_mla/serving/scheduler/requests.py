@@ -217,7 +217,7 @@ class RunningRequests:
         new = [number for number in numbers if number not in self._records]
         for number in new:
             record = self._engine.requests[number].record
-            part, sampled = record[-1], self._sampler.request(number)
+            part, sampled = record[-1], self._sampler.requests[number]
             self._records[number], self._parts[number] = record, part
             self._sampled[number] = sampled
             self._tokens[number] = part.generated_tokens, sampled.generated

@@ -104,7 +104,9 @@ MUTATIONS = {
         "uniform(0, position), *others",
     ),
     "filters_leave_no_token_that_crosses_top_p": Mutation(
-        "absorbed_mla/serving/sampling/draw.py", "before >= limit", "before + ordered > limit"
+        "absorbed_mla/serving/sampling/device_sampler.py",
+        "before >= limit",
+        "before + ordered > limit",
     ),
     "kernels_leave_ties_of_every_piece": Mutation(
         "absorbed_mla/kernels/sampling/inverse_cdf.py",
@@ -207,8 +209,8 @@ MUTATIONS = {
     ),
     "stopped_and_evicted_in_one_step": Mutation(
         "absorbed_mla/serving/engine.py",
-        "if not self._to_abort and not host.stop_word_finished_request_ids:",
-        "if not self._to_abort:",
+        "if not requests.to_abort and not host.stop_word_finished_request_ids:",
+        "if not requests.to_abort:",
     ),
     "penalties_of_all_drafts": Mutation(
         "absorbed_mla/serving/sampling/sampler.py", "drafts[:j]) for j", "drafts) for j"
@@ -234,9 +236,9 @@ MUTATIONS = {
         "self.max_sequence_length - length",
     ),
     "scheduler_is_left_out_without_a_word": Mutation(
-        "absorbed_mla/serving/engine.py",
-        '            log_once(\n                logger,\n                f"all',
-        '            (\n                None,\n                f"all',
+        "absorbed_mla/serving/scheduler/conditions.py",
+        '        log_once(logger, f"{said}: {why}")\n',
+        "        pass\n",
     ),
     "scheduler_needs_no_names": Mutation(
         "absorbed_mla/serving/scheduler/conditions.py", "return _missing(host) or", "return"

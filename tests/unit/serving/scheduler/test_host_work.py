@@ -21,8 +21,8 @@ from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.rope import RotaryTable
+from absorbed_mla.serving.sampling.device_sampler import Randoms, uniform
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.sampling.sampler import Randoms, uniform
 from absorbed_mla.serving.tokenizers.detokenizer import HuggingFaceStream
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
 from tests.support.engine import engine_of, generating_model, prompt
