@@ -10,7 +10,7 @@ from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.inference.megatron_names import missing_name
 from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
@@ -109,7 +109,7 @@ def why_never(host: DynamicInferenceEngine) -> str:
     context, config = host.context, host.context.config
     conditions = {
         "it drafts tokens": host.num_speculative_tokens > 0,
-        "its cache is partly in host memory": isinstance(context, TieredContext),
+        "its cache is partly in host memory": isinstance(context, OffloadingContext),
         "its model is a hybrid one": context.is_hybrid_model,
         "async_sched_mode is not legacy": config.async_sched_mode != AsyncScheduleMode.LEGACY,
         "experts' routing is recorded": context.moe_enable_routing_replay,
