@@ -319,13 +319,14 @@ class Engine:
 
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
-        requests, step = self._requests, output.megatron_step
-        requests.begin_step(output.failed)
+        requests, step, progress = self._requests, output.megatron_step, output.progress
+        if output.failed or requests.failures is not None:
+            requests.begin_step(output.failed)
+            progress = requests.without_failures(progress)
         if step is None:
             self._count_step()
-            progress = [*requests.without_failures(output.progress)]
             records = {record.request_id: (record, True) for record in output.finished}
-            return [*progress, *requests.progress(records)] if records else progress
+            return [*progress, *(requests.progress(records) if records else ())]
         context, ended = self.host.context, step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         chunked = context.chunked_prefill_request_id >= 0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import (
     exchange_of,

@@ -11,7 +11,7 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[FullCudaGraphs] = weakref.WeakSet()
