@@ -12,7 +12,7 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.serving.megatron_engine.engine import prefix_blocks_matched, tokens_drafted
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
-from absorbed_mla.serving.scheduler.in_flight_step import Flight
+from absorbed_mla.serving.scheduler.model_runner import InFlightStep
 
 
 @dataclass
@@ -98,18 +98,18 @@ class StepCounter:
         self._statistics = Statistics()
         return self._statistics
 
-    def count(self, flight: Flight | None) -> None:
+    def count(self, step: InFlightStep | None) -> None:
         """Count a forward pass.
 
         Args:
-            flight: The step, if the decode loop ran it.
+            step: None: Megatron's scheduler ran it.
         """
         context, found = self._host.context, self._statistics
-        if flight is None:
+        if step is None:
             padded = context.using_cuda_graph_this_step()
             found.count_step(context, context.batch_dimensions, padded=padded)
         else:
-            found.count_step(context, flight.sizes, padded=flight.padded)
+            found.count_step(context, step.sizes, padded=step.padded)
         for name, total in self._totals().items():
             setattr(found, name, total - self._before[name])
 

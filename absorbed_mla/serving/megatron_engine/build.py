@@ -204,18 +204,6 @@ def _dividing_prompts(model: GPTModel) -> contextlib.AbstractContextManager:
     return dividing_prefill(model.decoder, group, tp if model.config.sequence_parallel else 1)
 
 
-def require_inference_mode(model: GPTModel) -> None:
-    """Enter both modes again, if something else in the process has left them in between.
-
-    Another engine that stops does so, and programs that evaluate: Megatron would return the logits
-    of all tokens in place of each request's last one, and dropout would be on.
-    """
-    if not InferenceMode.is_active():
-        InferenceMode.set_active()
-    if model.training:
-        model.eval()
-
-
 @contextlib.contextmanager
 def inference_mode(model: GPTModel) -> Iterator[None]:
     """Put the model into evaluation mode and Megatron into inference mode; both return at the end.

@@ -1,14 +1,24 @@
-"""When steps can run without Megatron's scheduler, or with nothing of it but its admission."""
+"""When the overlap scheduler can run the steps of an engine, and Megatron's runs all of them."""
 
 from __future__ import annotations
 
+import logging
+
+import torch
+from megatron.core import parallel_state
 from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
-from absorbed_mla.serving.megatron_engine.engine import can_schedule
+from absorbed_mla.log_once import log_once
+from absorbed_mla.serving.data_parallel_attention.model import exchange_of
+from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.megatron_engine.names import OVERLAP_SCHEDULER, owners_of
+from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.scheduler.overlap_scheduler import OverlapScheduler
+
+logger = logging.getLogger(__name__)
 
 
 def why_never(host: DynamicInferenceEngine) -> str:
@@ -32,24 +42,44 @@ def why_never(host: DynamicInferenceEngine) -> str:
     return next((reason for reason, holds in conditions.items() if holds), "")
 
 
-def runs_here(host: DynamicInferenceEngine) -> bool:
-    """Whether all requests of the context run, each with its whole prompt, and none has failed.
+def overlap_scheduler(
+    host: DynamicInferenceEngine,
+    model: GPTModel,
+    sampler: RequestSampler,
+    options: EngineOptions,
+    *,
+    lockstep: bool,
+) -> OverlapScheduler | None:
+    """The scheduler that an engine's options ask for.
 
-    Requests that wait are not looked at, see ``waiting_queue.py``.
+    Args:
+        host: Megatron's engine.
+        model: Generates.
+        sampler: Of the engine.
+        options: Of the engine.
+        lockstep: Whether data-parallel ranks share experts, and run each step together.
+
+    Returns:
+        None, with the reason logged, if it cannot run.
+
+    Raises:
+        ValueError: If it cannot run, but ``decode_loop=True`` asks for it.
     """
-    context = host.context
-    return (
-        context.paused_request_count == 0
-        and context.chunked_prefill_request_id == -1
-        and not host.failed_request_ids
-        and host.state == EngineState.RUNNING
-    )
-
-
-def may_admit(host: DynamicInferenceEngine) -> bool:
-    """Whether Megatron's scheduler may add the first request that waits to the next step.
-
-    If not, it looks at no other. That stays so until a running request ends, since nothing else
-    gives back blocks or rows.
-    """
-    return can_schedule(host, host.get_request(host.waiting_request_ids[0]))
+    if options.decode_loop is False:
+        return None
+    why = why_never(host)
+    if lockstep and exchange_of(model) is None:
+        # Each step then asks all replicas.
+        why = why or "data-parallel ranks share experts"
+    if why and options.decode_loop:
+        raise ValueError(f"decode_loop=True cannot run: {why}")
+    if why:
+        said = "all steps run by Megatron's scheduler, not by the overlap scheduler"
+        log_once(logger, f"{said}: {why}")
+        return None
+    graphs = model.config.cuda_graph_impl == "local" and options.num_cuda_graphs is not None
+    # Ranks that hold one model together run the same steps: they capture and replay together.
+    # Context-parallel ones wait for the first of them to sample; stages have no graphs at all.
+    one = parallel_state.get_context_parallel_world_size() == 1
+    graphs = graphs and one and torch.cuda.is_available()
+    return OverlapScheduler(host, model, sampler, graphs=graphs, lockstep=lockstep)

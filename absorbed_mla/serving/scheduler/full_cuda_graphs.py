@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, each captured with a step of its size."""
+"""Full CUDA graphs: each holds all kernels of a step, and is captured with one of its size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
-_LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
+_LIVING: weakref.WeakSet[FullCudaGraphs] = weakref.WeakSet()
 
 # Memory of steps grows with their tokens, but for some tensors with their rows: of much larger
 # steps nothing is known.
 _MOST_LARGER = 4
 
 
-class StepGraphs:
-    """Runs steps of a model, each captured once; a graph reads weights where they are.
+class FullCudaGraphs:
+    """Full CUDA graphs of a model's steps, each captured once; they read weights where they are.
 
     Graphs share a pool of memory: only one of them runs at a time, and what they leave behind is
     in tensors of others. A capture takes from the pool what is free, but of a large tensor only in

@@ -1,4 +1,4 @@
-"""The numbers of a decode step's requests in Megatron's context, from one step to the next."""
+"""The input batch: the tables of a step's requests in Megatron's context, from step to step."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ _SUMS, _COUNT = "_cpu_mha_cu_query_seq_lengths", "_staging_real_token_count"
 TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
 
 
-class ContextRows:
-    """Does to a context what Megatron's ``update_requests`` and ``initialize_attention_state`` do.
+class InputBatch:
+    """One row per request of a step: its tokens, positions and blocks, in Megatron's context.
 
-    In the same order of rows, with the same blocks, for steps after which no request is paused or
-    evicted; all may end. Its tables are in host memory; NumPy changes them in place, in a
-    tenth of the time. Made when Megatron has prepared a step, which reads whole prompts or none;
-    there are no paused requests. The steps that follow are decode steps.
+    It does to a context what Megatron's ``update_requests`` and ``initialize_attention_state`` do,
+    in the same order of rows, with the same blocks, for steps after which no request is paused or
+    evicted; all may finish. The tables are in CPU memory; NumPy changes them in place, in a tenth
+    of the time. Made when Megatron has prepared a step, which computes whole prompts or none; there
+    are no paused requests. The steps that follow are decode steps.
 
     Args:
         context: Megatron's, initialized for the step.
@@ -83,33 +84,42 @@ class ContextRows:
         self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
         self._table_changed = False
 
-    def at_their_ends(self) -> set[int]:
-        """Rows whose requests are as long as they may be with the token that the step draws."""
+    def at_max_length(self) -> set[int]:
+        """Rows whose requests are as long as they may be with the token that the step samples."""
         n, of = self.count, self._of
         lengths = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n] + 1
         [rows] = (lengths >= of["request_output_lengths"][:n]).nonzero()
         return set(rows.tolist())
 
-    def wants(self, name: str) -> _Array:
+    def metadata(self, name: str) -> _Array:
         """Megatron's metadata of the requests by name; not a copy."""
         return self._metadata[1][name][: self.count]
+
+    @property
+    def reports_more(self) -> bool:
+        """Whether requests want log-probabilities of other tokens than those sampled."""
+        metadata = self.metadata
+        if metadata("top_n_logprobs").any():
+            return True
+        wanted = metadata("return_log_probs").any()
+        return bool(wanted and not metadata("skip_prompt_log_probs").all())
 
     def numbers(self) -> list[int]:
         """The requests' numbers."""
         return self._of["request_ids"][: self.count].tolist()
 
     def positions(self) -> list[int]:
-        """Positions of the tokens that the step draws."""
+        """Positions of the tokens that the step samples."""
         of, n = self._of, self.count
         found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
         return found.tolist()
 
-    def may_follow(self, ended: Collection[int]) -> bool:
-        """Whether :meth:`follow` can be called: requests that go on get the blocks that they need.
+    def has_blocks(self, finished: Collection[int]) -> bool:
+        """Whether :meth:`advance` can be called: requests that go on get the blocks they need.
 
-        False where that is not certain: blocks of requests that end are not counted as free.
+        False where that is not certain: blocks of requests that finish are not counted as free.
         """
-        kept = [row for row in range(self.count) if row not in ended]
+        kept = [row for row in range(self.count) if row not in finished]
         allocator, needed = self._context.kv_block_allocator, int(self._are_full()[kept].sum())
         if not needed:
             return True
@@ -135,42 +145,42 @@ class ContextRows:
         tokens = min(context.max_tokens, context.max_requests, context.round_up_tokens(count))
         return tokens == context.padded_active_token_count
 
-    def follow(self, ended: Collection[int], tokens: Sequence[int] | None) -> list[int]:
-        """Become the rows of the next step.
+    def advance(self, finished: Collection[int], tokens: Sequence[int] | None) -> list[int]:
+        """Become the batch of the next step.
 
         Args:
-            ended: Rows whose requests have no part in it; their blocks are released.
-            tokens: That the step has drawn, by its rows. None: they are not known here; the next
-                step's inputs are then the rows that they are drawn in.
+            finished: Rows whose requests have no part in it; their blocks are released.
+            tokens: That the step has sampled, by its rows. None: they are not known here; the next
+                step's inputs are then the rows that they are sampled in.
 
         Returns:
             For each row of the next step, the row that it was.
         """
-        order = self.remove(ended)
-        self._end_prompts()
-        self._extend(order)
-        self._advance(order if tokens is None else [tokens[row] for row in order])
+        order = self.remove(finished)
+        self._end_prefill()
+        self._allocate_blocks(order)
+        self._append_tokens(order if tokens is None else [tokens[row] for row in order])
         return order
 
-    def remove(self, ended: Collection[int]) -> list[int]:
+    def remove(self, finished: Collection[int]) -> list[int]:
         """Release blocks of rows; the last ones that go on take their places, as Megatron's do.
 
         Returns:
-            As :meth:`follow`.
+            As :meth:`advance`.
         """
-        order, left = list(range(self.count)), self.count - len(ended)
-        if not ended:
+        order, left = list(range(self.count)), self.count - len(finished)
+        if not finished:
             return order
-        context, rows = self._context, sorted(ended)
+        context, rows = self._context, sorted(finished)
         context.release_memory_blocks_from_request_indexes(torch.tensor(rows))
-        former = [row for row in range(left, self.count) if row not in ended]
+        former = [row for row in range(left, self.count) if row not in finished]
         self._move(former, rows[: len(former)], order)
         self._of["request_to_kv_block_ids"][former] = -1
         self._pad(left)
         return order[:left]
 
-    def publish(self) -> None:
-        """Send the step's numbers to the device, which reads host memory after that."""
+    def copy_to_device(self) -> None:
+        """Queue the copy of the step's tables; the device reads CPU memory until it has run."""
         context, of, n = self._context, self._of, self.count
         positions = of["request_kv_length_offsets"][:n]
         of["_staging_request_kv_length_offsets"][:n] = positions
@@ -205,7 +215,7 @@ class ContextRows:
         of[_COUNT][0] = count
         self._table_changed = True
 
-    def _end_prompts(self) -> None:
+    def _end_prefill(self) -> None:
         """Let all rows be of requests that decode."""
         if self._context.num_prefill_requests:
             self._context.num_prefill_requests = 0
@@ -217,7 +227,7 @@ class ContextRows:
         offsets = self._of["request_last_kv_block_offset"][: self.count]
         return offsets >= self._context.block_size_tokens - 1
 
-    def _extend(self, order: list[int]) -> None:
+    def _allocate_blocks(self, order: list[int]) -> None:
         """Give full rows a block each; they become the first ones, as Megatron resumes them."""
         of = self._of
         [found] = self._are_full().nonzero()
@@ -229,14 +239,14 @@ class ContextRows:
         others = sorted(set(range(needed)) - set(rows))
         self._move(behind + others, others + behind, order)
         blocks = self._context.kv_block_allocator.allocate_memory_blocks(needed)
-        assert blocks is not None, "may_follow was asked"
+        assert blocks is not None, "has_blocks was asked"
         counts = of["request_kv_block_counts"][:needed]
         of["request_to_kv_block_ids"][range(needed), counts] = blocks.numpy()
         counts += 1
         of["request_last_kv_block_id"][:needed] = blocks.numpy()
         self._table_changed = True
 
-    def _advance(self, tokens: Sequence[int]) -> None:
+    def _append_tokens(self, tokens: Sequence[int]) -> None:
         """Add a token to every request, which has room for it."""
         of, block = self._of, self._context.block_size_tokens
         rows = slice(0, self.count)

@@ -31,8 +31,7 @@ from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.scheduler.block_pool import indexers
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
-from absorbed_mla.serving.scheduler.overlap_scheduler import DecodeLoop
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class PrefillGraphs:
     def __init__(
         self,
         host: DynamicInferenceEngine,
-        graphs: StepGraphs,
+        graphs: FullCudaGraphs,
         most_tokens: int,
         most_pairs: float = MOST_PAIRS,
         *,
@@ -235,19 +234,18 @@ def has_whole_prompts(context: DynamicInferenceContext) -> bool:
 
 
 def prefill_graphs(
-    host: DynamicInferenceEngine, model: GPTModel, loop: DecodeLoop | None, most_tokens: int
+    host: DynamicInferenceEngine, model: GPTModel, graphs: FullCudaGraphs | None, most_tokens: int
 ) -> PrefillGraphs | None:
     """Graphs of an engine that asks for them; None, with the reason logged, if it can have none.
 
     Args:
         host: Megatron's engine.
         model: Generates.
-        loop: Of its decode steps.
+        graphs: Of its decode steps; None: these have none.
         most_tokens: Of a step with a graph; 0: the engine does not ask.
     """
     if not most_tokens:
         return None
-    graphs = None if loop is None else loop.graphs
     if why := why_none(model) or (_NO_WHOLE_STEPS if graphs is None else ""):
         log_once(logger, "steps that read prompts run without CUDA graphs", why)
         return None

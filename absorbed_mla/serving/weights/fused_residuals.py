@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from absorbed_mla.full_cuda_graph import this_run
+from absorbed_mla.caching import this_run
 from absorbed_mla.log_once import log_once
 from absorbed_mla.norm import RMSNorm, few_rows, is_plain
 from absorbed_mla.serving.megatron_engine.names import FUSED_RESIDUALS, LAYER, SUMS_OF_LAYERS

@@ -176,7 +176,7 @@ def test_generation_goes_on(model, expected, need, name, monkeypatch, caplog):
     said = [one for one in caplog.messages if f".{name.name} (" in one]
     assert sum(SAYS[need] in one for one in said) == 1
     if need is names.OVERLAP_SCHEDULER:
-        assert engine.decode_loop is None
+        assert engine.scheduler is None
     assert engine.generate(PROMPTS, GREEDY) == expected
     if need is names.OVERLAP_SCHEDULER:
         with pytest.raises(ValueError, match=rf"decode_loop=True cannot run: .*\.{name.name} "):
