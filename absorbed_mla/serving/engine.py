@@ -33,6 +33,7 @@ from torch import Tensor
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
+from absorbed_mla.serving.megatron_engine.engine import queue_request
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
 from absorbed_mla.serving.request_record import RequestRecord
@@ -256,7 +257,7 @@ class Engine:
         )
         # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
         request.sampling_params = sampling
-        self.host._add_request(request)
+        queue_request(self.host)(request)
         entry = self.host.requests.get(number)
         if entry is not None:
             entry.record = RequestRecord.from_request(request)

@@ -10,7 +10,11 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
-from absorbed_mla.serving.megatron_engine.engine import prefix_blocks_matched, tokens_drafted
+from absorbed_mla.serving.megatron_engine.engine import (
+    prefix_blocks_matched,
+    tokens_accepted,
+    tokens_drafted,
+)
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
 from absorbed_mla.serving.scheduler.model_runner import InFlightStep
 
@@ -122,5 +126,6 @@ class StepCounter:
             "disk_blocks": 0 if self._stored is None else self._stored.blocks_read,
         }
         if self._drafts:
-            totals["drafted"], totals["accepted"] = tokens_drafted(host)
+            totals["drafted"] = int(tokens_drafted(host).sum())
+            totals["accepted"] = int(tokens_accepted(host).sum())
         return totals

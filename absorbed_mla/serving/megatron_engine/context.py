@@ -1,17 +1,20 @@
-"""What the package does to Megatron's ``DynamicInferenceContext`` beyond its documented calls."""
+"""Private attributes of Megatron's ``DynamicInferenceContext``, under names of this package.
+
+The getters are as those of ``engine.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
 
-import torch
-from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.inference_request import DynamicInferenceRequest
-from torch import Tensor
-
-# Tables in host memory of which the device gets a copy for each step: names of the package's,
-# and of Megatron's. A number for each row, but for sums (one more) and blocks (several).
+# (request, first, last): blocks of the prefix cache that hold these blocks of its prompt, as far as
+# there are any, and the hash of the last one.
+find_cached_blocks = attrgetter("_find_kv_match_count")
+# The memory of all tables that the device has, uint8 [bytes], and what is copied to it.
+device_tables = attrgetter("gpu_view._buf")
+staged_tables = attrgetter("_cpu_bookkeeping_buf")
+# The tables in host memory that are copied, by names of this package, with Megatron's: a number for
+# each row, but one more for sums, and several for blocks.
 STAGED_TABLES = {
     "staged_temperature": "_staging_temperature",
     "staged_top_k": "_staging_top_k",
@@ -26,38 +29,3 @@ STAGED_TABLES = {
     "mha_cu_kv_lengths": "_cpu_mha_cu_kv_seq_lengths",
     "mha_block_table": "_cpu_mha_block_table",
 }
-
-
-def host_tables(context: DynamicInferenceContext, names: Sequence[str]) -> dict[str, Any]:
-    """NumPy arrays of the context's tables in host memory, which share its memory.
-
-    Args:
-        context: Megatron's.
-        names: Of :data:`STAGED_TABLES`, or of Megatron's context.
-    """
-    return {name: getattr(context, STAGED_TABLES.get(name, name)).numpy() for name in names}
-
-
-def device_tables(context: DynamicInferenceContext) -> Tensor:
-    """The memory of all tables that the device has, uint8 [bytes]."""
-    return context.gpu_view._buf
-
-
-def block_table_offset(context: DynamicInferenceContext) -> int:
-    """Where the block table begins in :func:`device_tables`: behind all that is of tokens."""
-    view = context.gpu_view
-    return view.mha_block_table.data_ptr() - view._buf.data_ptr()
-
-
-def send_tables(context: DynamicInferenceContext, num_bytes: int) -> None:
-    """Copy the first bytes of the staged tables to the device, which reads host memory later."""
-    with torch.inference_mode():
-        staged = context._cpu_bookkeeping_buf[:num_bytes]
-        context.gpu_view._buf[:num_bytes].copy_(staged, non_blocking=True)
-
-
-def cached_blocks(context: DynamicInferenceContext, request: DynamicInferenceRequest) -> list[int]:
-    """Blocks of the prefix cache that hold the beginning of a request's prompt."""
-    hashes = request.precomputed_block_hashes
-    blocks, _ = context._find_kv_match_count(request, 0, len(hashes))
-    return blocks

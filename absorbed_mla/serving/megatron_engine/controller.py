@@ -1,38 +1,61 @@
-"""What the package does to Megatron's ``TextGenerationController`` beyond its documented calls."""
+"""Private attributes of Megatron's ``TextGenerationController``, under names of this package.
+
+The getters are as those of ``engine.py``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from torch import Tensor
 
 from absorbed_mla.log_once import log_once
-from absorbed_mla.serving.megatron_engine.names import (
-    CONTROLLER,
-    DETOKENIZE,
-    NO_TEXTS,
-    PREPARE_STEP,
-    RUN_MODEL,
-    SAMPLER,
-)
+from absorbed_mla.serving.megatron_engine.names import CONTROLLER, DETOKENIZE, NO_TEXTS, SAMPLER
 
 logger = logging.getLogger(__name__)
 
+# The sampler.
+sampler_of = attrgetter("_sampling")
+# Tokens that the last step has sampled, by row: int64 [max_requests] on the device.
+sampled_tokens = attrgetter("_sampled_tokens_cuda")
+# Logits of the last step, [1, T, vocabulary]; with ``materialize_only_last_token_logits`` T are the
+# rows.
+logits_of_step = attrgetter("_all_logits_cuda")
+# (record_bookkeeping_done_event=True): prepare the tables of the next step, and send them to the
+# device. Without the event, those who change them would wait for the device.
+prepare_step = attrgetter("_dynamic_step_context_init")
+# (input_ids, position_ids): run the model on a step's tokens [1, T]; keeps the logits.
+run_model = attrgetter("_dynamic_step_forward_logits")
+# (): sample a token for each row, by the sampler.
+sample = attrgetter("_dynamic_step_sample_logits")
+# (): end, pause and evict requests of the context after a step; returns what it reports.
+update_context = attrgetter("_dynamic_step_context_bookkeeping")
+
+
+def log_probs_of_step(controller: TextGenerationController) -> dict[str, Any]:
+    """What Megatron reports of the step's log-probabilities: of its tokens, and the largest ones.
+
+    Returns:
+        By Megatron's names, each None if no request asks for it.
+    """
+    found: dict[str, Any] = {"log_probs": None, "top_n_logprobs": None}
+    wanted, wanted_top = controller._dynamic_step_log_probs_bookkeeping()
+    if wanted or wanted_top:
+        found["log_probs"], scores = controller._dynamic_step_calculate_log_probs()
+        if wanted_top:
+            top = controller._dynamic_step_calculate_top_n_logprobs(scores)
+            found["top_n_logprobs"] = top
+    return found
+
 
 def replace_sampler(controller: TextGenerationController, sampler: Sampling) -> None:
-    """Have the controller draw by another sampler: it chooses one of its own, by name."""
+    """Have the controller sample by another sampler: it chooses one of its own, by name."""
     SAMPLER.replace(controller, sampler)
-
-
-def sampler_of(controller: TextGenerationController) -> Sampling:
-    """The sampler that draws the controller's tokens."""
-    return controller._sampling
 
 
 def make_no_texts(controller: TextGenerationController) -> None:
@@ -45,69 +68,3 @@ def make_no_texts(controller: TextGenerationController) -> None:
 
 def _no_text(*_: Any, **__: Any) -> str:
     return ""
-
-
-def sampled_tokens(controller: TextGenerationController) -> Tensor:
-    """The tokens that the last step has drawn, by row; int64 [max_requests] on the device."""
-    return controller._sampled_tokens_cuda
-
-
-def last_logits(controller: TextGenerationController, count: int) -> Tensor:
-    """Logits of the last token of the step's first ``count`` rows, [count, vocabulary].
-
-    It needs a context with ``materialize_only_last_token_logits``.
-    """
-    return controller._all_logits_cuda[0, :count]
-
-
-def prepare_step(controller: TextGenerationController) -> None:
-    """Have Megatron prepare the tables of the next step, and send them to the device.
-
-    It records an event for those that would otherwise wait for the device.
-    """
-    controller._dynamic_step_context_init(record_bookkeeping_done_event=True)
-
-
-def run_model(controller: TextGenerationController, input_ids: Tensor, positions: Tensor) -> None:
-    """Run the model on a step's tokens [1, T]; the controller keeps the logits."""
-    controller._dynamic_step_forward_logits(input_ids, positions)
-
-
-def sample(controller: TextGenerationController) -> None:
-    """Draw a token for each row by the controller's sampler."""
-    controller._dynamic_step_sample_logits()
-
-
-def log_probs_of_step(controller: TextGenerationController) -> tuple[Any, Any]:
-    """What Megatron reports of log-probabilities for the step: of its tokens, and the largest ones.
-
-    Returns:
-        Each None if no request asks for it.
-    """
-    wanted, wanted_top = controller._dynamic_step_log_probs_bookkeeping()
-    if not wanted and not wanted_top:
-        return None, None
-    found, scores = controller._dynamic_step_calculate_log_probs()
-    if not wanted_top:
-        return found, None
-    return found, controller._dynamic_step_calculate_top_n_logprobs(scores)
-
-
-def update_context(controller: TextGenerationController) -> dict:
-    """Let Megatron's context end, pause and evict requests; returns what it reports of the step."""
-    return controller._dynamic_step_context_bookkeeping()
-
-
-def replace_prepare_and_run(
-    controller: TextGenerationController,
-    make: Callable[[Callable, Callable], tuple[Callable, Callable]],
-) -> None:
-    """Replace the two functions with which Megatron prepares a step and runs the model.
-
-    Args:
-        controller: Of Megatron's engine.
-        make: Of both functions, those that take their places.
-    """
-    prepare, run = make(PREPARE_STEP.of(controller), RUN_MODEL.of(controller))
-    PREPARE_STEP.replace(controller, prepare)
-    RUN_MODEL.replace(controller, run)

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.context import cached_blocks
+from absorbed_mla.serving.megatron_engine.context import find_cached_blocks
 from absorbed_mla.serving.megatron_engine.names import CHECK_AVAILABILITY, DEREGISTER
 from absorbed_mla.serving.model_ranks import Replicas
 from absorbed_mla.serving.prefix_cache.block_contents import BlockMemory
@@ -142,7 +142,7 @@ class StoredPrefixes:
             return 0
         self._asked = request
         allocator = self._context.kv_block_allocator
-        cached = cached_blocks(self._context, request)
+        cached, _ = find_cached_blocks(self._context)(request, 0, len(hashes))
         missing = hashes[len(cached) :]
         count = _least(folder.leading(missing))
         if not count:

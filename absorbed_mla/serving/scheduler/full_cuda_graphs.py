@@ -12,6 +12,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
 from absorbed_mla.caching import full_cuda_graph
+from absorbed_mla.serving.megatron_engine.context import device_tables
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[FullCudaGraphs] = weakref.WeakSet()
@@ -77,7 +78,7 @@ class FullCudaGraphs:
 
     def keep_for(self, context: DynamicInferenceContext) -> None:
         """Delete all graphs if they read another cache, or other tables, than this context's."""
-        buffers = context.memory_buffer.data_ptr(), context.gpu_view._buf.data_ptr()
+        buffers = context.memory_buffer.data_ptr(), device_tables(context).data_ptr()
         if buffers != self._buffers:
             self.clear()
             self._buffers = buffers

@@ -12,6 +12,12 @@ from megatron.core.inference.batch_dimensions_utils import (
 )
 from megatron.core.inference.contexts import DynamicInferenceContext
 
+from absorbed_mla.serving.megatron_engine.context import (
+    STAGED_TABLES,
+    device_tables,
+    staged_tables,
+)
+
 # NumPy's, made by tensors: the package does not depend on NumPy itself.
 _Array = Any
 
@@ -37,23 +43,23 @@ _OF_TOKENS = (
 )
 # What the device gets of rows, beside what is for tokens.
 _STAGED = (
-    "_staging_temperature",
-    "_staging_top_k",
-    "_staging_top_p",
-    "_staging_request_kv_length_offsets",
-    "_cpu_mha_kv_seq_lengths",
-    "_cpu_mha_cu_kv_seq_lengths",
-    "_cpu_mha_block_table",
+    "staged_temperature",
+    "staged_top_k",
+    "staged_top_p",
+    "staged_kv_length_offsets",
+    "mha_kv_lengths",
+    "mha_cu_kv_lengths",
+    "mha_block_table",
 )
 # The same of every row, and 0 in rows that are padding.
 _OF_ROWS = (
-    "_staging_request_in_prefill_status",
-    "_staging_request_query_lengths",
-    "_cpu_mha_query_lengths",
+    "staged_in_prefill",
+    "staged_query_lengths",
+    "mha_query_lengths",
 )
-_SUMS, _COUNT = "_cpu_mha_cu_query_seq_lengths", "_staging_real_token_count"
-# All of them, by their names in Megatron's context.
-TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
+_SUMS, _COUNT = "mha_cu_query_lengths", "staged_token_count"
+# All of them, by their names here.
+_TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
 
 
 class InputBatch:
@@ -77,11 +83,13 @@ class InputBatch:
         self.count = context.total_request_count
         self._decodes = context.num_prefill_requests == 0
         self._padded = context.padded_active_request_count
-        self._of = {name: getattr(context, name).numpy() for name in TABLES}
+        self._of = {
+            name: getattr(context, STAGED_TABLES.get(name, name)).numpy() for name in _TABLES
+        }
         kinds = (context.request_metadata, context.active_request_metadata)
         self._metadata = [{k: v.numpy() for k, v in kind.items()} for kind in kinds]
         view = context.gpu_view
-        self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
+        self._table_start = view.mha_block_table.data_ptr() - device_tables(context).data_ptr()
         self._table_changed = False
 
     def at_max_length(self) -> set[int]:
@@ -183,22 +191,22 @@ class InputBatch:
         """Queue the copy of the step's tables; the device reads CPU memory until it has run."""
         context, of, n = self._context, self._of, self.count
         positions = of["request_kv_length_offsets"][:n]
-        of["_staging_request_kv_length_offsets"][:n] = positions
-        lengths, sums = of["_cpu_mha_kv_seq_lengths"], of["_cpu_mha_cu_kv_seq_lengths"]
+        of["staged_kv_length_offsets"][:n] = positions
+        lengths, sums = of["mha_kv_lengths"], of["mha_cu_kv_lengths"]
         lengths[:n] = positions + 1
         sums[1 : n + 1] = lengths[:n].cumsum()
         sums[n + 1 : self._padded + 1] = sums[n]
         if not context.using_cuda_graph_this_step():
             metadata = context.active_attn_metadata["mha_metadata"]
-            metadata.state_data["max_seqlen_k"] = metadata._max_seqlen_k = int(lengths[:n].max())
+            metadata.state_data["max_seqlen_k"] = int(lengths[:n].max())
         end = self._table_start
         if self._table_changed:
-            of["_cpu_mha_block_table"][:n] = of["request_to_kv_block_ids"][:n]
-            end += of["_cpu_mha_block_table"][: self._padded].nbytes
+            of["mha_block_table"][:n] = of["request_to_kv_block_ids"][:n]
+            end += of["mha_block_table"][: self._padded].nbytes
             self._table_changed = False
         with torch.inference_mode():
-            buffer = context._cpu_bookkeeping_buf[:end]
-            context.gpu_view._buf[:end].copy_(buffer, non_blocking=True)
+            staged = staged_tables(context)[:end]
+            device_tables(context)[:end].copy_(staged, non_blocking=True)
 
     def _pad(self, count: int) -> None:
         """Let the rows from ``count`` on be padding, and tell Megatron how many there are."""
@@ -208,9 +216,9 @@ class InputBatch:
         of["token_to_block_idx"][padding] = context.kv_block_allocator.dummy_block_idx
         of["token_to_local_position_within_kv_block"][padding] = 0
         of["token_to_position_in_request"][padding] = 0
-        for name in (*_OF_ROWS, "_staging_request_kv_length_offsets", "_cpu_mha_kv_seq_lengths"):
+        for name in (*_OF_ROWS, "staged_kv_length_offsets", "mha_kv_lengths"):
             of[name][padding] = 0
-        of["_cpu_mha_block_table"][padding] = -1
+        of["mha_block_table"][padding] = -1
         of[_SUMS][count + 1 : self._padded + 1] = count
         of[_COUNT][0] = count
         self._table_changed = True

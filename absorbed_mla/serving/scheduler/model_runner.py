@@ -15,6 +15,13 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from torch import Tensor
 
+from absorbed_mla.serving.megatron_engine.controller import (
+    logits_of_step,
+    run_model,
+    sample,
+    sampled_tokens,
+    sampler_of,
+)
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler, Kind
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
@@ -155,7 +162,7 @@ class ModelRunner:
         self._sampling_in_graphs = sampling_in_graphs
         # Tokens of the last step by row, int64; -1 where the logits have none, for which the model
         # reads token 0.
-        self._tokens = torch.zeros_like(controller._sampled_tokens_cuda)
+        self._tokens = torch.zeros_like(sampled_tokens(controller))
         self._outputs = [PinnedOutput(context.max_requests) for _ in range(2)]
         # The device has read the tables of the last step.
         self._inputs_read = torch.cuda.Event()
@@ -180,7 +187,7 @@ class ModelRunner:
             self.graphs.run(key, partial(self._run_and_sample, rows, in_graph))
         else:
             inputs = context.current_input_and_position_ids()
-            self._controller._dynamic_step_forward_logits(*inputs)
+            run_model(self._controller)(*inputs)
         if kind is None:
             self._sample_by_megatron(count)
         elif in_graph is None:
@@ -212,14 +219,14 @@ class ModelRunner:
             count: Of the first rows of the next step, whose inputs are the rows of the last one.
         """
         inputs = self._context.gpu_view.token_to_input_ids[:count]
-        inputs.copy_(self._controller._sampled_tokens_cuda.index_select(0, inputs))
+        inputs.copy_(sampled_tokens(self._controller).index_select(0, inputs))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Leave the tokens and logits of these rows only, for Megatron to finish the step."""
-        controller, count = self._controller, len(rows)
-        kept = torch.tensor(rows, device=controller._sampled_tokens_cuda.device)
-        controller._sampled_tokens_cuda[:count] = controller._sampled_tokens_cuda[kept]
-        controller._all_logits_cuda[0, :count] = controller._all_logits_cuda[0, kept]
+        tokens, logits = sampled_tokens(self._controller), logits_of_step(self._controller)[0]
+        kept = torch.tensor(rows, device=tokens.device)
+        tokens[: len(rows)] = tokens[kept]
+        logits[: len(rows)] = logits[kept]
 
     def _has_graph(self) -> bool:
         """Whether a graph holds the step, or is captured with it."""
@@ -231,31 +238,31 @@ class ModelRunner:
     def _run_and_sample(self, count: int, kind: Kind | None) -> None:
         """What a graph holds; ``kind`` None: the model alone."""
         inputs = self._context.current_input_and_position_ids()
-        self._controller._dynamic_step_forward_logits(*inputs)
+        run_model(self._controller)(*inputs)
         if kind is not None:
             self._sample(count, kind)
 
     def _sample(self, count: int, kind: Kind) -> None:
         """Sample tokens of the first ``count`` rows by the device sampler."""
-        logits = self._controller._all_logits_cuda[0, :count]
+        logits = logits_of_step(self._controller)[0, :count]
         tokens = self.device_sampler.draw(logits, kind)
         self._tokens[:count].copy_(tokens)
-        torch.clamp(tokens, min=0, out=self._controller._sampled_tokens_cuda[:count])
+        torch.clamp(tokens, min=0, out=sampled_tokens(self._controller)[:count])
 
     def _sample_by_megatron(self, count: int) -> None:
         """Sample by Megatron's function, which calls the engine's sampler."""
         with self._sampler.missing_on_device() as missing:
-            self._controller._dynamic_step_sample_logits()
-        self._tokens.copy_(self._controller._sampled_tokens_cuda)
+            sample(self._controller)()
+        self._tokens.copy_(sampled_tokens(self._controller))
         self._tokens[:count].masked_fill_(missing[0], -1)
 
     def _log_probs(self, count: int) -> Tensor:
         """Log-probabilities of the tokens of all requests, float32 [count], as Megatron's."""
         controller = self._controller
         found, _ = self._context.calculate_log_probs_tensors(
-            controller._all_logits_cuda[:, :count],
-            controller._sampled_tokens_cuda[:count],
+            logits_of_step(controller)[:, :count],
+            sampled_tokens(controller)[:count],
             only_last_token_logits=True,
-            sampling=controller._sampling,
+            sampling=sampler_of(controller),
         )
         return found

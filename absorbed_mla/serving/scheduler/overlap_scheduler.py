@@ -21,6 +21,13 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.serving.megatron_engine.context import device_tables
+from absorbed_mla.serving.megatron_engine.controller import (
+    log_probs_of_step,
+    prepare_step,
+    update_context,
+)
+from absorbed_mla.serving.megatron_engine.engine import run_coroutine
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler
 from absorbed_mla.serving.sampling.sampler import RequestSampler
@@ -272,7 +279,7 @@ class OverlapScheduler:
         if self.runner.graphs is not None:
             self.runner.graphs.keep_for(context)
         # Without this event it would wait for the device.
-        engine.controller._dynamic_step_context_init(record_bookkeeping_done_event=True)
+        prepare_step(engine.controller)(record_bookkeeping_done_event=True)
         self._batch = InputBatch(context)
         if self._running is None:
             self._running = RunningRequests(engine, self._sampler)
@@ -335,19 +342,12 @@ class OverlapScheduler:
         padded = context.padded_active_request_count
         done: dict[str, object] = {
             "accepted_tokens": None,
-            "log_probs": None,
-            "top_n_logprobs": None,
             "cuda_graph_request_count": padded if context.using_cuda_graph_this_step() else None,
         }
-        log_probs, top_log_probs = controller._dynamic_step_log_probs_bookkeeping()
-        if log_probs or top_log_probs:
-            done["log_probs"], scores = controller._dynamic_step_calculate_log_probs()
-            if top_log_probs:
-                found = controller._dynamic_step_calculate_top_n_logprobs(scores)
-                done["top_n_logprobs"] = found
-        done.update(controller._dynamic_step_context_bookkeeping())
+        done.update(log_probs_of_step(controller))
+        done.update(update_context(controller)())
         self._count_step()
-        return engine._run_coroutine_sync(engine.async_bookkeep(done, before, 0.0))
+        return run_coroutine(engine)(engine.async_bookkeep(done, before, 0.0))
 
     def _all_finish(self, step: InFlightStep, finished: set[int]) -> bool:
         """Whether these are all rows of the step, and their requests are finished here."""
@@ -379,5 +379,5 @@ class OverlapScheduler:
             context.step_count,
             context.total_request_count,
             context.memory_buffer.data_ptr(),
-            context.gpu_view._buf.data_ptr(),
+            device_tables(context).data_ptr(),
         )

@@ -16,6 +16,14 @@ from megatron.core.inference.inference_request import (
     Status,
 )
 
+from absorbed_mla.serving.megatron_engine.engine import (
+    PREFIX_COUNTERS,
+    admits_by_cuda_graph,
+    can_schedule_chunk,
+    can_schedule_prompt,
+    check_stop_words,
+    run_coroutine,
+)
 from absorbed_mla.serving.request_results import Progress, progress_of
 from absorbed_mla.serving.sampling.sampler import RequestSampler, SampledRequest
 
@@ -102,7 +110,7 @@ class WaitingQueue:
         engine.waiting_request_ids.extend(others)
         assert context.chunked_prefill_request_id == -1, "every one fits as a whole"
         # It has left messages for those who wait for its own steps.
-        engine._run_coroutine_sync(asyncio.sleep(0))
+        run_coroutine(engine)(asyncio.sleep(0))
         self._count_prefix_hits()
         if context.total_request_count == before:
             self._refused = engine.waiting_request_ids[0]
@@ -120,13 +128,13 @@ class WaitingQueue:
         engine = self._engine
         request = engine.get_request(engine.waiting_request_ids[0])
         if engine.enable_chunked_prefill:
-            return engine._can_schedule_chunked_prefill(request)
-        return engine._can_schedule_non_chunked_prefill(request, record_cg_wait=False)
+            return can_schedule_chunk(engine)(request)
+        return can_schedule_prompt(engine)(request, record_cg_wait=False)
 
     def _fitting(self, finished: int, *, freely: bool) -> int:
         """How many of the first ones fit into a step as a whole; 0 if a part of another has to."""
         engine, context = self._engine, self._engine.context
-        if not self._admits or engine._cg_admission_gating_active():
+        if not self._admits or admits_by_cuda_graph(engine)():
             return 0
         if not engine.enable_chunked_prefill:
             return len(engine.waiting_request_ids)
@@ -172,14 +180,9 @@ class WaitingQueue:
         engine, context = self._engine, self._engine.context
         if not context.enable_prefix_caching:
             return
-        for ours, theirs in {
-            "_prefix_cache_hits": "prefix_cache_hits",
-            "_prefix_cache_blocks_matched": "prefix_cache_blocks_matched",
-            "_prefill_tokens_computed": "prefix_cache_prefill_computed_tokens",
-            "_prefill_tokens_skipped": "prefix_cache_prefill_skipped_tokens",
-        }.items():
-            setattr(engine, ours, getattr(engine, ours) + getattr(context, theirs))
-            setattr(context, theirs, 0)
+        for total, counter in PREFIX_COUNTERS.items():
+            setattr(engine, total, getattr(engine, total) + getattr(context, counter))
+            setattr(context, counter, 0)
 
 
 class RunningRequests:
@@ -312,7 +315,7 @@ class RunningRequests:
 
     def _look_for_stop_words(self, number: int) -> None:
         """Let a request finish with the next step, as Megatron does, after a stop word."""
-        found, _ = self._engine._check_stop_words_for_request_post_append(self._parts[number])
+        found, _ = check_stop_words(self._engine)(self._parts[number])
         if found:
             self._engine.stop_word_finished_request_ids.add(number)
 

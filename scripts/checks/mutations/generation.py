@@ -340,8 +340,8 @@ MUTATIONS = {
     ),
     "scheduler_reads_tokens_of_other_rows": Mutation(
         "absorbed_mla/serving/scheduler/model_runner.py",
-        "_sampled_tokens_cuda.index_select(0, inputs))",
-        "_sampled_tokens_cuda[:count])",
+        "sampled_tokens(self._controller).index_select(0, inputs))",
+        "sampled_tokens(self._controller)[:count])",
     ),
     "scheduler_forgets_who_waits": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
