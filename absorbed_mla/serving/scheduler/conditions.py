@@ -89,7 +89,7 @@ _CONTROLLER = (
 
 
 def _missing(host: DynamicInferenceEngine) -> str:
-    """The name that the loop uses and this Megatron has not, or ``""``."""
+    """The name that the scheduler uses and this Megatron has not, or ``""``."""
     context = host.context
     return (
         missing_name(host, _HOST)
