@@ -90,7 +90,7 @@ class ForwardRows:
         run = this_run()
         if run is None and context.using_cuda_graph_this_step():
             return cls._made(context)
-        # Megatron makes another dictionary in every step; the decode loop changes its numbers, and
+        # Megatron makes another dictionary in every step; our scheduler changes its numbers, and
         # counts its steps.
         state = context.active_attn_metadata["mha_metadata"].state_data
         former, number, of, found = vars(context).get("latent_forward", (None,) * 4)

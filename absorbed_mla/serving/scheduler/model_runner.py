@@ -180,11 +180,11 @@ class ModelRunner:
         sampler.publish()
         self._inputs_read.record()
         kind, in_graph = sampler.kind, None
-        if self._has_graph():
+        if (graphs := self._graphs_of_step()) is not None:
             in_graph = kind if self._sampling_in_graphs else None
             rows = context.padded_active_request_count
             key = context.padded_batch_dimensions, in_graph
-            self.graphs.run(key, partial(self._run_and_sample, rows, in_graph))
+            graphs.run(key, partial(self._run_and_sample, rows, in_graph))
         else:
             inputs = context.current_input_and_position_ids()
             run_model(self._controller)(*inputs)
@@ -228,12 +228,11 @@ class ModelRunner:
         tokens[: len(rows)] = tokens[kept]
         logits[: len(rows)] = logits[kept]
 
-    def _has_graph(self) -> bool:
-        """Whether a graph holds the step, or is captured with it."""
+    def _graphs_of_step(self) -> FullCudaGraphs | None:
+        """Where the step has a graph or is captured; None: it runs without."""
         context = self._context
-        if self.graphs is None or context.num_prefill_requests > 0:
-            return False
-        return context.using_cuda_graph_this_step()
+        is_decode = context.num_prefill_requests == 0
+        return self.graphs if is_decode and context.using_cuda_graph_this_step() else None
 
     def _run_and_sample(self, count: int, kind: Kind | None) -> None:
         """What a graph holds; ``kind`` None: the model alone."""

@@ -165,15 +165,16 @@ class OverlapScheduler:
         Returns:
             None, if there are no requests, because Megatron's scheduler has admitted none.
         """
-        if (new or not self._in_flight) and self._schedule(new):
-            self._in_flight.append(self.runner.launch(self._batch, self._running))
+        if (new or not self._in_flight) and (prepared := self._schedule(new)):
+            self._in_flight.append(self.runner.launch(*prepared))
         if not self._in_flight:
             return None
+        assert self._batch is not None
         step = self._in_flight[0]
         # The device is busy meanwhile.
         self._device_sampler.prepare(self._batch.positions())
-        if self._schedule_ahead(step):
-            self._in_flight.append(self.runner.launch(self._batch, self._running))
+        if prepared := self._schedule_ahead(step):
+            self._in_flight.append(self.runner.launch(*prepared))
         start = time.perf_counter()
         step.output.wait()
         self.waited += time.perf_counter() - start
@@ -183,29 +184,28 @@ class OverlapScheduler:
     def launch_next(self) -> None:
         """Launch the next step, if it is the scheduler's: the device is busy until it is due."""
         may_launch = self.launches_ahead and not self._in_flight and self.can_step()
-        if may_launch and self._schedule(self.has_new_batch()):
-            self._in_flight.append(self.runner.launch(self._batch, self._running))
+        if may_launch and (prepared := self._schedule(self.has_new_batch())):
+            self._in_flight.append(self.runner.launch(*prepared))
 
     # Schedule, and prepare the input batch.
 
-    def _schedule(self, new: bool) -> bool:
-        """Prepare a step after one whose tokens are known; False: there are no requests."""
+    def _schedule(self, new: bool) -> tuple[InputBatch, RunningRequests] | None:
+        """Prepare a step after one whose tokens are known; None: there are no requests."""
         if not new:
-            assert self._batch is not None
+            assert self._batch is not None and self._running is not None
             self._batch.copy_to_device()
-            return True
+            return self._batch, self._running
         admissible = self._admissible()
         self.reset()
         self._waiting.admit(admissible or 0)
         if not self._engine.context.total_request_count:
-            return False
-        self._prepare_by_megatron()
-        return True
+            return None
+        return self._prepare_by_megatron()
 
-    def _schedule_ahead(self, step: InFlightStep) -> bool:
-        """Prepare the step after ``step``, unless something but tokens may come between them."""
-        batch, context = self._batch, self._engine.context
-        assert batch is not None
+    def _schedule_ahead(self, step: InFlightStep) -> tuple[InputBatch, RunningRequests] | None:
+        """Prepare the step after ``step``; None: something but tokens may come between them."""
+        batch, running, context = self._batch, self._running, self._engine.context
+        assert batch is not None and running is not None
         finished = (
             step.rows_of(self._finished)
             | step.rows_of(self._engine.stop_word_finished_request_ids)
@@ -217,24 +217,24 @@ class OverlapScheduler:
             or not self._all_run()
             or not self._can_advance(finished)
         ):
-            return False
+            return None
         is_decode = not step.has_prefill
         admissible = self._waiting.admissible_ahead(len(finished), is_decode=is_decode)
         if admissible is None:
-            return False
+            return None
         self.runner.wait_for_inputs()
         self._advance(finished, None)
         kept = batch.count
         self._waiting.admit(admissible)
         if not context.total_request_count:
             # All finish and none begins: the context is empty before the output is processed.
-            return False
+            return None
         if admissible or ((finished or step.has_prefill) and not batch.has_size_for(kept)):
-            self._prepare_by_megatron()
+            batch, running = self._prepare_by_megatron()
         else:
             batch.copy_to_device()
         self.runner.feed_tokens(kept)
-        return True
+        return batch, running
 
     def _admissible(self) -> int | None:
         """Requests that may begin; where nothing is launched ahead, as Megatron has it."""
@@ -273,7 +273,7 @@ class OverlapScheduler:
         if finished:
             self._waiting.retry()
 
-    def _prepare_by_megatron(self) -> None:
+    def _prepare_by_megatron(self) -> tuple[InputBatch, RunningRequests]:
         """Let Megatron prepare the step, and read what its requests are."""
         engine, context = self._engine, self._engine.context
         if self.runner.graphs is not None:
@@ -286,6 +286,7 @@ class OverlapScheduler:
         self._running.set_rows(self._batch.numbers())
         self._device_sampler.begin(self._running.sampled(), self._batch.positions())
         self._made_from = self._read_state()
+        return self._batch, self._running
 
     # Process the output of the step in flight.
 

@@ -282,7 +282,7 @@ MUTATIONS = {
     ),
     "scheduler_runs_a_step_of_nobody": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "before the output is processed.\n            return False\n",
+        "before the output is processed.\n            return None\n",
         "before the output is processed.\n            pass\n",
     ),
     "scheduler_counts_the_last_step_twice": Mutation(
