@@ -8,8 +8,9 @@ touches a private name of Megatron's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"
 OPTIMIZERS = f"{_CORE}.optimizer.emerging_optimizers"
 PREDICTION = f"{_CORE}.transformer.multi_token_prediction"
 ROUTER = f"{_CORE}.transformer.moe.router.TopKRouter"
+ROUTING = f"{_CORE}.transformer.moe.router"
 BUILDER = "megatron.training.models.gpt"
 
 PP_LAYER_OFFSET = MegatronName(ATTENTION, "_get_pp_layer_offset_for_inference")
@@ -140,6 +142,9 @@ MOVE_COUNTS = MegatronName(DISPATCHER, "maybe_move_tensor_to_cpu", replaced_by="
 MUON_REGISTRY = MegatronName(OPTIMIZERS, "_EMERGING_OPTIMIZERS")
 ROLL_TENSOR = MegatronName(PREDICTION, "roll_tensor", replaced_by="a shift for padded packs")
 EXPERT_BIAS = MegatronName(ROUTER, "_apply_expert_bias", replaced_by="one that takes a mask")
+CHOOSE_EXPERTS = MegatronName(
+    ROUTING, "topk_routing_with_score_function", replaced_by="a choice by the model's options"
+)
 MTP_BLOCK_SPEC = MegatronName(
     BUILDER, "mtp_block_spec", SINCE_0_19, replaced_by="the spec of absorbed MLA"
 )
@@ -185,6 +190,9 @@ CPU_HOST = Need(
 MUON = Need("muon_kv_up", "Megatron's Muon does not follow it", (MUON_REGISTRY,))
 PACKED_MTP = Need("mtp_num_layers", REFUSED, (ROLL_TENSOR,))
 EXPERT_BIAS_OF_PACKS = Need("moe_router_enable_expert_bias", REFUSED, (EXPERT_BIAS,))
+CHOICE_OF_EXPERTS = Need(
+    "moe_router_group_score_topk and moe_router_norm_topk_prob", REFUSED, (CHOOSE_EXPERTS,)
+)
 GPT_BUILDER = Need("AbsorbedMLAGPTModelBuilder", REFUSED, (MTP_BLOCK_SPEC,))
 
 LAYER_NEEDS = (
@@ -198,8 +206,19 @@ LAYER_NEEDS = (
     MUON,
     PACKED_MTP,
     EXPERT_BIAS_OF_PACKS,
+    CHOICE_OF_EXPERTS,
     GPT_BUILDER,
 )
+
+
+def used_by(owner: type | Callable) -> SimpleNamespace:
+    """An object with each attribute that the methods of a class, or a function, ask for by name.
+
+    For :meth:`Need.missing`, where no object has the attributes yet.
+    """
+    functions = vars(owner).values() if isinstance(owner, type) else [owner]
+    codes = (getattr(one, "__code__", None) for one in functions)
+    return SimpleNamespace(**dict.fromkeys(n for code in codes if code for n in code.co_names))
 
 
 def is_kept_by_memory_saver(context: Any) -> bool:

@@ -25,6 +25,7 @@ ENGINE = f"{_INFERENCE}.engines.dynamic_engine.DynamicInferenceEngine"
 CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
 CONTROLLER = f"{CONTROLLERS}.TextGenerationController"
 VIEW = f"{_INFERENCE}.contexts.gpu_view.ContextGPUView"
+MLP = "megatron.core.transformer.mlp.MLP"
 LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"
 
 # Engine
@@ -79,6 +80,11 @@ SUMS_OF_LAYERS = (
     MegatronName(LAYER, "self_attn_bda", replaced_by="a sum with the norm behind it"),
     MegatronName(LAYER, "mlp_bda", replaced_by="a sum with the norm behind it"),
 )
+
+LAYER_GRAPHS = MegatronName(
+    LAYER, "cudagraph_manager", replaced_by="nothing, while a whole step is captured"
+)
+ACTIVATION = MegatronName(MLP, "activation_func", replaced_by="SwiGLU in one kernel")
 
 ANY_ENGINE = Need(
     "Engine",
@@ -212,6 +218,8 @@ OVERLAP_SCHEDULER = Need(
         ),
     ),
 )
+FULL_CUDA_GRAPHS = Need("full CUDA graphs", "no CUDA graph holds a whole step", (LAYER_GRAPHS,))
+FUSED_SWIGLU = Need("fused SwiGLU", "Megatron's MLPs compute it in three kernels", (ACTIVATION,))
 FUSED_RESIDUALS = Need(
     "fused residuals", "Megatron's layers add and normalise in two kernels", SUMS_OF_LAYERS
 )
@@ -225,6 +233,8 @@ SERVING_NEEDS = (
     DRAFTS,
     DRAFTS_ON_CPUS,
     OVERLAP_SCHEDULER,
+    FULL_CUDA_GRAPHS,
+    FUSED_SWIGLU,
     FUSED_RESIDUALS,
 )
 

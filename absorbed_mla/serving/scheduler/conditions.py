@@ -9,12 +9,19 @@ from megatron.core import parallel_state
 from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.log_once import log_once
+from absorbed_mla.megatron_names import used_by
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.names import OVERLAP_SCHEDULER, owners_of
+from absorbed_mla.serving.megatron_engine.names import (
+    FULL_CUDA_GRAPHS,
+    LAYER,
+    OVERLAP_SCHEDULER,
+    owners_of,
+)
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.scheduler.overlap_scheduler import OverlapScheduler
 
@@ -82,4 +89,7 @@ def overlap_scheduler(
     # Context-parallel ones wait for the first of them to sample; stages have no graphs at all.
     one = parallel_state.get_context_parallel_world_size() == 1
     graphs = graphs and one and torch.cuda.is_available()
+    if graphs and (missing := FULL_CUDA_GRAPHS.missing({LAYER: used_by(TransformerLayer)})):
+        log_once(logger, "no CUDA graph holds a whole step", missing)
+        graphs = False
     return OverlapScheduler(host, model, sampler, graphs=graphs, lockstep=lockstep)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from absorbed_mla.caching import full_cuda_graph
 from absorbed_mla.serving.megatron_engine.context import device_tables
+from absorbed_mla.serving.megatron_engine.names import LAYER_GRAPHS
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[FullCudaGraphs] = weakref.WeakSet()
@@ -150,7 +151,7 @@ def _without_layer_graphs(model: nn.Module) -> Iterator[None]:
     spaces: list[dict[str, Any]] = []
     for module in model.modules():
         spaces += vars(module), module._modules
-    name = "cudagraph_manager"
+    name = LAYER_GRAPHS.name
     holders = [(space, space[name]) for space in spaces if name in space]
     for space, _ in holders:
         del space[name]

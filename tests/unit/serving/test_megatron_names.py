@@ -9,21 +9,27 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from megatron.core import __version__
 from megatron.core.inference.contexts import DynamicInferenceContext
 
 from absorbed_mla import cpu_host, megatron_names
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.batch_invariant import megatron_operators as operators
+from absorbed_mla.deepseek_router import _routing_with
 from absorbed_mla.inference.decode_context_parallel.context import decode_context_parallel_context
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.megatron_names import MegatronName, Need
 from absorbed_mla.muon import optimizer_hook
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import require_packed_roll
 from absorbed_mla.packed_router import PackedRouter
 from absorbed_mla.serving.cpu_engine import enable_cpu_inference
 from absorbed_mla.serving.megatron_engine import names
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
+from absorbed_mla.serving.weights import fused_swiglu
 from absorbed_mla.serving.weights.fused_residuals import fuse_residuals
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
@@ -105,6 +111,7 @@ REFUSING = {
     megatron_names.EXPERT_BIAS_OF_PACKS: lambda: PackedRouter(
         SimpleNamespace(moe_router_enable_expert_bias=True)
     ),
+    megatron_names.CHOICE_OF_EXPERTS: lambda: _routing_with(AbsorbedMLAOptions()),
     megatron_names.GPT_BUILDER: _gpt_builder,
     operators.SUMS: lambda: enable_batch_invariant_mode("cpu"),
 }
@@ -113,6 +120,8 @@ GOING_ON = (
     names.OVERLAP_SCHEDULER,
     names.NO_TEXTS,
     names.RESUMING,
+    names.FULL_CUDA_GRAPHS,
+    names.FUSED_SWIGLU,
     names.FUSED_RESIDUALS,
     megatron_names.CPU_HOST,
     megatron_names.MUON,
@@ -188,18 +197,37 @@ def test_one_that_other_options_rule_out(model):
         engine_of(model, decode_loop=True, inference_config={"async_sched_mode": "async"})
 
 
-@pytest.mark.parametrize(("need", "name"), rows(names.FUSED_RESIDUALS))
-def test_layers_stay_as_they_are(model, need, name, caplog):
-    layer = model.decoder.layers[0]
-    own = layer.__dict__.pop(name.name)
+@pytest.mark.parametrize(("need", "name"), rows(names.FUSED_RESIDUALS, names.FUSED_SWIGLU))
+def test_layers_stay_as_they_are(model, need, name, monkeypatch, caplog):
+    monkeypatch.setattr(fused_swiglu, "_is_plain_swiglu", lambda config: True)
+    residuals = need is names.FUSED_RESIDUALS
+    owner = model.decoder.layers[0] if residuals else model.decoder.layers[0].mlp
+    own = owner.__dict__.pop(name.name)
     try:
         with caplog.at_level(logging.INFO, logger="absorbed_mla"):
-            fuse_residuals(model)
+            (fuse_residuals if residuals else fused_swiglu.fuse_swiglu)(model)
         [said] = caplog.messages
         assert f".{name.name} (" in said
-        assert not hasattr(layer, name.name)
+        assert not hasattr(owner, name.name)
     finally:
-        setattr(layer, name.name, own)
+        setattr(owner, name.name, own)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_graphs_of_whole_steps(model, there, monkeypatch, caplog):
+    """They cannot hold those of layers, which are left out by their name."""
+    engine = engine_of(model, num_cuda_graphs=2)
+    monkeypatch.setattr(model.config, "cuda_graph_impl", "local")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not there:
+        take_away(monkeypatch, names.LAYER_GRAPHS)
+    with caplog.at_level(logging.INFO, logger="absorbed_mla"):
+        scheduler = overlap_scheduler(
+            engine.host, model, RequestSampler(), engine.options, lockstep=False
+        )
+    assert (scheduler.runner.graphs is not None) == there
+    said = [one for one in caplog.messages if f".{names.LAYER_GRAPHS.name} (" in one]
+    assert len(said) == (not there)
 
 
 @pytest.mark.parametrize(("need", "name"), rows(megatron_names.CPU_HOST))
