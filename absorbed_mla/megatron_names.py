@@ -149,6 +149,9 @@ MTP_BLOCK_SPEC = MegatronName(
     BUILDER, "mtp_block_spec", SINCE_0_19, replaced_by="the spec of absorbed MLA"
 )
 
+# The layer cannot do without these: it runs under Megatron's own engine and training loop as well,
+# where nobody else tells it the offset of its stage, gives contexts the memory, or lets padded
+# packs, optimizers and experts' choices be what they are.
 GENERATION = Need("generation", REFUSED, (PP_LAYER_OFFSET,))
 INDEX_KEYS = Need(
     "a cache of index keys",
