@@ -10,8 +10,13 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
+from absorbed_mla.serving.megatron_engine.engine import (
+    prefix_blocks_matched,
+    tokens_accepted,
+    tokens_drafted,
+)
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
-from absorbed_mla.serving.scheduler.in_flight_step import Flight
+from absorbed_mla.serving.scheduler.model_runner import InFlightStep
 
 
 @dataclass
@@ -97,18 +102,18 @@ class StepCounter:
         self._statistics = Statistics()
         return self._statistics
 
-    def count(self, flight: Flight | None) -> None:
+    def count(self, step: InFlightStep | None) -> None:
         """Count a forward pass.
 
         Args:
-            flight: The step, if the decode loop ran it.
+            step: None: Megatron's scheduler ran it.
         """
         context, found = self._host.context, self._statistics
-        if flight is None:
+        if step is None:
             padded = context.using_cuda_graph_this_step()
             found.count_step(context, context.batch_dimensions, padded=padded)
         else:
-            found.count_step(context, flight.sizes, padded=flight.padded)
+            found.count_step(context, step.sizes, padded=step.padded)
         for name, total in self._totals().items():
             setattr(found, name, total - self._before[name])
 
@@ -117,10 +122,10 @@ class StepCounter:
         host = self._host
         totals = {
             "evicted": host.evicted_request_count,
-            "prefix_blocks": host._prefix_cache_blocks_matched,
+            "prefix_blocks": prefix_blocks_matched(host),
             "disk_blocks": 0 if self._stored is None else self._stored.blocks_read,
         }
         if self._drafts:
-            totals["drafted"] = int(host._spec_tokens_proposed_per_pos.sum())
-            totals["accepted"] = int(host._spec_tokens_accepted_per_pos.sum())
+            totals["drafted"] = int(tokens_drafted(host).sum())
+            totals["accepted"] = int(tokens_accepted(host).sum())
         return totals

@@ -241,7 +241,8 @@ class SharedBenchmark(GeneratingBenchmark):
     def _measure(self, case: Case) -> Row:
         from absorbed_mla.serving.engine import Engine
         from absorbed_mla.serving.engine_options import EngineOptions
-        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
+        from absorbed_mla.serving.megatron_engine.allocator import pool_of
+        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
         args, own = self.args, case.layout == "own"
         # The first requests decode while the prompts of the others are read.

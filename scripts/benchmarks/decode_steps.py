@@ -186,14 +186,14 @@ class StepsBenchmark(GeneratingBenchmark):
             self._open(case.mode)
         engine = self._engine
         assert engine is not None
-        loop, engine.decode_loop = engine.decode_loop, None
+        scheduler, engine.scheduler = engine.scheduler, None
         if case.loop == "loop":
-            engine.decode_loop = loop
+            engine.scheduler = scheduler
         try:
             return self._timed(engine, case)
         finally:
             engine.stop()
-            engine.decode_loop = loop
+            engine.scheduler = scheduler
 
     def _timed(self, engine: Engine, case: Case) -> Row:
         engine.start()
@@ -239,13 +239,13 @@ class StepsBenchmark(GeneratingBenchmark):
         """Of the graph that ran last; its step may be repeated."""
         import torch
 
-        loop = engine.decode_loop
-        if loop is None or loop.graphs is None:
+        scheduler = engine.scheduler
+        if scheduler is None or scheduler.runner.graphs is None:
             return None
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(REPLAYS):
-            loop.graphs.repeat()
+            scheduler.runner.graphs.repeat()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / REPLAYS
@@ -300,12 +300,12 @@ class _Waited:
     """Seconds that an engine's host waits for the device, from now on.
 
     Args:
-        engine: With its decode loop or without.
+        engine: With its overlap scheduler or without.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._loop, self._seconds = engine.decode_loop, 0.0
-        self._before = 0.0 if self._loop is None else self._loop.waited
+        self._scheduler, self._seconds = engine.scheduler, 0.0
+        self._before = 0.0 if self._scheduler is None else self._scheduler.waited
         self._controller = engine.host.controller
         # Where Megatron's step waits for the tokens.
         self._transfer: Callable = self._controller._transfer_samples_to_cpu
@@ -314,7 +314,9 @@ class _Waited:
     def end(self) -> float:
         """The seconds; nothing is measured any more."""
         self._controller._transfer_samples_to_cpu = self._transfer
-        return self._seconds + (0.0 if self._loop is None else self._loop.waited - self._before)
+        return self._seconds + (
+            0.0 if self._scheduler is None else self._scheduler.waited - self._before
+        )
 
     def _timed(self, count: int) -> tuple:
         start = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.local import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics

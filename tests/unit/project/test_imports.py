@@ -208,14 +208,14 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
-        *("offloading", "graph_capture", "full_cuda_graph", "recomputed_outputs", "muon"),
-        "own_packages",
+        *("offloading", "graph_capture", "recomputed_outputs", "muon"),
+        *("own_packages", "megatron_names"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
     {"packed_router", "deepseek_router"},
     {
-        *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
+        *("norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),
     },
     {"unsupported", "checkpoint"},

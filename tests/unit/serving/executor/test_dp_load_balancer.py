@@ -6,8 +6,8 @@ import pytest
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.executor.dp_load_balancer import Front
-from absorbed_mla.serving.executor.local import Abort, Add
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics

@@ -10,8 +10,12 @@ import itertools
 import pytest
 import torch
 
-from absorbed_mla.serving.request_results import Progress, Result
-from absorbed_mla.serving.sampling.non_finite_logits import MESSAGE, Failures
+from absorbed_mla.serving.request_results import (
+    NON_FINITE_LOGITS,
+    Failures,
+    Progress,
+    Result,
+)
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from tests.support.engine import engine_of, generating_model, prompt
 
@@ -68,7 +72,7 @@ def test_tokens_until_the_failure(engine, params):
             assert one.tokens == expected.tokens
             continue
         length = expected.tokens.index(bad) + 1
-        assert (one.finish, one.error) == ("error", MESSAGE)
+        assert (one.finish, one.error) == ("error", NON_FINITE_LOGITS)
         assert one.tokens == expected.tokens[:length]
         assert len(one.log_probs) == len(one.top_log_probs) == length
         torch.testing.assert_close(one.log_probs, expected.log_probs[:length])
@@ -122,7 +126,7 @@ def test_a_failure_in_the_first_step(changes, ahead):
     [right] = engine_of(model).generate(PROMPTS[:1], sampling)
     assert BAD not in right.tokens
     engine = engine_of(model)
-    engine.decode_loop.launches_ahead = ahead
+    engine.scheduler.launches_ahead = ahead
     with engine:
         running = engine.add_request(PROMPTS[0], sampling)
         for _ in range(4):
@@ -134,7 +138,7 @@ def test_a_failure_in_the_first_step(changes, ahead):
         results = engine.results
         engine.require_no_leak()
     assert (results[failing].finish, results[failing].tokens) == ("error", [])
-    assert results[failing].error == MESSAGE
+    assert results[failing].error == NON_FINITE_LOGITS
     assert (results[running].finish, results[running].tokens) == ("length", right.tokens)
 
 
@@ -177,5 +181,5 @@ class TestFailures:
         result = Result([9, 9, 9, 1, 2, 3, 4], finish="length")
         found = failures.cut(Progress(7, [4], result=result), 6)
         assert found.tokens == [] and found.result.tokens == [9, 9, 9, 1, 2]
-        assert (found.result.finish, found.result.error) == ("error", MESSAGE)
+        assert (found.result.finish, found.result.error) == ("error", NON_FINITE_LOGITS)
         assert not failures.numbers

@@ -26,8 +26,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler import prefill_graphs
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
-from absorbed_mla.serving.scheduler.overlap_scheduler import DecodeLoop
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.prefill_graphs import (
     MOST_PAIRS,
     PrefillGraphs,
@@ -60,7 +59,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 BATCHES = [(20,), (100,), (30, 7, 50), (120,), (90,), (1, 2, 3, 4, 5, 6), (61,), (150, 20)]
 
 
-class Recorded(StepGraphs):
+class Recorded(FullCudaGraphs):
     """Graphs that raise at what waits for a GPU, and are operators run again."""
 
     def __init__(self, model):
@@ -90,11 +89,11 @@ def all_keys(self, cache, decode, table, last, max_keys):
 
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[Recorded]:
-    """Of prompts only: a decode step's wait in pinned memory, and are tested with the loop."""
+    """Of prompts only: a decode step's wait in pinned memory, and are tested with the scheduler."""
     own = []
     monkeypatch.setattr(reference._Keys, "__init__", all_keys)
 
-    def made(host, model, loop, most):
+    def made(host, model, of_decode, most):
         if not most:
             return None
         controller = host.controller
@@ -176,7 +175,7 @@ def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
 def test_captured_before_traffic(graphs, tiles, monkeypatch):
     """All sizes, the largest first; then only those of other rows than whole prompts."""
     engine, runs = engine_of(generating_model(), **OPTIONS), []
-    context, run_step = engine.host.context, StepGraphs.run
+    context, run_step = engine.host.context, FullCudaGraphs.run
     with engine:
         with monkeypatch.context() as patch:
 
@@ -184,7 +183,7 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
                 runs.append(has_whole_prompts(context))
                 run_step(*args)
 
-            patch.setattr(StepGraphs, "run", run)
+            patch.setattr(FullCudaGraphs, "run", run)
             engine.capture()
         assert runs == [True] * len(graphs[0]._graphs), "another one reads what is not there"
         sizes = prefill_sizes(MOST, 8)
@@ -235,7 +234,7 @@ def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
 
     engine = engine_of(generating_model(), **OPTIONS)
     with engine:
-        monkeypatch.setattr(StepGraphs, "run", refuse)
+        monkeypatch.setattr(FullCudaGraphs, "run", refuse)
         with pytest.raises(RuntimeError, match="no memory"):
             engine.capture()
         assert engine.host.context.total_request_count == 0
@@ -301,7 +300,7 @@ def test_graphs_of_other_tables():
         SimpleNamespace(memory_buffer=cache, gpu_view=SimpleNamespace(_buf=torch.zeros(2)))
         for _ in range(2)
     )
-    graphs = StepGraphs(torch.nn.Linear(2, 2))
+    graphs = FullCudaGraphs(torch.nn.Linear(2, 2))
     graphs.keep_for(first)
     graphs._graphs["step"] = None
     graphs.keep_for(first)
@@ -553,13 +552,11 @@ def test_why_none_of_the_process(captures, monkeypatch):
 )
 def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs):
     host = engine_of(generating_model(), **OPTIONS).host
-    model, loop = captures(AbsorbedMLAOptions(**options)), DecodeLoop.__new__(DecodeLoop)
-    loop.graphs = None
-    for none in (None, loop):
-        assert prefill_graphs.prefill_graphs(host, model, none, MOST) is None
-    loop.graphs = StepGraphs(model)
-    assert prefill_graphs.prefill_graphs(host, model, loop, 0) is None
-    assert prefill_graphs.prefill_graphs(host, model, loop, MOST)._most_pairs == most_pairs
+    model = captures(AbsorbedMLAOptions(**options))
+    graphs = FullCudaGraphs(model)
+    assert prefill_graphs.prefill_graphs(host, model, None, MOST) is None
+    assert prefill_graphs.prefill_graphs(host, model, graphs, 0) is None
+    assert prefill_graphs.prefill_graphs(host, model, graphs, MOST)._most_pairs == most_pairs
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Megatron's dynamic inference engine around a model, and inference mode of model and process."""
+"""Megatron's engine around a model, with its cache; inference mode of model and process."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
@@ -28,11 +28,23 @@ from absorbed_mla.inference.decode_context_parallel.context import decode_contex
 from absorbed_mla.inference.index_keys import allocate_index_keys
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
-from absorbed_mla.inference.megatron_names import require_names
 from absorbed_mla.inference.prefill_context_parallel import dividing_prefill
+from absorbed_mla.log_once import log_once
+from absorbed_mla.megatron_names import ALLOCATOR, CONTEXT, Need
 from absorbed_mla.serving.data_parallel_attention.mlp import with_groups
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.megatron_engine.controller import make_no_texts, replace_sampler
+from absorbed_mla.serving.megatron_engine.names import (
+    ANY_ENGINE,
+    CONTROLLER,
+    DRAFTS,
+    ENGINE,
+    PREFIX_CACHE_DIR,
+    PREFIX_CACHING,
+    RESUMING,
+    VIEW,
+)
 from absorbed_mla.serving.model_ranks import require_divided
 from absorbed_mla.serving.sampling.stop_tokens import end_at_first_stop_token
 from absorbed_mla.serving.scheduler.block_pool import (
@@ -47,12 +59,7 @@ from absorbed_mla.serving.scheduler.free_blocks import (
 )
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
 
-# What ``resume_with_cached_blocks`` replaces or asks.
-_RESUMING = (
-    "evict_overflow_paused_requests",
-    "get_index_of_chunked_prefill_request",
-    "resume_paused_requests",
-)
+logger = logging.getLogger(__name__)
 
 
 def host_engine(
@@ -69,70 +76,59 @@ def host_engine(
         ValueError: If the options do not fit the model, each other, or this version of Megatron.
     """
     require_divided(model, options)
-    _require_context(options)
+    needs = _needs(options)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
     config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
     config.pg_collection = _groups_of_steps(model, options)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
-    register_blocks_once(context.kv_block_allocator)
-    if options.prefix_caching:
-        evict_blocks_together(context.kv_block_allocator)
-    resume_with_cached_blocks(context)
-    place_drafts(context)
+    _require(needs, {CONTEXT: context})
+    allocator = context.kv_block_allocator
+    _require(needs, {ALLOCATOR: allocator, VIEW: context.gpu_view})
+    _correct(context, options)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer
         allocate_index_keys(context, len(with_keys), width, buffer.dtype, buffer.device)
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
-    # Megatron chooses one of its own by name and has no argument for another.
-    require_names(controller, ["_sampling"], "Engine")
-    controller._sampling = sampler
-    # Nobody reads the texts that it makes of a request that has ended: results are tokens.
-    controller.detokenize = _no_text
+    _require(needs, {CONTROLLER: controller})
+    replace_sampler(controller, sampler)
+    make_no_texts(controller)
     host = DynamicInferenceEngine(controller, context)
-    _require_engine(host, options)
+    _require(needs, {ENGINE: host})
     if options.num_speculative_tokens:
         end_at_first_stop_token(host)
     return host
 
 
-def _require_context(options: EngineOptions) -> None:
-    """Refuse a Megatron whose context has not what is replaced there, or used in its place."""
-    context, allocator = DynamicInferenceContext, KVBlockAllocator
-    require_names(context, _RESUMING, "Engine")
-    require_names(allocator, ["is_memory_available"], "Engine")
+def _needs(options: EngineOptions) -> list[Need]:
+    """What the options ask for that cannot run without names of Megatron's."""
+    asked = {
+        ANY_ENGINE: True,
+        PREFIX_CACHING: options.prefix_caching,
+        PREFIX_CACHE_DIR: options.prefix_cache_dir is not None,
+        DRAFTS: options.num_speculative_tokens > 0,
+    }
+    return [need for need, wanted in asked.items() if wanted]
+
+
+def _require(needs: Sequence[Need], owners: Mapping[str, object]) -> None:
+    for need in needs:
+        need.require(owners)
+
+
+def _correct(context: DynamicInferenceContext, options: EngineOptions) -> None:
+    """Replace what Megatron's context and allocator do wrong, or slowly."""
+    allocator = context.kv_block_allocator
+    register_blocks_once(allocator)
     if options.prefix_caching:
-        names = ["register_kv_block_hashes", "evict_lru_blocks", "get_evictable_block_count"]
-        require_names(allocator, names, "prefix_caching=True")
-    if options.num_speculative_tokens:
-        require_names(context, ["update_requests"], "num_speculative_tokens")
-    if options.prefix_cache_dir is not None:
-        require_names(allocator, ["_deregister_blocks"], "prefix_cache_dir")
-        names = ["_find_kv_match_count", "check_availability"]
-        require_names(context, names, "prefix_cache_dir")
-    if options.host_blocks or options.decode_context_parallel:
-        what = "host_cache_tokens" if options.host_blocks else "decode_context_parallel=True"
-        names = ["_allocate_memory_buffer", "initialize_attention_state"]
-        require_names(context, names, what)
-
-
-def _require_engine(host: DynamicInferenceEngine, options: EngineOptions) -> None:
-    """Refuse a Megatron that takes requests otherwise, or does not count what is reported."""
-    names = ["_add_request", "evicted_request_count", "_prefix_cache_blocks_matched"]
-    require_names(host, names, "Engine")
-    if options.num_speculative_tokens:
-        names = [
-            "_check_stop_words_for_request_post_append",
-            "_spec_tokens_accepted_per_pos",
-            "_spec_tokens_proposed_per_pos",
-        ]
-        require_names(host, names, "num_speculative_tokens")
-
-
-def _no_text(*_, **__) -> str:
-    return ""
+        evict_blocks_together(allocator)
+    if missing := RESUMING.missing({ALLOCATOR: allocator}):
+        log_once(logger, "Megatron resumes paused requests by its own rule", missing)
+    else:
+        resume_with_cached_blocks(context)
+    place_drafts(context)
 
 
 def _groups_of_steps(model: GPTModel, options: EngineOptions) -> ProcessGroupCollection | None:
@@ -206,18 +202,6 @@ def _dividing_prompts(model: GPTModel) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return dividing_prefill(model.decoder, group, tp if model.config.sequence_parallel else 1)
-
-
-def require_inference_mode(model: GPTModel) -> None:
-    """Enter both modes again, if something else in the process has left them in between.
-
-    Another engine that stops does so, and programs that evaluate: Megatron would return the logits
-    of all tokens in place of each request's last one, and dropout would be on.
-    """
-    if not InferenceMode.is_active():
-        InferenceMode.set_active()
-    if model.training:
-        model.eval()
 
 
 @contextlib.contextmanager

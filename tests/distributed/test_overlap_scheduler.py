@@ -1,4 +1,4 @@
-"""The decode loop over tensor-parallel ranks: the steps that Megatron's scheduler runs there."""
+"""The overlap scheduler over tensor-parallel ranks: those of Megatron's scheduler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from tests.support import needs
 from tests.support.decode_graphs import check_captured, decode_graphs  # noqa: F401
-from tests.support.decode_loop import CASES, check, check_ahead, parity_model
 from tests.support.engine import generating_model
+from tests.support.overlap_scheduler import CASES, check, check_ahead, parity_model
 
 pytestmark = needs.processes(2)
 

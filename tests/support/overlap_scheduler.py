@@ -1,4 +1,4 @@
-"""Requests for an engine with and one without the decode loop, compared after every step."""
+"""Requests for an engine with and one without the overlap scheduler, compared after every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.statistics import Statistics
 from tests.support.cases import WIDE
 from tests.support.engine import engine_of, generating_model, prompt
@@ -234,16 +234,16 @@ def engines_of(
     case: Case,
     model: GPTModel,
     other: GPTModel | None,
-    graphs: StepGraphs | None,
+    graphs: FullCudaGraphs | None,
     *,
     ahead: bool,
 ) -> tuple[Engine, Engine]:
-    """An engine with the decode loop, and one without; see :func:`check`."""
+    """An engine with the overlap scheduler, and one without; see :func:`check`."""
     sizes = {"blocks": 40, **case.options}
     ours, theirs = engine_of(model, **sizes), engine_of(other or model, decode_loop=False, **sizes)
-    ours.decode_loop.launches_ahead = ahead
+    ours.scheduler.launches_ahead = ahead
     if graphs is not None:
-        ours.decode_loop.graphs = graphs
+        ours.scheduler.runner.graphs = graphs
     return ours, theirs
 
 
@@ -252,15 +252,15 @@ def check(
     case: Case,
     *,
     other: GPTModel | None = None,
-    graphs: StepGraphs | None = None,
+    graphs: FullCudaGraphs | None = None,
 ) -> None:
     """Run a case in both engines, and compare them after every step.
 
     Args:
-        model: Of the engine with the decode loop, which launches no step ahead.
+        model: Of the engine with the overlap scheduler, which launches no step ahead.
         case: Of ``CASES``.
         other: Of the engine without, with the same weights; None: the same.
-        graphs: Of the decode loop; None: as the engine has them.
+        graphs: Of the overlap scheduler; None: as the engine has them.
     """
     ours, theirs = engines_of(case, model, other, graphs, ahead=False)
     looped = count_calls(ours)
@@ -279,7 +279,7 @@ def check(
             assert ours.statistics == theirs.statistics, f"step {step}"
             assert_same_state(ours, theirs)
         check_results(case, ours, theirs, number)
-        assert looped, "no step ran in the loop"
+        assert looped, "the scheduler ran no step"
         assert case.finished or not all(looped), "Megatron finished every step"
         ours.require_no_leak()
 
@@ -289,7 +289,7 @@ def check_ahead(
     case: Case,
     *,
     other: GPTModel | None = None,
-    graphs: StepGraphs | None = None,
+    graphs: FullCudaGraphs | None = None,
 ) -> None:
     """Run a case in both engines, in ours each step before the tokens of the last one are known.
 
@@ -297,13 +297,13 @@ def check_ahead(
     results, and each request's reports. In parity mode, where company does not matter.
 
     Args:
-        model: Of the engine with the decode loop.
+        model: Of the engine with the overlap scheduler.
         case: Of ``CASES``.
         other: As in :func:`check`.
         graphs: As in :func:`check`.
     """
     ours, theirs = engines_of(case, model, other, graphs, ahead=True)
-    most, joined = count_flights(ours)
+    most, joined = count_in_flight(ours)
     with ours, theirs:
         reports = [run(case, engine) for engine in (ours, theirs)]
         assert reports[0].keys() == reports[1].keys()
@@ -356,35 +356,35 @@ def add(case: Case, requests, number: int, *engines: Engine) -> int:
 
 
 def count_calls(engine: Engine) -> list:
-    """Gets an entry for every step of the loop: whether Megatron did the rest of it."""
-    found, go_on = [], engine.decode_loop.go_on
+    """Gets an entry for every step of the scheduler: whether Megatron has finished it."""
+    found, process = [], engine.scheduler._process_output
 
-    def counted():
-        progress = go_on()
-        found.append(progress is None)
-        return progress
+    def counted(step):
+        output = process(step)
+        found.append(output.megatron_step is not None)
+        return output
 
-    engine.decode_loop.go_on = counted
+    engine.scheduler._process_output = counted
     return found
 
 
-def count_flights(engine: Engine) -> tuple[list[int], list[int]]:
-    """Follow the steps that the device has before the tokens of the one before them come.
+def count_in_flight(engine: Engine) -> tuple[list[int], list[int]]:
+    """Follow the steps that are in flight when the output of the first of them is processed.
 
     Returns:
-        How many it had, of every step of the loop; of those launched ahead, how many prompts they
-        read, if any.
+        How many there were, in every step of the scheduler; of those launched ahead, how many
+        prompts they compute, if any.
     """
-    loop, found, prompts = engine.decode_loop, [0], []
-    go_on = loop.go_on
+    scheduler, found, prompts = engine.scheduler, [0], []
+    process = scheduler._process_output
 
-    def counted():
-        flights = loop._flights
-        found.append(len(flights))
-        prompts.extend(one.sizes.prefill_req_count for one in flights[1:] if one.reads)
-        return go_on()
+    def counted(step):
+        steps = scheduler._in_flight
+        found.append(len(steps))
+        prompts.extend(one.sizes.prefill_req_count for one in steps[1:] if one.has_prefill)
+        return process(step)
 
-    loop.go_on = counted
+    scheduler._process_output = counted
     return found, prompts
 
 
