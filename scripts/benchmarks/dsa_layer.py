@@ -228,7 +228,7 @@ def _with_their_core(spec: Any, config: Any) -> Any:
     """Our layer around Megatron's core attention."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from absorbed_mla.dsa.megatron_core_attention import (
+    from absorbed_mla.testing.megatron_core_attention import (
         MegatronCoreAttention,
         MegatronCoreAttentionSubmodules,
     )

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+
 # The largest ``topk``: its groups' maxima are 32 registers of each of 512 threads.
 _MOST_KEYS = 8192
 # Groups, at least, and for each of the keys to choose; which share more than ``topk`` maxima may
@@ -151,19 +153,19 @@ def _middle(low, high):
 
 @triton.jit
 def _total(numbers):
-    return tl.reduce(numbers.to(tl.int32), 0, tl.standard._sum_combine)
+    return tl.reduce(numbers.to(tl.int32), 0, sum_combine)
 
 
 @triton.jit
 def _largest(numbers):
     """Over the first axis."""
-    return tl.reduce(numbers, 0, tl.standard._elementwise_max)
+    return tl.reduce(numbers, 0, elementwise_max)
 
 
 @triton.jit
 def _before(numbers):
     """Sums of the numbers before each."""
-    return tl.associative_scan(numbers, 0, tl.standard._sum_combine) - numbers
+    return tl.associative_scan(numbers, 0, sum_combine) - numbers
 
 
 @triton.jit

@@ -125,10 +125,10 @@ def _finish_scores(shared, s, number):
     stage = number % STAGES
     queries = shared.q_rope.reshape([shared.ROWS, shared.R])
     keys = shared.k_rope.index(stage).reshape([KEYS, shared.R])
-    mbarrier.wait(shared.rope_full.index(stage), number // STAGES & 1)
+    shared.rope_ring.wait(number)
     s = warpgroup_mma(keys, queries.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(shared.rope_empty.index(stage))
+    shared.rope_ring.release(number)
     return s
 
 

@@ -110,7 +110,7 @@ MUTATIONS = {
     ),
     "kernels_leave_ties_of_every_piece": Mutation(
         "absorbed_mla/kernels/sampling/inverse_cdf.py",
-        "left = wanted - (running(ties) - ties)",
+        "left = wanted - (cumsum(ties) - ties)",
         "left = wanted + ties - ties",
     ),
     "kernels_leave_a_token_less": Mutation(

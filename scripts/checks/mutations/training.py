@@ -30,7 +30,7 @@ MUTATIONS = {
         "pass",
     ),
     "frozen_warm_up_not_refused": Mutation(
-        "absorbed_mla/dsa/checkpoint_scope.py", "not any(ctx.needs_input_grad)", "False"
+        "absorbed_mla/dsa/checkpoint_scope.py", "not scope.is_recomputed", "False"
     ),
     "muon_choice_dropped": Mutation(
         "absorbed_mla/muon/optimizer_hook.py", 'if layer.update != "auto":', "if False:"

@@ -194,7 +194,7 @@ MISTAKES = {
     ],
     QKClip: [
         (["--suites", "all"], "expected some of maxima, cost, clip"),
-        (["--backends", "flash_attention_3"], "expected some of hopper, triton, "),
+        (["--backends", "flash_attention_9"], "expected some of hopper, triton, "),
         (["--tokens", "8k,16k"], "expected one number, got '8k,16k'"),
         (["--layers", "0"], f"argument --layers: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),

@@ -10,7 +10,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa as mega
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.dsa.megatron_core_attention import (
+from absorbed_mla.testing.megatron_core_attention import (
     MegatronCoreAttention,
     MegatronCoreAttentionSubmodules,
 )
