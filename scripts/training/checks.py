@@ -1,0 +1,402 @@
+"""Check a command line before any work; what Megatron says clearly itself is left to it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from absorbed_mla.options import CP_COMM_TYPES
+from console.outputs import require_writable
+from training.megatron_loop import ON_CPU
+from training.options import flag_of, name_of, own_name_of
+
+_AT_LEAST_ONE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("context_parallel_size", "seq_length", "micro_batch_size", "global_batch_size"),
+    *("eval_interval", "log_interval", "save_interval", "exit_interval", "lr_decay_iters"),
+    *("make_vocab_size_divisible_by", "recompute_num_layers"),
+)
+_NOT_NEGATIVE = (
+    *("train_iters", "eval_iters", "lr_warmup_iters", "lr", "min_lr", "weight_decay"),
+    *("clip_grad", "seed"),
+)
+_BELOW_ONE = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2")
+# Options that need a GPU: name, what to do without a GPU.
+_GPU_ONLY = (
+    ("fp16", "use --bf16, or fp32 without either"),
+    ("fp8", "leave it out"),
+    ("moe_grouped_gemm", "leave it out to run experts one after the other"),
+)
+# Products in FP8 take tokens in groups of this size.
+_FP8_TOKENS = 16
+_Rules = Iterator[tuple[bool, str]]
+
+
+def validate_arguments(args: argparse.Namespace) -> None:
+    """Refuse options that cannot work, and fill in defaults that depend on other options.
+
+    Args:
+        args: Of :func:`~training.arguments.parse_arguments`; afterwards as Megatron's
+            ``validate_args`` leaves it.
+
+    Raises:
+        ValueError: Naming the option, what it got and what it accepts.
+    """
+    _check_ranges(args)
+    _complete(args)
+    rules = (_device, _parallelism, _batch, _context_parallelism, _precision, _training, _files)
+    for rule in rules:
+        for wrong, message in rule(args):
+            if wrong:
+                raise ValueError(message)
+    args.split_percent = parse_split(args.split)
+    files = {"--metrics": args.metrics, "--plot": args.plot}
+    require_writable(folders={"--save": args.save}, files=files)
+    _validate_by_megatron(args)
+
+
+def parse_split(text: str) -> float:
+    """Percentage of the tokens for training in a text such as ``"95,5"``.
+
+    Raises:
+        ValueError: If ``text`` is not two numbers whose sum is 100.
+    """
+    try:
+        train, valid = (float(x) for x in text.split(","))
+    except ValueError:
+        train = valid = -1.0
+    if not (train > 0 and valid >= 0 and abs(train + valid - 100) < 1e-6):
+        raise ValueError(
+            f"--split must be two percentages whose sum is 100, such as 95,5; got {text!r}"
+        )
+    return train
+
+
+def how_to_pad(load: str | Path, ranks: int) -> str:
+    """What to do about a checkpoint's vocabulary that tensor-parallel ranks do not divide."""
+    return (
+        f"Pad it: absorbed-mla-convert convert {shlex.quote(str(load))} FOLDER --to absorbed "
+        f"--make-vocab-size-divisible-by {ranks}; then --load FOLDER"
+    )
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    for names, least in ((_AT_LEAST_ONE, 1), (_NOT_NEGATIVE, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                raise ValueError(f"{flag_of(name)} must be at least {least}, got {value}")
+    for name in _BELOW_ONE:
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"{flag_of(name)} must be in [0, 1), got {getattr(args, name)}")
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Defaults that depend on other options, and on the machine."""
+    given = args.given
+    shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    args.data_parallel = args.world_size // (shared * args.context_parallel_size)
+    if args.micro_batch_size is None:
+        args.micro_batch_size = 1 if args.packed else 8
+    if args.global_batch_size is None:
+        step = args.micro_batch_size * args.data_parallel
+        args.global_batch_size = step * args.pipeline_model_parallel_size
+    if "--min-lr" not in given:
+        args.min_lr = args.lr / 10
+    args.lr_decay_iters = args.lr_decay_iters or max(1, args.train_iters)
+    if "--lr-warmup-iters" not in given:
+        # Megatron refuses a decay that ends within the warm-up.
+        args.lr_warmup_iters = min(args.lr_warmup_iters, args.lr_decay_iters - 1)
+    if args.save and args.save_interval is None:
+        args.save_interval = max(1, args.train_iters)
+    if "--transformer-impl" not in given:
+        args.transformer_impl = _transformer_impl()
+    if "--moe-token-dispatcher-type" not in given:
+        # While generating, ranks that share experts have different numbers of tokens. And Megatron
+        # refuses the other one with packs of different lengths, even without experts.
+        alltoall = not ON_CPU or args.expert_model_parallel_size > 1
+        alltoall |= not args.num_experts and _lengths_vary(args)
+        args.moe_token_dispatcher_type = "alltoall" if alltoall else "allgather"
+    args.variable_seq_lengths = _lengths_vary(args)
+    if args.experimental_attention_variant is not None:
+        # What "auto" takes with sparse attention. Megatron's config accepts no other name.
+        args.cp_comm_type = ["all_gather" if x == "auto" else x for x in args.cp_comm_type]
+    args.use_cpu_initialization = args.use_cpu_initialization or ON_CPU
+    if ON_CPU:
+        args.distributed_backend = "gloo"
+
+
+def _transformer_impl() -> str:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE and not ON_CPU else "local"
+
+
+def is_padded(args: argparse.Namespace) -> bool:
+    """Whether documents are padded, so that context parallelism can split them."""
+    return args.packed and args.context_parallel_size > 1
+
+
+def _lengths_vary(args: argparse.Namespace) -> bool:
+    """Padded packs differ in length, so pipeline stages must send each other the lengths."""
+    return is_padded(args) and args.pipeline_model_parallel_size > 1
+
+
+def _device(args: argparse.Namespace) -> _Rules:
+    for name, instead in _GPU_ONLY:
+        text = f"{flag_of(name)} needs a GPU, and this machine has none; {instead}"
+        yield ON_CPU and bool(getattr(args, name)), text
+    text = "--transformer-impl transformer_engine needs a GPU, and this machine has none; use local"
+    yield ON_CPU and args.transformer_impl == "transformer_engine" and not args.fp8, text
+
+
+def _parallelism(args: argparse.Namespace) -> _Rules:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    experts = args.num_experts
+    yield (
+        args.world_size % (tp * pp * cp) != 0,
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+        f"--context-parallel-size {cp} = {tp * pp * cp} must divide the number of processes "
+        f"(torchrun --nproc-per-node), got {args.world_size}",
+    )
+    for what, value in _split_by_tensor_parallelism(args):
+        text = f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
+        yield value % tp != 0, text
+    yield _vocabulary(args)
+    yield (
+        args.num_layers % pp != 0,
+        f"{name_of(args, 'num_layers')} must be divisible by --pipeline-model-parallel-size {pp}, "
+        f"got {args.num_layers}",
+    )
+    text = "--sequence-parallel needs --tensor-model-parallel-size above 1, got 1"
+    yield args.sequence_parallel and tp == 1, text
+    yield (
+        bool(experts) and tp > 1 and not args.sequence_parallel,
+        f"{name_of(args, 'num_experts')}, {experts}, with --tensor-model-parallel-size {tp} needs "
+        "--sequence-parallel, without which Megatron does not train MoE layers under tensor "
+        "parallelism (--num-experts 0: a dense model)",
+    )
+    yield (
+        ep > 1 and (not experts or experts % ep != 0),
+        f"{name_of(args, 'num_experts')} must be divisible by --expert-model-parallel-size {ep}, "
+        f"got {experts or 0}",
+    )
+    # Experts are split over data- and context-parallel ranks.
+    ranks = args.world_size // (tp * pp)
+    yield (
+        ranks % ep != 0,
+        f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks x "
+        f"--context-parallel-size {cp}, got {ranks}",
+    )
+
+
+def _split_by_tensor_parallelism(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Sizes that the tensor-parallel size must divide, with their names."""
+    names = ["num_attention_heads", "ffn_hidden_size"]
+    if args.num_experts:
+        names += ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    sizes = [(name_of(args, name), getattr(args, name) or 0) for name in names]
+    if args.sequence_parallel and args.context_parallel_size == 1:
+        name = own_name_of(args, "seq_length")
+        sizes.append((f"{name} with --sequence-parallel", args.seq_length))
+    return sizes
+
+
+def _vocabulary(args: argparse.Namespace) -> tuple[bool, str]:
+    """Whether tensor-parallel ranks can share the rows of the embedding."""
+    tp, rows = args.tensor_model_parallel_size, args.make_vocab_size_divisible_by
+    what, remedy = "--make-vocab-size-divisible-by", ""
+    if args.use_checkpoint_args:
+        rows = args.model_vocab_size
+        what = f"{name_of(args, 'vocab_size')}, which counts the padding,"
+        remedy = f". {how_to_pad(args.load, tp)}"
+    text = f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {rows}{remedy}"
+    return rows % tp != 0, text
+
+
+def _batch(args: argparse.Namespace) -> _Rules:
+    length, micro = own_name_of(args, "seq_length"), own_name_of(args, "micro_batch_size")
+    yield (
+        args.seq_length > args.max_position_embeddings,
+        f"{length} {args.seq_length} must be at most {name_of(args, 'max_position_embeddings')}, "
+        f"{args.max_position_embeddings}",
+    )
+    text = f"--packed needs --micro-batch-size 1, got {args.micro_batch_size}"
+    yield args.packed and args.micro_batch_size != 1, text
+    yield (
+        args.global_batch_size % (args.micro_batch_size * args.data_parallel) != 0,
+        f"--global-batch-size must be divisible by {micro} {args.micro_batch_size} x "
+        f"{args.data_parallel} data-parallel ranks, got {args.global_batch_size}",
+    )
+
+
+def _context_parallelism(args: argparse.Namespace) -> _Rules:
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    types, layers = args.cp_comm_type, args.num_layers
+    yield (
+        "auto" in types and args.attention == "standard",
+        f"--cp-comm-type auto needs --attention absorbed, got {args.attention}; name "
+        f"one of {', '.join(CP_COMM_TYPES)}",
+    )
+    accepted = CP_COMM_TYPES if args.attention == "standard" else ("auto", *CP_COMM_TYPES)
+    for name in types:
+        yield (
+            name not in accepted,
+            f"--cp-comm-type must be one of {', '.join(accepted)}, got {name!r}: a2a and "
+            "a2a+p2p split keys by heads, and all heads share one latent",
+        )
+    yield (
+        len(types) not in (1, layers),
+        "--cp-comm-type takes one type for all layers or one for each of "
+        f"{name_of(args, 'num_layers')}, {layers}, got {len(types)}",
+    )
+    if cp == 1:
+        return
+    length = own_name_of(args, "seq_length")
+    yield (
+        not args.packed and args.seq_length % (2 * cp) != 0,
+        f"{length} must be divisible by 2 x --context-parallel-size {cp} = {2 * cp} "
+        f"(each rank takes an early and a late chunk), got {args.seq_length}",
+    )
+    yield (
+        not args.packed and args.sequence_parallel and args.seq_length % (cp * tp) != 0,
+        f"{length} with --sequence-parallel must be divisible by --context-parallel-size "
+        f"{cp} x --tensor-model-parallel-size {tp} = {cp * tp}, got {args.seq_length}",
+    )
+    yield from _padded_packs(args)
+    yield (
+        args.attention == "standard" and args.transformer_impl == "local",
+        f"--attention standard with --context-parallel-size {cp} needs --transformer-impl "
+        "transformer_engine, got local: Megatron's local attention does not exchange keys between "
+        "ranks",
+    )
+
+
+def _padded_packs(args: argparse.Namespace) -> _Rules:
+    """Layouts in which packs of different lengths meet Megatron's allgather dispatcher.
+
+    Padding for context parallelism gives the packs of different groups different lengths.
+    """
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    pp, allgather = args.pipeline_model_parallel_size, args.moe_token_dispatcher_type == "allgather"
+    hit = args.packed and bool(args.num_experts) and allgather
+    why = (
+        "its padding makes packs differ in length, which Megatron's allgather dispatcher does not "
+        "support; use --moe-token-dispatcher-type alltoall"
+    )
+    yield (
+        hit and pp > 1,
+        f"--packed with --context-parallel-size {cp} and experts needs "
+        f"--pipeline-model-parallel-size 1, got {pp}: {why}, or --num-experts 0",
+    )
+    yield (
+        hit and cp % ep != 0,
+        f"--packed with --context-parallel-size {cp} needs an --expert-model-parallel-size "
+        f"that divides it, got {ep}: {why}",
+    )
+
+
+def _precision(args: argparse.Namespace) -> _Rules:
+    yield args.bf16 and args.fp16, "argument --fp16: not allowed with argument --bf16"
+    recipe, ends = "--fp8-recipe", "--first-last-layers-bf16"
+    for flag in (recipe, ends):
+        yield flag in args.given and not args.fp8, f"{flag} needs --fp8-format"
+    for flag in ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"):
+        yield flag in args.given and ends not in args.given, f"{flag} needs {ends}"
+    if not args.fp8:
+        return
+    yield not args.bf16, "--fp8-format needs --bf16, the precision of everything else"
+    yield (
+        args.transformer_impl == "local",
+        "--fp8-format needs --transformer-impl transformer_engine, got local, whose layers "
+        "have no FP8",
+    )
+    yield (
+        args.first_last_layers_bf16 and args.fp8_recipe == "delayed",
+        f"{ends} does not go with {recipe} delayed; use tensorwise or blockwise",
+    )
+    ranks = args.context_parallel_size
+    ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tokens = args.micro_batch_size * args.seq_length
+    yield (
+        tokens % (ranks * _FP8_TOKENS) != 0,
+        f"--fp8-format needs {_FP8_TOKENS * ranks} to divide the tokens of a forward pass, "
+        f"--micro-batch-size x {own_name_of(args, 'seq_length')}, got {tokens}",
+    )
+
+
+def _training(args: argparse.Namespace) -> _Rules:
+    full, granularity = args.recompute_granularity == "full", args.recompute_granularity
+    method, layers = args.recompute_method, args.recompute_num_layers
+    yield (
+        full and not (method and layers),
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers, "
+        f"got {method} and {layers}",
+    )
+    yield (
+        not full and bool(method or layers),
+        "--recompute-method and --recompute-num-layers need --recompute-granularity full, "
+        f"got {granularity}",
+    )
+    yield (
+        bool(args.recompute_modules) and granularity != "selective",
+        f"--recompute-modules needs --recompute-granularity selective, got {granularity}",
+    )
+    for name in ("qk_clip", "log_max_attention_logit"):
+        yield (
+            getattr(args, name) and args.attention != "absorbed",
+            f"{flag_of(name)} needs --attention absorbed, which records its largest scores; got "
+            f"{args.attention}",
+        )
+    threshold, alpha = args.qk_clip_threshold, args.qk_clip_alpha
+    yield not threshold > 0, f"--qk-clip-threshold must be above 0, got {threshold}"
+    yield not 0 <= alpha <= 1, f"--qk-clip-alpha must be from 0 to 1, got {alpha}"
+    yield (
+        args.experimental_attention_variant is not None and args.attention != "absorbed",
+        "--attention must be absorbed for a model with sparse attention, got "
+        f"{args.attention}: Megatron's MLASelfAttention is dense",
+    )
+
+
+def _files(args: argparse.Namespace) -> _Rules:
+    needs = "the checkpoint to take the weights from"
+    yield bool(args.save_interval) and not args.save, "--save-interval needs --save, the folder"
+    yield args.finetune and not args.load, f"--finetune needs --load, {needs}"
+    yield (
+        args.new_indexer and not args.load,
+        "--new-indexer needs --load, the dense checkpoint to start from",
+    )
+    no_plot = bool(args.plot) and importlib.util.find_spec("matplotlib") is None
+    yield no_plot, "--plot needs matplotlib: pip install matplotlib"
+
+
+def _validate_by_megatron(args: argparse.Namespace) -> None:
+    """Megatron's own checks and derived arguments, without its prints."""
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from megatron.training.arguments import validate_args
+
+    # Our layers do without TransformerEngine's scores, and packs are padded to a length that
+    # context-parallel ranks can cut.
+    ours = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
+    ours["seq_length"] = args.seq_length
+    args.qk_clip = args.log_max_attention_logit = False
+    if is_padded(args):
+        args.seq_length += -args.seq_length % (2 * args.context_parallel_size)
+        args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_args(args, {})
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses these options: {error}") from error
+    vars(args).update(ours)
+    args._is_global_batch_size_explicitly_specified = True

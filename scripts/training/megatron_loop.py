@@ -1,0 +1,130 @@
+"""Megatron's training loop, ``megatron.training``, on CPUs too, and what we put into its places.
+
+:func:`pretrain` replaces functions by which Megatron's module ``training`` logs, saves and clips.
+Every other module of this package imports from ``megatron.training`` after this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import typing
+from collections.abc import Callable, Iterator
+
+if not hasattr(typing, "override"):
+    # Python 3.12's; all else of megatron.training runs on 3.11.
+    typing.override = lambda method: method  # type: ignore[attr-defined]
+
+import torch
+
+from absorbed_mla.cpu_host import enable_cpu_host
+
+ON_CPU = enable_cpu_host()
+
+from megatron.core.datasets import helpers_cpp, utils as dataset_utils  # noqa: E402, F401
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.training import get_args, global_vars, training  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args as gpt_config_from_args,
+)
+from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+
+_HOST_DATA_ITERATORS = training.build_train_valid_test_data_iterators
+
+
+def initialize(args: argparse.Namespace) -> torch.device:
+    """Join the process group and Megatron's groups, seed all generators, for other loops.
+
+    Args:
+        args: A command line, checked.
+
+    Returns:
+        The device of this process.
+    """
+    with _host():
+        global_vars.set_global_variables(args, build_tokenizer=False)
+        initialize_megatron()
+    return torch.device(torch.cuda.current_device())
+
+
+def finish() -> None:
+    """Destroy all process groups, and what Megatron keeps of a run."""
+    forget()
+    torch.distributed.destroy_process_group()
+
+
+def forget() -> None:
+    """Let another run begin in this process."""
+    training.destroy_global_state()
+
+
+def pretrain(
+    args: argparse.Namespace,
+    model_config: object,
+    datasets: Callable,
+    forward_step: Callable,
+    **places: Callable,
+) -> None:
+    """Run Megatron's loop, whose prints nobody sees.
+
+    Args:
+        args: The command line, checked.
+        model_config: Megatron's config of the whole model.
+        datasets: Called with the numbers of samples; returns those of training, validation, test.
+        forward_step: Of a microbatch.
+        places: Functions by the names of those of ``megatron.training.training`` in whose places
+            they are called.
+    """
+    datasets.is_distributed = True  # every rank reads its own
+    config = pretrain_cfg_container_from_args(args, model_config)
+    with _host(**places):
+        global_vars.set_global_variables(args, build_tokenizer=False)
+        try:
+            training.pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+        except SystemExit as end:
+            # How Megatron ends at --exit-interval.
+            if end.code:
+                raise
+
+
+@contextlib.contextmanager
+def _host(**places: Callable) -> Iterator[None]:
+    """Megatron as it must be here: it compiles nothing, prints nothing, and needs no GPU."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **_address())
+    places["build_train_valid_test_data_iterators"] = _data_iterators
+    replaced = [(training, name, function) for name, function in places.items()]
+    # The wheel brings the datasets' helpers compiled, and no Makefile.
+    replaced.append((dataset_utils, "compile_helpers", lambda: None))
+    if ON_CPU:
+        replaced += [
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "device_count", lambda: 1),
+            # What torch's optimizers ask, which a torch for GPUs would believe the two above.
+            (torch.accelerator, "current_accelerator", lambda check_available=False: None),
+            (training, "set_jit_fusion_options", lambda **options: None),
+            (training, "report_memory", lambda *args, **kwargs: None),
+        ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        yield
+
+
+def _data_iterators(datasets: Callable) -> tuple:
+    """Megatron's, without a draw of random numbers, which a resumed run has drawn already."""
+    with torch.random.fork_rng(devices=()):
+        return _HOST_DATA_ITERATORS(datasets)
+
+
+def _address() -> dict[str, str]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
