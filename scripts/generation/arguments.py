@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +12,18 @@ from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.options import AbsorbedMLAOptions
 from console.parser import Parser
-from training import arguments as trainer
-from training.options_named import given_options
-from training.presets import ModelPreset
+from training.options import flag_of, given_options, own_parser
+from training.presets import COMMON
 
 # Options of train.py that say how the model is computed, and, where a checkpoint does not describe
 # its model, what it is.
 _MODEL_FLAGS = {
-    "--" + name.replace("_", "-")
+    flag_of(name)
     for name in (
         *("bf16", "fp16", "form", "down_projection", "sequence_parallel"),
         *("transformer_impl", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-        *(field.name for field in dataclasses.fields(ModelPreset)),
+        *COMMON,
         *("preset", "scale_down", "use_checkpoint_args", "make_vocab_size_divisible_by"),
-        *("num_experts", "norm_epsilon", "latent_norm_epsilon"),
     )
 }
 _DESCRIPTION = """\
@@ -60,9 +57,9 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         world_size: Number of processes.
 
     Returns:
-        All options of generate.py, and the defaults of train.py's others; ``sampling`` as
-        ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of ``LLM``
-        in ``llm``.
+        All options of generate.py, and those of the model, unparsed, in ``of_model``; ``sampling``
+        as ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of
+        ``LLM`` in ``llm``.
 
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
@@ -73,9 +70,8 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
             raise ValueError(f"unrecognized arguments: {word} (--help lists all options)")
     if not any(word.partition("=")[0] == "--preset" for word in of_model):
         of_model = [*of_model, "--use-checkpoint-args"]
-    model = trainer.parse_arguments([*of_model, "--load", own.load])
-    args = argparse.Namespace(**{**vars(model), **vars(own)})
-    args.given = given_options(argv)
+    args = own_parser("generate.py").parse_known_args(of_model, own)[0]
+    args.of_model, args.given = [*of_model, "--load", own.load], given_options(argv)
     if args.tensor_model_parallel_size is None:
         args.tensor_model_parallel_size = world_size
     _check(args, world_size)
@@ -106,6 +102,19 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         # For its checks.
         LLMOptions(**args.llm, tensor_parallel_size=args.tensor_model_parallel_size)
     return args
+
+
+def with_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with those of the model, Megatron's under their names; reads a checkpoint.
+
+    Raises:
+        ValueError: If the model is not described, or sizes do not fit each other.
+    """
+    # Imported late, because it takes seconds.
+    from training import arguments as trainer
+
+    model = trainer.with_model(trainer.parse_arguments(args.of_model, "generate.py"))
+    return argparse.Namespace(**{**vars(model), **vars(args)})
 
 
 @contextlib.contextmanager
@@ -235,7 +244,7 @@ def _check(args: argparse.Namespace, world_size: int) -> None:
             f"--tensor-model-parallel-size must be the number of processes (torchrun "
             f"--nproc-per-node) {world_size}, got {tp}"
         )
-    if args.sequence_parallel and tp == 1:
+    if "--sequence-parallel" in args.given and tp == 1:
         raise ValueError("--sequence-parallel needs more than one process")
     if args.greedy and (args.temperature not in (0, 1) or args.top_k or args.top_p):
         raise ValueError("--greedy excludes --temperature, --top-k and --top-p")

@@ -52,11 +52,11 @@ _NEEDS_INDEXER = "--experimental-attention-variant dsa, or --preset deepseek-v3.
 
 
 def parse_arguments(argv: list[str], script: str = "train.py") -> argparse.Namespace:
-    """Parse ``argv``, and complete it by the model of the preset or of the checkpoint.
+    """Parse ``argv``: types, choices and options that exclude each other; nothing is read.
 
     Returns:
-        Megatron's arguments and ours; ``given`` has the options that are on the command line. The
-        vocabulary still depends on the tokenizer: see :func:`set_vocabulary`.
+        Megatron's arguments and ours, without the model; ``given`` has the options that are on the
+        command line.
 
     Raises:
         ValueError: If an option is unknown, has no such value, or excludes another.
@@ -68,17 +68,30 @@ def parse_arguments(argv: list[str], script: str = "train.py") -> argparse.Names
     if args.help_megatron:
         parser.print_help()
         parser.exit()
-    args.given = given_options(argv)
+    args.argv, args.given, args.loaded_vocabulary = argv, given_options(argv), {}
     _check_sources(args)
-    model = _checkpoint_model(args) if args.use_checkpoint_args else _preset(args)
-    parser.set_defaults(**{n: value for n, value in model.items() if n not in _VOCABULARY})
-    args = parser.parse_args(argv, argparse.Namespace(**_of_process(), given=args.given))
-    args.model_vocab_size = model["vocab_size"]
-    args.loaded_vocabulary = {n: model[n] for n in _VOCABULARY} if args.use_checkpoint_args else {}
-    _complete_sizes(args)
-    _complete_experts(args, model["num_layers"], model["moe_layer_freq"])
-    _complete_indexer(args)
     return args
+
+
+def with_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the model that they describe, of a preset or of the checkpoint.
+
+    The vocabulary still depends on the tokenizer: see :func:`set_vocabulary`.
+
+    Raises:
+        ValueError: If a size is out of range or sizes do not fit each other.
+    """
+    model = _checkpoint_model(args) if args.use_checkpoint_args else _preset(args)
+    parser = _parser("")
+    parser.set_defaults(**{n: value for n, value in model.items() if n not in _VOCABULARY})
+    known = {name: getattr(args, name) for name in ("argv", "given", "loaded_vocabulary")}
+    of_process = {"rank": rank(), "world_size": world_size(), "local_rank": local_rank()}
+    complete = parser.parse_args(args.argv, argparse.Namespace(**known, **of_process))
+    complete.model_vocab_size = model["vocab_size"]
+    _complete_sizes(complete)
+    _complete_experts(complete, model["num_layers"], model["moe_layer_freq"])
+    _complete_indexer(complete)
+    return complete
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -138,10 +151,6 @@ def _parser(script: str) -> argparse.ArgumentParser:
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
     return next(action for action in parser._actions if action.dest == name)
-
-
-def _of_process() -> dict[str, int]:
-    return {"rank": rank(), "world_size": world_size(), "local_rank": local_rank()}
 
 
 def _check_sources(args: argparse.Namespace) -> None:
@@ -224,7 +233,8 @@ def _complete_experts(args: argparse.Namespace, layers: int, pattern: list[int] 
     if not args.num_experts:
         if isinstance(freq, str) and "--num-experts" not in args.given:
             raise ValueError(f"--moe-layer-freq {freq} needs --num-experts")
-        return _make_dense(args)
+        _make_dense(args)
+        return
     if isinstance(freq, str):
         args.moe_layer_freq = list(moe_layers(parse_moe_layer_freq(freq), args.num_layers))
     elif not isinstance(pattern, list):
@@ -233,7 +243,8 @@ def _complete_experts(args: argparse.Namespace, layers: int, pattern: list[int] 
         dense = min(pattern.count(0), args.num_layers)
         args.moe_layer_freq = [0] * dense + [1] * (args.num_layers - dense)
     if not any(args.moe_layer_freq):
-        return _make_dense(args)
+        _make_dense(args)
+        return
     if args.moe_router_topk > args.num_experts:
         raise ValueError(
             f"{name_of(args, 'moe_router_topk')} must be at most {name_of(args, 'num_experts')}, "

@@ -11,8 +11,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from absorbed_mla.options import CP_COMM_TYPES
 from console.outputs import require_writable
 from training.megatron_loop import ON_CPU
@@ -22,11 +20,11 @@ _AT_LEAST_ONE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("context_parallel_size", "seq_length", "micro_batch_size", "global_batch_size"),
     *("eval_interval", "log_interval", "save_interval", "exit_interval", "lr_decay_iters"),
-    *("make_vocab_size_divisible_by", "recompute_num_layers"),
+    *("make_vocab_size_divisible_by", "recompute_num_layers", "seed"),
 )
 _NOT_NEGATIVE = (
     *("train_iters", "eval_iters", "lr_warmup_iters", "lr", "min_lr", "weight_decay"),
-    *("clip_grad", "seed"),
+    "clip_grad",
 )
 _BELOW_ONE = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2")
 # Options that need a GPU: name, what to do without a GPU.
@@ -51,16 +49,36 @@ def validate_arguments(args: argparse.Namespace) -> None:
         ValueError: Naming the option, what it got and what it accepts.
     """
     _check_ranges(args)
-    _complete(args)
-    rules = (_device, _parallelism, _batch, _context_parallelism, _precision, _training, _files)
-    for rule in rules:
-        for wrong, message in rule(args):
-            if wrong:
-                raise ValueError(message)
+    complete(args)
+    for rules in (
+        _parallelism,
+        _batch,
+        _precision,
+        _device,
+        _context_parallelism,
+        _training,
+        _files,
+    ):
+        _refuse(rules(args))
     args.split_percent = parse_split(args.split)
     files = {"--metrics": args.metrics, "--plot": args.plot}
     require_writable(folders={"--save": args.save}, files=files)
-    _validate_by_megatron(args)
+    validate_by_megatron(args)
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """Check that there is a GPU if an option needs one.
+
+    Raises:
+        ValueError: Naming the option, and what works without a GPU.
+    """
+    _refuse(_device(args))
+
+
+def _refuse(rules: _Rules) -> None:
+    for wrong, message in rules:
+        if wrong:
+            raise ValueError(message)
 
 
 def parse_split(text: str) -> float:
@@ -99,7 +117,7 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag_of(name)} must be in [0, 1), got {getattr(args, name)}")
 
 
-def _complete(args: argparse.Namespace) -> None:
+def complete(args: argparse.Namespace) -> None:
     """Defaults that depend on other options, and on the machine."""
     given = args.given
     shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -111,10 +129,9 @@ def _complete(args: argparse.Namespace) -> None:
         args.global_batch_size = step * args.pipeline_model_parallel_size
     if "--min-lr" not in given:
         args.min_lr = args.lr / 10
-    args.lr_decay_iters = args.lr_decay_iters or max(1, args.train_iters)
-    if "--lr-warmup-iters" not in given:
+    if args.lr_decay_iters is None:
         # Megatron refuses a decay that ends within the warm-up.
-        args.lr_warmup_iters = min(args.lr_warmup_iters, args.lr_decay_iters - 1)
+        args.lr_decay_iters = max(args.train_iters, args.lr_warmup_iters + 1)
     if args.save and args.save_interval is None:
         args.save_interval = max(1, args.train_iters)
     if "--transformer-impl" not in given:
@@ -335,6 +352,9 @@ def _precision(args: argparse.Namespace) -> _Rules:
 
 
 def _training(args: argparse.Namespace) -> _Rules:
+    decay, warmup = args.lr_decay_iters, args.lr_warmup_iters
+    text = f"--lr-decay-iters must be above --lr-warmup-iters {warmup}, got {decay}"
+    yield decay <= warmup, text
     full, granularity = args.recompute_granularity == "full", args.recompute_granularity
     method, layers = args.recompute_method, args.recompute_num_layers
     yield (
@@ -379,7 +399,7 @@ def _files(args: argparse.Namespace) -> _Rules:
     yield no_plot, "--plot needs matplotlib: pip install matplotlib"
 
 
-def _validate_by_megatron(args: argparse.Namespace) -> None:
+def validate_by_megatron(args: argparse.Namespace) -> None:
     """Megatron's own checks and derived arguments, without its prints."""
     if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -25,13 +25,12 @@ def run(argv: list[str]) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late, because Megatron takes seconds.
-    from training.arguments import parse_arguments
-    from training.checks import validate_arguments
-
-    args = parse_arguments(argv)
-    validate_arguments(args)
     from training import megatron_loop
+    from training.arguments import parse_arguments, with_model
+    from training.checks import validate_arguments
     from training.run import train
 
+    args = with_model(parse_arguments(argv))
+    validate_arguments(args)
     train(args)
     megatron_loop.finish()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
+import socket
 import typing
 from collections.abc import Callable, Iterator
 
@@ -16,15 +18,23 @@ if not hasattr(typing, "override"):
     # Python 3.12's; all else of megatron.training runs on 3.11.
     typing.override = lambda method: method  # type: ignore[attr-defined]
 
+import numpy as np
 import torch
 
 from absorbed_mla.cpu_host import enable_cpu_host
 
 ON_CPU = enable_cpu_host()
 
-from megatron.core.datasets import helpers_cpp, utils as dataset_utils  # noqa: E402, F401
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.datasets import helpers_cpp  # noqa: E402, F401
+from megatron.core.datasets import utils as dataset_utils  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import get_args, global_vars, training  # noqa: E402
+from megatron.core.num_microbatches_calculator import (  # noqa: E402
+    destroy_num_microbatches_calculator,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine  # noqa: E402
+from megatron.training import global_vars, training  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args as gpt_config_from_args,
 )
@@ -35,7 +45,7 @@ _HOST_DATA_ITERATORS = training.build_train_valid_test_data_iterators
 
 
 def initialize(args: argparse.Namespace) -> torch.device:
-    """Join the process group and Megatron's groups, seed all generators, for other loops.
+    """Join the process group and Megatron's groups, and seed all generators, for other loops.
 
     Args:
         args: A command line, checked.
@@ -43,21 +53,41 @@ def initialize(args: argparse.Namespace) -> torch.device:
     Returns:
         The device of this process.
     """
-    with _host():
-        global_vars.set_global_variables(args, build_tokenizer=False)
+    with _host(args):
         initialize_megatron()
     return torch.device(torch.cuda.current_device())
 
 
+def set_up(args: argparse.Namespace, model_config: object) -> tuple:
+    """Megatron's model, wrapped, its optimizer and scheduler, for other loops; collective.
+
+    Args:
+        args: The command line of :func:`initialize`.
+        model_config: Megatron's config of the whole model.
+    """
+    config = pretrain_cfg_container_from_args(args, model_config)
+    with _host(args):
+        [model], optimizer, scheduler = training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            cfg_container=config,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    return model, optimizer, scheduler
+
+
+def seed(value: int) -> None:
+    """Seed all generators as :func:`initialize` does."""
+    value += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    tensor_parallel.model_parallel_cuda_manual_seed(value)
+
+
 def finish() -> None:
     """Destroy all process groups, and what Megatron keeps of a run."""
-    forget()
-    torch.distributed.destroy_process_group()
-
-
-def forget() -> None:
-    """Let another run begin in this process."""
     training.destroy_global_state()
+    torch.distributed.destroy_process_group()
 
 
 def pretrain(
@@ -79,8 +109,7 @@ def pretrain(
     """
     datasets.is_distributed = True  # every rank reads its own
     config = pretrain_cfg_container_from_args(args, model_config)
-    with _host(**places):
-        global_vars.set_global_variables(args, build_tokenizer=False)
+    with _host(args, **places):
         try:
             training.pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:
@@ -90,8 +119,8 @@ def pretrain(
 
 
 @contextlib.contextmanager
-def _host(**places: Callable) -> Iterator[None]:
-    """Megatron as it must be here: it compiles nothing, prints nothing, and needs no GPU."""
+def _host(args: argparse.Namespace, **places: Callable) -> Iterator[None]:
+    """Megatron with these arguments; it compiles nothing, prints nothing, and needs no GPU."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **_address())
     places["build_train_valid_test_data_iterators"] = _data_iterators
@@ -113,6 +142,11 @@ def _host(**places: Callable) -> Iterator[None]:
             setattr(owner, name, function)
         nowhere = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(nowhere))
+        # Of a run before this one in the same process.
+        global_vars.destroy_global_vars()
+        destroy_num_microbatches_calculator()
+        destroy_rerun_state_machine()
+        global_vars.set_global_variables(args, build_tokenizer=False)
         yield
 
 
@@ -123,8 +157,6 @@ def _data_iterators(datasets: Callable) -> tuple:
 
 
 def _address() -> dict[str, str]:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

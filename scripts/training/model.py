@@ -28,11 +28,14 @@ from training.checks import is_padded
 from training.megatron_loop import gpt_config_from_args
 
 
-def model_config(args: argparse.Namespace, **fields: object):
+def model_config(
+    args: argparse.Namespace, options: AbsorbedMLAOptions | None = None, **fields: object
+):
     """Megatron's ``GPTModelConfig`` of a checked command line; its ``transformer`` is the layers'.
 
     Args:
         args: The command line, with the vocabulary set.
+        options: Of the layers; None takes those of the command line.
         fields: More fields of the layers' config.
 
     Raises:
@@ -46,20 +49,28 @@ def model_config(args: argparse.Namespace, **fields: object):
         config = gpt_config_from_args(stage)
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these options: {error}") from error
-    config.transformer_layer_spec = partial(_decoder_block, args, _layer_options(args))
+    options = (options or _layer_options(args)).replace(**_of_model(args))
+    config.transformer_layer_spec = partial(_decoder_block, args, options)
     if args.attention == "absorbed":
         config.builder = "specs.absorbed_mla_gpt_builder.AbsorbedMLAGPTModelBuilder"
     return config
 
 
-def training_config(args: argparse.Namespace, weights: str | None):
+def training_config(
+    args: argparse.Namespace,
+    weights: str | None,
+    options: AbsorbedMLAOptions | None = None,
+    **fields: object,
+):
     """:func:`model_config` of a model that is trained, from ``weights`` or random ones.
 
     Args:
         args: The command line, with the vocabulary set.
         weights: Folder of a distributed checkpoint.
+        options: Of the layers; None takes those of the command line.
+        fields: More fields of the layers' config.
     """
-    config = model_config(args)
+    config = model_config(args, options, **fields)
     if args.train_only:
         config.pre_wrap_hooks.append(_freeze)
     if weights is not None:
@@ -68,20 +79,13 @@ def training_config(args: argparse.Namespace, weights: str | None):
     return config
 
 
-def generating_model(
-    args: argparse.Namespace, options: AbsorbedMLAOptions, device: torch.device, **fields: object
-) -> GPTModel:
-    """A whole GPT with absorbed MLA and random weights, to generate with.
+def build_gpt(config, device: torch.device) -> GPTModel:
+    """A whole GPT with random weights, not wrapped for training, to generate or measure with.
 
     Args:
-        args: The command line, with the vocabulary set.
-        options: Of the layers.
+        config: Of :func:`model_config`.
         device: Of the model.
-        fields: More fields of the layers' config.
     """
-    config = model_config(args, cache_mla_latents=True, **fields)
-    options = options.replace(**_of_model(args))
-    config.transformer_layer_spec = partial(_decoder_block, args, options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
     return builder.build_model(groups, pre_process=True, post_process=True).to(device)
@@ -89,9 +93,8 @@ def generating_model(
 
 def _layer_options(args: argparse.Namespace) -> AbsorbedMLAOptions:
     if args.attention == "standard":
-        return AbsorbedMLAOptions(**_of_model(args))
-    forms = {"form": args.form, "down_projection": args.down_projection}
-    return AbsorbedMLAOptions(**forms, **_of_model(args))
+        return AbsorbedMLAOptions()
+    return AbsorbedMLAOptions(form=args.form, down_projection=args.down_projection)
 
 
 def _of_model(args: argparse.Namespace) -> dict[str, object]:

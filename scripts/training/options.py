@@ -30,7 +30,7 @@ DEFAULTS: dict[str, object] = {
     "eval_iters": 4,
     "log_interval": 10,
 }
-_EPILOG = f"""\
+_EPILOG = """\
 All else are Megatron's arguments, of any part of its loop; --help-megatron lists them. Often used:
   the model        --num-layers --hidden-size --num-experts ... instead of the preset's value
   parallelism      --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size
@@ -43,7 +43,7 @@ All else are Megatron's arguments, of any part of its loop; --help-megatron list
   checkpoints      --load --save --save-interval --finetune --use-checkpoint-args --exit-interval
   reports          --eval-interval --eval-iters --log-interval
 Defaults that are not Megatron's:
-{{}}
+{}
 --micro-batch-size is 8 (packed: 1), --global-batch-size that x data-parallel ranks x pipeline
 stages, --min-lr a tenth of --lr, --lr-decay-iters --train-iters, --save-interval --train-iters."""
 _SWITCHES = (

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from torch import Tensor
 
 from absorbed_mla.dsa.config import DSAConfig
@@ -75,8 +75,7 @@ class Report:
         args, iteration, seconds = self._args, own["iteration"], time.perf_counter() - self._began
         loss, tokens = self._of_last_stage(own["loss_dict"]), self._of_all_tokens()
         norm = None if own["skipped_iter"] else own["grad_norm"]
-        if norm is not None and not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}; lower --lr or set --clip-grad")
+        require_finite(norm)
         more = {}
         if self._config.dsa_indexer_loss_coeff and self._config.experimental_attention_variant:
             more["indexer_loss"] = self._indexer_loss(tokens)
@@ -142,6 +141,18 @@ class Report:
         dsa, layers = DSAConfig.from_config(self._config), self._config.num_layers
         learning = sum(not dsa.shares_selection(number + 1) for number in range(layers))
         return float(found["indexer loss"]) * layers / learning
+
+
+def require_finite(norm: float | None) -> None:
+    """Check the gradient norm of a step; None if it was skipped because fp16 overflowed.
+
+    Raises:
+        FloatingPointError: If it is not finite.
+    """
+    if norm is not None and not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the gradient norm is {float(norm)}; lower --lr or set --clip-grad"
+        )
 
 
 def _largest(score: float) -> float:

@@ -32,7 +32,7 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def save_checkpoint(iteration: int, *state, **options) -> None:
-    """Megatron's ``save_checkpoint``, of whose checkpoint the former ones do not know until the end.
+    """Megatron's ``save_checkpoint``, whose checkpoint gets its name when it is complete.
 
     Collective over all ranks. The arguments that are saved hold plain values only.
 
@@ -52,7 +52,8 @@ def save_checkpoint(iteration: int, *state, **options) -> None:
         _write_in_this_process()
         global_vars.set_args(argparse.Namespace(**plain | {"save": str(folder / _INCOMPLETE)}))
         try:
-            checkpointing.save_checkpoint(iteration, *state, **options)
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                checkpointing.save_checkpoint(iteration, *state, **options)
         finally:
             global_vars.set_args(args)
         if first:
