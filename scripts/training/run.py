@@ -16,7 +16,7 @@ from training.data import Corpus, Windows, read_corpus, split_corpus
 from training.metrics import plot_losses
 from training.model import count_parameters, training_config
 from training.report import Report
-from training.saving import save_checkpoint
+from training.saving import load_checkpoint, save_checkpoint
 from training.tokenizers import build_tokenizer
 
 
@@ -45,36 +45,32 @@ def train(args: argparse.Namespace) -> None:
 
     report = Report(args, start.iteration or 0 if start else 0)
     report.say(header)
-    states: list = []
-
-    def set_up(*arguments, **options):
-        """Megatron's ``setup_model_and_optimizer``."""
-        states[:] = host_set_up(*arguments, **options)
-        [model], optimizer, _ = states
-        _use_own_rates(args, optimizer)
-        report.say(_parameters(model, args.train_only))
-        return tuple(states)
+    config = training_config(args, weights)
+    config.post_wrap_hooks.append(partial(_say_parameters, report, args.train_only))
 
     def saved(iteration: int, *state, **options) -> None:
         save_checkpoint(iteration, *state, **options)
         report.say(f"saved iteration {iteration} in {args.save}")
 
-    host_set_up = megatron_loop.training.setup_model_and_optimizer
-    packed_eod = tokenizer.eod if args.packed else None
     try:
-        megatron_loop.pretrain(
-            args,
-            training_config(args, weights),
-            partial(_datasets, args, windows),
-            partial(forward_step, packed_eod, report.count),
-            setup_model_and_optimizer=set_up,
-            save_checkpoint=saved,
-            clip_qk=clip_qk,
-            **report.places(),
-        )
-        if args.save and not args.train_iters:
-            # Of a run without an iteration, which Megatron does not save.
-            saved(0, *states, 0)
+        if args.train_iters:
+            packed_eod = tokenizer.eod if args.packed else None
+            megatron_loop.pretrain(
+                args,
+                config,
+                partial(_datasets, args, windows),
+                partial(forward_step, packed_eod, report.count),
+                save_checkpoint=saved,
+                load_checkpoint=load_checkpoint,
+                clip_qk=clip_qk,
+                **report.places(),
+            )
+        elif args.save:
+            # Of random weights, or of those that are loaded. Megatron's loop wants an iteration.
+            args.train_iters = 1
+            megatron_loop.initialize(args)
+            model, *state = megatron_loop.set_up(args, config)
+            saved(0, [model], *state, 0)
     finally:
         report.metrics.close()
     if args.plot and not report.rank:
@@ -110,21 +106,14 @@ def _load_from(args: argparse.Namespace, start: Start | None) -> str | None:
     return None
 
 
-def _use_own_rates(args: argparse.Namespace, optimizer) -> None:
-    """Let a resumed run have the betas and rates of its command line."""
-    own = {
-        "max_lr": args.lr,
-        "min_lr": args.min_lr,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_eps,
-    }
-    for group in optimizer.param_groups:
-        group.update({name: value for name, value in own.items() if name in group})
-
-
-def _parameters(model, train_only: str | None) -> str:
-    trained = f", {count_parameters(model, trained=True):,} are trained" if train_only else ""
-    return f"{count_parameters(model):,} parameters{trained}"
+def _say_parameters(report: Report, train_only: str | None, stages: list) -> list:
+    """A hook of Megatron's builder; collective."""
+    text = f"{sum(map(count_parameters, stages)):,} parameters"
+    if train_only:
+        trained = sum(count_parameters(stage, trained=True) for stage in stages)
+        text += f", {trained:,} are trained"
+    report.say(text)
+    return stages
 
 
 def _run_header(args: argparse.Namespace, corpus: Corpus, start: Start | None) -> str:

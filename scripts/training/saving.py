@@ -61,6 +61,39 @@ def save_checkpoint(iteration: int, *state, **options) -> None:
         dist.barrier()
 
 
+def load_checkpoint(model: list, optimizer, *state, **options) -> tuple:
+    """Megatron's ``load_checkpoint``, but the optimizer's options stay those of this run.
+
+    Raises:
+        ValueError: If the checkpoint cannot be read, or does not fit.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.training import checkpointing, get_args
+
+    args, load_state_dict = get_args(), optimizer.load_state_dict
+    own = {
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_eps,
+    }
+
+    def load_with_own_options(found: dict) -> None:
+        # With experts Megatron has several optimizers, numbered in the state.
+        for part in found.values() if 0 in found else (found,):
+            for group in part.get("optimizer", part)["param_groups"]:
+                group.update({name: value for name, value in own.items() if name in group})
+        load_state_dict(found)
+
+    optimizer.load_state_dict = load_with_own_options
+    try:
+        return checkpointing.load_checkpoint(model, optimizer, *state, **options)
+    except CheckpointingException as error:
+        raise ValueError(f"--load: {args.load} cannot be read: {error}") from error
+    finally:
+        del optimizer.load_state_dict
+
+
 def _is_plain(value: object) -> bool:
     import torch
 
