@@ -6,12 +6,14 @@ A value on the command line wins over one of the model, which wins over our defa
 from __future__ import annotations
 
 import argparse
+import functools
 
 from checkpoint_conversion.megatron_args import COMMON_ARGS
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from console.parser import Parser
 from console.ranks import local_rank, rank, world_size
 from training import options
+from training.megatron_loop import add_megatron_arguments
 from training.options import flag_of, given_options, name_of
 from training.presets import COMMON, INDEXER, Model, get_preset, scale_down
 
@@ -131,21 +133,25 @@ def set_vocabulary(args: argparse.Namespace, tokens: int) -> None:
 
 
 def _parser(script: str) -> argparse.ArgumentParser:
-    # Imported late, because it takes seconds.
-    from training import megatron_loop  # noqa: F401
-    from megatron.training.arguments import add_megatron_arguments  # isort: skip
+    """The parser of all arguments, with the defaults of a run without a preset."""
+    parser = _megatron_parser()
+    parser.prog = script
+    parser.set_defaults(**{**COMMON, **_FIXED, **options.DEFAULTS, "vocab_size": None})
+    return parser
 
-    text = "Megatron's arguments, and those of train.py, which come last."
-    parser = Parser(script, text)
+
+@functools.cache
+def _megatron_parser() -> argparse.ArgumentParser:
+    parser = Parser("", "Megatron's arguments, and those of train.py, which come last.")
     parser.conflict_handler = "resolve"
     add_megatron_arguments(parser)
     options.add_options(parser)
     # Parsed later, with the number of layers and without evaluating it.
     _action(parser, "moe_layer_freq").type = str
     for action in parser._actions:
+        # argparse formats help texts, and one of Megatron's has a percent sign.
         if action.help and action.help is not argparse.SUPPRESS and "%(" not in action.help:
             action.help = action.help.replace("%%", "%").replace("%", "%%")
-    parser.set_defaults(**{**COMMON, **_FIXED, **options.DEFAULTS, "vocab_size": None})
     return parser
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import os
 import shlex
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from absorbed_mla.options import CP_COMM_TYPES
 from console.outputs import require_writable
-from training.megatron_loop import ON_CPU
+from training.megatron_loop import ON_CPU, validate_args
 from training.options import flag_of, name_of, own_name_of
 
 _AT_LEAST_ONE = (
@@ -403,20 +401,14 @@ def validate_by_megatron(args: argparse.Namespace) -> None:
     """Megatron's own checks and derived arguments, without its prints."""
     if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from megatron.training.arguments import validate_args
-
     # Our layers do without TransformerEngine's scores, and packs are padded to a length that
     # context-parallel ranks can cut.
     ours = {name: getattr(args, name) for name in ("qk_clip", "log_max_attention_logit")}
-    ours["seq_length"] = args.seq_length
+    ours |= {"seq_length": args.seq_length, "variable_seq_lengths": args.variable_seq_lengths}
     args.qk_clip = args.log_max_attention_logit = False
     if is_padded(args):
         args.seq_length += -args.seq_length % (2 * args.context_parallel_size)
         args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_args(args, {})
-    except AssertionError as error:
-        raise ValueError(f"Megatron refuses these options: {error}") from error
+    validate_args(args)
     vars(args).update(ours)
     args._is_global_batch_size_explicitly_specified = True

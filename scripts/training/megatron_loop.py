@@ -34,14 +34,31 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine  # noqa: E402
-from megatron.training import global_vars, training  # noqa: E402
+from megatron.training import arguments, global_vars, training  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args as gpt_config_from_args,
 )
 from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.arguments import (  # noqa: E402
+    add_megatron_arguments as add_megatron_arguments,
+)
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 _HOST_DATA_ITERATORS = training.build_train_valid_test_data_iterators
+
+
+def validate_args(args: argparse.Namespace) -> None:
+    """Megatron's own checks, and the arguments that it derives.
+
+    Raises:
+        ValueError: If Megatron refuses the options.
+    """
+    hopper = [(arguments, "get_device_arch_version", lambda: 9)] if ON_CPU else []
+    try:
+        with _replaced(hopper), quiet():
+            arguments.validate_args(args, {})
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses these options: {error}") from error
 
 
 def initialize(args: argparse.Namespace) -> torch.device:
@@ -54,7 +71,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
         The device of this process.
     """
     with _host(args):
-        initialize_megatron()
+        _initialize()
     return torch.device(torch.cuda.current_device())
 
 
@@ -124,30 +141,52 @@ def _host(args: argparse.Namespace, **places: Callable) -> Iterator[None]:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **_address())
     places["build_train_valid_test_data_iterators"] = _data_iterators
+    places["initialize_megatron"] = _initialize
+    if ON_CPU:
+        places["set_jit_fusion_options"] = places["report_memory"] = _nothing
     replaced = [(training, name, function) for name, function in places.items()]
     # The wheel brings the datasets' helpers compiled, and no Makefile.
-    replaced.append((dataset_utils, "compile_helpers", lambda: None))
-    if ON_CPU:
-        replaced += [
-            (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "device_count", lambda: 1),
-            # What torch's optimizers ask, which a torch for GPUs would believe the two above.
-            (torch.accelerator, "current_accelerator", lambda check_available=False: None),
-            (training, "set_jit_fusion_options", lambda **options: None),
-            (training, "report_memory", lambda *args, **kwargs: None),
-        ]
+    replaced.append((dataset_utils, "compile_helpers", _nothing))
     with contextlib.ExitStack() as stack:
-        for owner, name, function in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(_replaced(replaced))
+        stack.enter_context(quiet())
         # Of a run before this one in the same process.
         global_vars.destroy_global_vars()
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
         global_vars.set_global_variables(args, build_tokenizer=False)
         yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let nobody see what is printed."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(replaced: list[tuple]) -> Iterator[None]:
+    """Give objects other attributes: owner, name, value."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _nothing(*args: object, **options: object) -> None:
+    pass
+
+
+def _initialize(**options: object) -> None:
+    """Megatron's, which refuses to run without a GPU."""
+    one_gpu = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+    ]
+    with _replaced(one_gpu if ON_CPU else []):
+        initialize_megatron(**options)
 
 
 def _data_iterators(datasets: Callable) -> tuple:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.machinery
 import re
 from collections.abc import Iterable
@@ -143,12 +144,13 @@ def require_known(argv: Iterable[str]) -> None:
         ValueError: Naming them.
     """
     own = {flag for action in own_parser()._actions for flag in action.option_strings}
-    rest = sorted(given_options(argv) - own)
-    unknown = [flag for flag in rest if flag not in _megatron_flags()] if rest else []
+    rest = given_options(argv) - own
+    unknown = sorted(rest - _megatron_flags()) if rest else []
     if unknown:
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)} (--help lists all options)")
 
 
+@functools.cache
 def _megatron_flags() -> set[str]:
     """What may be an option of Megatron's: literals, and fields of its configs."""
     found = importlib.machinery.PathFinder.find_spec("megatron")

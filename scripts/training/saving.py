@@ -42,6 +42,8 @@ def save_checkpoint(iteration: int, *state, **options) -> None:
     import torch.distributed as dist
     from megatron.training import checkpointing, get_args, global_vars
 
+    from training.megatron_loop import quiet
+
     args = get_args()
     folder, first = Path(args.save), dist.get_rank() == 0
     plain = {name: value for name, value in vars(args).items() if _is_plain(value)}
@@ -52,7 +54,7 @@ def save_checkpoint(iteration: int, *state, **options) -> None:
         _write_in_this_process()
         global_vars.set_args(argparse.Namespace(**plain | {"save": str(folder / _INCOMPLETE)}))
         try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            with quiet():
                 checkpointing.save_checkpoint(iteration, *state, **options)
         finally:
             global_vars.set_args(args)
