@@ -322,16 +322,16 @@ def _padded_packs(args: argparse.Namespace) -> _Rules:
 
 def _precision(args: argparse.Namespace) -> _Rules:
     yield args.bf16 and args.fp16, "argument --fp16: not allowed with argument --bf16"
-    recipe, ends = "--fp8-recipe", "--first-last-layers-bf16"
+    recipe, ends, given = "--fp8-recipe", "--first-last-layers-bf16", args.given
     for flag in (recipe, ends):
-        yield flag in args.given and not args.fp8, f"{flag} needs --fp8-format"
+        yield flag in given and not args.fp8, f"{flag} needs --fp8-format"
     for flag in ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"):
-        yield flag in args.given and ends not in args.given, f"{flag} needs {ends}"
+        yield flag in given and ends not in given, f"{flag} needs {ends}"
     if not args.fp8:
         return
     yield not args.bf16, "--fp8-format needs --bf16, the precision of everything else"
     yield (
-        args.transformer_impl == "local",
+        args.transformer_impl == "local" and not (ON_CPU and "--transformer-impl" not in given),
         "--fp8-format needs --transformer-impl transformer_engine, got local, whose layers "
         "have no FP8",
     )
@@ -393,6 +393,9 @@ def _files(args: argparse.Namespace) -> _Rules:
         args.new_indexer and not args.load,
         "--new-indexer needs --load, the dense checkpoint to start from",
     )
+    for name in ("async_save", "save_retain_interval"):
+        text = f"{flag_of(name)} is not taken: a checkpoint is complete when the next step begins"
+        yield bool(getattr(args, name)), text
     no_plot = bool(args.plot) and importlib.util.find_spec("matplotlib") is None
     yield no_plot, "--plot needs matplotlib: pip install matplotlib"
 

@@ -157,13 +157,14 @@ def _megatron_flags() -> set[str]:
     flags: set[str] = set()
     for root in map(Path, found.submodule_search_locations or () if found else ()):
         files = [root / "training" / "arguments.py", *root.glob("training/config/*.py")]
-        files += root.glob("core/**/*_config.py")
+        files += [*root.glob("core/**/*_config.py"), root / "core" / "fault_injector.py"]
         for file in filter(Path.is_file, files):
             text = file.read_text()
-            flags.update(re.findall(r"""["'](--[\w-]+)["']""", text))
-            for name in re.findall(r"^    (\w+) *:", text, re.MULTILINE):
+            names = re.findall(r"""["']--([\w-]+)["']""", text)
+            names += re.findall(r"^    (\w+) *:", text, re.MULTILINE)
+            for name in names:
                 flag = name.replace("_", "-")
-                flags.update((f"--{flag}", f"--no-{flag}", f"--disable-{flag}"))
+                flags.update((f"--{name}", f"--{flag}", f"--no-{flag}", f"--disable-{flag}"))
     return flags
 
 
