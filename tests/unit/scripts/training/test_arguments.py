@@ -242,7 +242,7 @@ class TestCommandLine:
         assert f"--use-checkpoint-args {excluded}" in str(error.value)
 
     def test_options_that_go_with_a_checkpoints_model(self):
-        assert FREE == {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
+        assert {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"} == FREE
         for name in FREE:
             parse_arguments(["--use-checkpoint-args", "--load", "x", flag_of(name), "1"])
 

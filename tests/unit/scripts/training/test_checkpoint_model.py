@@ -17,15 +17,15 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from training.checkpoint_folder import find_checkpoint
+from training.model_options import resolve_model
+from training.start import Start, read_start, require_same_run, run_options
 
 from tests.support.generate import generate, train
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args
-from training.checkpoint_folder import find_checkpoint
 from training.checkpoint_model import require_same_model, sizes_of_model, sizes_of_tensors
-from training.model_options import resolve_model
 from training.presets import PRESETS, get_preset
-from training.start import Start, read_start, require_same_run, run_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 

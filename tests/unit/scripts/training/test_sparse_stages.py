@@ -12,6 +12,8 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
+from training.checkpoint_folder import find_checkpoint
+from training.model_options import resolve_model
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.dsa.warm_up import INDEXER
@@ -20,10 +22,8 @@ from tests.support import world
 from tests.support.generate import Done, train
 from training import distributed
 from training.arguments import parse_arguments
-from training.checkpoint_folder import find_checkpoint
 from training.metrics import read_metrics, series
 from training.model import build_config, build_model, unwrap
-from training.model_options import resolve_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 LENGTH, TOPK = 32, 4

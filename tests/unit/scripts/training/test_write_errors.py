@@ -14,12 +14,12 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
+from training.checkpoint_folder import LATEST
+from training.write_errors import write_errors
 
 from counting import count_from
 from tests.support.generate import Done, train
 from training import distributed
-from training.checkpoint_folder import LATEST
-from training.write_errors import write_errors
 
 SMALL = "--num-layers 1 --moe-layer-freq [0] --hidden-size 32 --ffn-hidden-size 64"
 WRITER = logging.getLogger(filesystem_async.__name__)
