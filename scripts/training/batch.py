@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.training import get_args
 from torch import Tensor, nn
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
+from training.megatron_loop import get_args
 
 # In Megatron's logs.
 LOSS = "lm loss"

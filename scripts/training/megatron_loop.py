@@ -35,6 +35,7 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine  # noqa: E402
 from megatron.training import arguments, global_vars, training  # noqa: E402
+from megatron.training import get_args as get_args  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args as gpt_config_from_args,
 )
