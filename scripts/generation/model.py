@@ -100,11 +100,12 @@ def check_graphs(args: argparse.Namespace) -> None:
             "--cuda-graphs needs --form auto or absorbed, got expanded, whose work depends on the "
             "lengths of a step"
         )
-    dispatcher = args.moe_token_dispatcher_type
-    if args.num_experts and dispatcher != "alltoall":
+    # The default on a GPU is the other one.
+    allgather = "--moe-token-dispatcher-type" in args.given and args.moe_token_dispatcher_type
+    if args.num_experts and allgather == "allgather":
         raise ValueError(
             "--cuda-graphs of a model with experts needs --moe-token-dispatcher-type alltoall, got "
-            f"{dispatcher}, which reads on the host how many tokens each expert has"
+            "allgather, which reads on the host how many tokens each expert has"
         )
 
 

@@ -99,8 +99,8 @@ class RolloutTrainer:
             SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
             for first in range(0, len(samples), rows)
         ]
-        lr = get_canonical_lr_for_logging(self.optimizer.param_groups)
         update = self._policy.update(batches)
+        lr = get_canonical_lr_for_logging(self.optimizer.param_groups)
         # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()
         seconds = sampled - started, time.perf_counter() - sampled

@@ -111,6 +111,9 @@ class Policy:
         self._model.train()
         self._model.zero_grad_buffer()
         rows, length = batches[0].tokens.shape
+        # Before the update: Megatron's warm-up begins with a rate of 0.
+        ranks = parallel_state.get_data_parallel_world_size()
+        self._scheduler.step(increment=len(batches) * rows * ranks)
         reported = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=iter(batches),
@@ -123,8 +126,6 @@ class Policy:
         updated, norm, _ = self._optimizer.step()
         # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
         self._optimizer.zero_grad()
-        ranks = parallel_state.get_data_parallel_world_size()
-        self._scheduler.step(increment=len(batches) * rows * ranks)
         require_finite(norm)
         return self._reduce(torch.stack(reported), float(norm) if updated else 0.0)
 

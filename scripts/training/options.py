@@ -159,7 +159,7 @@ def _megatron_flags() -> set[str]:
         files = [root / "training" / "arguments.py", *root.glob("training/config/*.py")]
         files += [*root.glob("core/**/*_config.py"), root / "core" / "fault_injector.py"]
         for file in filter(Path.is_file, files):
-            text = file.read_text()
+            text = file.read_text("utf-8")
             names = re.findall(r"""["']--([\w-]+)["']""", text)
             names += re.findall(r"^    (\w+) *:", text, re.MULTILINE)
             for name in names:

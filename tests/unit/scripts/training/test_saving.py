@@ -172,7 +172,7 @@ def test_files_that_may_not_grow(tmp_path, capfd):
     err = done.err + capfd.readouterr().err
     assert len(err.splitlines()) == 1, err
     assert err.startswith(f"train.py: error: --save {tmp_path / 'saved'}: iteration 2 could not")
-    assert "the disk may be full" in err and "MB free" in err
+    assert "File too large" in err and "MB free" in err
     assert "iteration 1 stays the latest" in err
     assert (tmp_path / "saved" / LATEST).read_text() == "1\n"
     assert run(tmp_path, 2, *load).code == 0
