@@ -101,7 +101,7 @@ def test_steps_are_those_of_adamw_in_high_precision(bf16):
     first, second = ({name: torch.zeros_like(p) for name, p in masters.items()} for _ in range(2))
     beta1, beta2 = args.adam_beta1, args.adam_beta2
     generator = torch.Generator().manual_seed(0)
-    for step in range(1, 5):
+    for done in range(1, 5):
         for param in named.values():
             gradient = torch.randn(param.shape, generator=generator) * 0.01
             param.main_grad.copy_(gradient)
@@ -112,8 +112,8 @@ def test_steps_are_those_of_adamw_in_high_precision(bf16):
             gradient = gradients[name] * scale
             first[name] = beta1 * first[name] + (1 - beta1) * gradient
             second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
-            mean = first[name] / (1 - beta1**step)
-            root = (second[name] / (1 - beta2**step)).sqrt()
+            mean = first[name] / (1 - beta1**done)
+            root = (second[name] / (1 - beta2**done)).sqrt()
             if master.ndim > 1:
                 master *= 1 - args.lr * args.weight_decay
             master -= args.lr * mean / (root + args.adam_eps)
