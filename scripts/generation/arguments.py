@@ -114,6 +114,8 @@ def with_model(args: argparse.Namespace) -> argparse.Namespace:
     from training import arguments as trainer
 
     model = trainer.with_model(trainer.parse_arguments(args.of_model, "generate.py"))
+    # Megatron looks at it, and nothing else does.
+    model.seq_length = model.max_position_embeddings
     return argparse.Namespace(**{**vars(model), **vars(args)})
 
 

@@ -88,7 +88,7 @@ MUTATIONS = {
         "absorbed_mla/attention.py", "            refuse_full_iterations(self.config)\n", ""
     ),
     "full_disk_as_a_traceback": Mutation(
-        "scripts/training/write_errors.py",
+        "scripts/training/saving.py",
         "except (OSError, CheckpointException) as error:",
         "except OSError as error:",
     ),
@@ -103,18 +103,18 @@ MUTATIONS = {
         "layer",
     ),
     "padding_is_saved_as_tokens": Mutation(
-        "scripts/training/checkpoint_args.py",
-        '"vocab_size": vocab_size if vocab_size == rows else None,',
-        '"vocab_size": rows,',
+        "scripts/training/arguments.py",
+        "args.vocab_size = size if size == args.padded_vocab_size else None",
+        "args.vocab_size = args.padded_vocab_size",
     ),
     "tokens_are_saved_as_padding": Mutation(
-        "scripts/training/checkpoint_args.py",
-        '"vocab_size": vocab_size if vocab_size == rows else None,',
-        '"vocab_size": None,',
+        "scripts/training/arguments.py",
+        "args.vocab_size = size if size == args.padded_vocab_size else None",
+        "args.vocab_size = None",
     ),
     "training_forgets_the_loaded_vocabulary": Mutation(
-        "scripts/training/checkpoint_args.py",
-        'getattr(args, "loaded_vocabulary", {})',
-        "{}",
+        "scripts/training/arguments.py",
+        "vars(args).update(args.loaded_vocabulary)",
+        "pass",
     ),
 }
