@@ -61,21 +61,36 @@ def _moe(dense: int, layers: int) -> list[int]:
     return [0] * dense + [1] * (layers - dense)
 
 
-# deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
-# the multi-token-prediction layer.
-_DEEPSEEK_V3: Model = {
-    "vocab_size": 129280,
-    "num_layers": 61,
-    "hidden_size": 7168,
-    "ffn_hidden_size": 18432,
-    "num_attention_heads": 128,
+def _sizes(vocabulary: int, layers: int, hidden: int, ffn: int, heads: int, dense: int) -> Model:
+    """Of a model whose first layers are ``dense``."""
+    names = ("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    sizes = dict(zip(names, (vocabulary, layers, hidden, ffn, heads)))
+    return {**sizes, "moe_layer_freq": _moe(dense, layers)}
+
+
+def _experts(experts: int, topk: int, width: int, shared: int) -> Model:
+    """Of so many experts and shared ones, each of this width."""
+    names = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    total = "moe_shared_expert_intermediate_size"
+    return {**dict(zip(names, (experts, topk, width))), total: shared * width}
+
+
+def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> Model:
+    scales = {"mscale": mscale, "mscale_all_dim": mscale}
+    return {"rotary_scaling_factor": factor, "beta_fast": beta_fast, **scales}
+
+
+_NO_YARN: Model = {"rope_type": "rope"}
+_V2_ROUTER: Model = {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_aux_loss_coeff": 1e-3,
+}
+_V3: Model = {
+    **_sizes(129280, 61, 7168, 18432, 128, dense=3),
+    **_experts(256, 8, 2048, shared=1),
+    **_yarn(40.0),
     "q_lora_rank": 1536,
-    "rotary_scaling_factor": 40.0,
-    "num_experts": 256,
-    "moe_layer_freq": _moe(3, 61),
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_expert_intermediate_size": 2048,
-    "moe_router_topk": 8,
     "moe_router_topk_scaling_factor": 2.5,
     "moe_router_num_groups": 8,
     "moe_router_group_topk": 4,
@@ -87,105 +102,53 @@ _INDEXER: Model = {
     "dsa_indexer_topk": 2048,
     "dsa_indexer_k_norm_epsilon": 1e-6,
 }
-# deepseek-ai/DeepSeek-V2-Lite (arXiv:2405.04434, appendix B), 16B parameters, 2.4B active.
-_DEEPSEEK_V2_LITE: Model = {
-    "vocab_size": 102400,
-    "num_layers": 27,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 10944,
-    "num_attention_heads": 16,
-    "rotary_scaling_factor": 40.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-    "num_experts": 64,
-    "moe_layer_freq": _moe(1, 27),
-    "moe_ffn_hidden_size": 1408,
-    "moe_shared_expert_intermediate_size": 2 * 1408,
-    "moe_router_topk": 6,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_aux_loss_coeff": 1e-3,
-}
 _PRESETS: dict[str, Model] = {
     # Not a released model, but one with all of their parts that is small enough for a CPU.
     "tiny": {
-        "vocab_size": 320,
-        "num_layers": 3,
-        "hidden_size": 128,
-        "ffn_hidden_size": 384,
-        "num_attention_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_head_dim": 32,
-        "qk_pos_emb_head_dim": 16,
-        "v_head_dim": 32,
+        **_sizes(320, 3, 128, 384, 4, dense=2),
+        **_experts(4, 2, 128, shared=1),
+        **{"q_lora_rank": 64, "kv_lora_rank": 32},
+        **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32},
         "max_position_embeddings": 4096,
-        "rope_type": "rope",
-        "num_experts": 4,
-        "moe_layer_freq": _moe(2, 3),
-        "moe_ffn_hidden_size": 128,
-        "moe_shared_expert_intermediate_size": 128,
+        **_NO_YARN,
     },
-    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
-    "deepseek-v3": _DEEPSEEK_V3,
-    # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3's sizes and an indexer in every
-    # layer; without the multi-token-prediction layer.
-    "deepseek-v3.2": {**_DEEPSEEK_V3, **_INDEXER},
-    # zai-org/GLM-5, 744B parameters, 40B active; without the multi-token-prediction layer.
+    # deepseek-ai/DeepSeek-V2-Lite (arXiv:2405.04434, appendix B), 16B parameters, 2.4B active.
+    "deepseek-v2-lite": {
+        **_sizes(102400, 27, 2048, 10944, 16, dense=1),
+        **_experts(64, 6, 1408, shared=2),
+        **_yarn(40.0, mscale=0.707),
+        **_V2_ROUTER,
+    },
+    # deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
+    # the multi-token-prediction layer, as the next two.
+    "deepseek-v3": _V3,
+    # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): an indexer in every layer.
+    "deepseek-v3.2": {**_V3, **_INDEXER},
+    # zai-org/GLM-5, 744B parameters, 40B active.
     "glm-5": {
-        **_DEEPSEEK_V3,
-        **_INDEXER,
-        "vocab_size": 154880,
-        "num_layers": 78,
-        "hidden_size": 6144,
-        "ffn_hidden_size": 12288,
-        "num_attention_heads": 64,
-        "q_lora_rank": 2048,
-        "qk_head_dim": 192,
-        "v_head_dim": 256,
-        "layernorm_epsilon": 1e-5,
-        "max_position_embeddings": 202752,
-        "rope_type": "rope",
-        "rotary_base": 1000000,
-        "rotary_scaling_factor": 1.0,
-        "moe_layer_freq": _moe(3, 78),
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "dsa_indexer_n_heads": 32,
-        "dsa_indexer_rope_interleaved": True,
-        "dsa_indexer_rotate_activation": False,
+        **_sizes(154880, 78, 6144, 12288, 64, dense=3),
+        **_experts(256, 8, 2048, shared=1),
+        **{"q_lora_rank": 2048, "qk_head_dim": 192, "v_head_dim": 256},
+        **{"layernorm_epsilon": 1e-5, "max_position_embeddings": 202752, "rotary_base": 1000000},
+        **_NO_YARN,
+        **{"moe_router_topk_scaling_factor": 2.5, **_INDEXER, "dsa_indexer_n_heads": 32},
+        **{"dsa_indexer_rope_interleaved": True, "dsa_indexer_rotate_activation": False},
     },
     # moonshotai/Kimi-K2-Base (arXiv:2507.20534), first release, 1T parameters, 32B active.
     "kimi-k2": {
-        **_DEEPSEEK_V3,
-        "vocab_size": 163840,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 131072,
-        "rotary_base": 50000,
-        "rotary_scaling_factor": 32.0,
-        "beta_fast": 1.0,
-        "num_experts": 384,
-        "moe_layer_freq": _moe(1, 61),
+        **_sizes(163840, 61, 7168, 18432, 64, dense=1),
+        **_experts(384, 8, 2048, shared=1),
+        **_yarn(32.0, beta_fast=1.0),
+        **{"q_lora_rank": 1536, "max_position_embeddings": 131072, "rotary_base": 50000},
         "moe_router_topk_scaling_factor": 2.827,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
     },
     # moonshotai/Moonlight-16B-A3B (arXiv:2502.16982), 16B parameters, 3B active.
     "moonlight": {
-        **_DEEPSEEK_V2_LITE,
-        "vocab_size": 163840,
-        "ffn_hidden_size": 11264,
-        "layernorm_epsilon": 1e-5,
-        "max_position_embeddings": 8192,
-        "rope_type": "rope",
-        "rotary_base": 50000,
-        "rotary_scaling_factor": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "moe_router_score_function": "sigmoid",
+        **_sizes(163840, 27, 2048, 11264, 16, dense=1),
+        **_experts(64, 6, 1408, shared=2),
+        **{"layernorm_epsilon": 1e-5, "max_position_embeddings": 8192, "rotary_base": 50000},
+        **_NO_YARN,
         "moe_router_topk_scaling_factor": 2.446,
-        "moe_router_enable_expert_bias": True,
-        "moe_aux_loss_coeff": 1e-4,
     },
 }
 PRESETS = tuple(_PRESETS)

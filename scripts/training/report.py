@@ -41,7 +41,7 @@ class Report:
     def __init__(self, args: argparse.Namespace, start: int) -> None:
         self._args, self._out = args, sys.stdout
         self.metrics = MetricsFile(args.metrics if rank() == 0 else None, start)
-        self._tokens, self._evaluated = 0.0, -1
+        self._evaluated = -1
         self._losses: dict[str, Tensor] = {}
         self.rank = rank()
 
@@ -51,8 +51,8 @@ class Report:
             print(text, file=self._out, flush=True)
 
     def count(self, tokens: Tensor) -> None:
-        """Add tokens of this rank to those of the iteration."""
-        self._tokens += float(tokens)
+        """Add tokens of this rank to those of the iteration, without waiting for the device."""
+        self._tokens += tokens
 
     def places(self) -> dict[str, Callable]:
         """Functions by the names of Megatron's that they are called for."""
@@ -60,7 +60,8 @@ class Report:
 
     def train_step(self, forward_step, batches, model, optimizer, *more, **options):
         """Megatron's, timed, after a look at what it trains with."""
-        self._began, self._tokens, self._config = time.perf_counter(), 0.0, unwrap(model[0]).config
+        self._began, self._config = time.perf_counter(), unwrap(model[0]).config
+        self._tokens = torch.zeros((), device=torch.cuda.current_device())
         # Megatron logs that of the next step.
         self._rate = get_canonical_lr_for_logging(optimizer.param_groups)
         return _HOST["train_step"](forward_step, batches, model, optimizer, *more, **options)
@@ -123,9 +124,8 @@ class Report:
 
     def _of_all_tokens(self) -> int:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tokens = torch.tensor(self._tokens, device=torch.cuda.current_device())
-        dist.all_reduce(tokens, group=group)
-        return int(tokens)
+        dist.all_reduce(self._tokens, group=group)
+        return int(self._tokens)
 
     def _indexer_loss(self, tokens: int) -> float:
         """The coefficient times the KL divergence: the mean over tokens and layers with an indexer.
