@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
-from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
-from absorbed_mla.llm.tokenizers import Tokenizer
+from absorbed_mla.serving.scheduler.cuda_graphs import model_fields, seed_generators
+from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from console.ranks import rank
 from training.arguments import set_vocabulary
 from training.checkpoint import find_checkpoint
