@@ -61,6 +61,10 @@ def _moe(dense: int, layers: int) -> list[int]:
     return [0] * dense + [1] * (layers - dense)
 
 
+def _set(**values: object) -> Model:
+    return values
+
+
 def _sizes(vocabulary: int, layers: int, hidden: int, ffn: int, heads: int, dense: int) -> Model:
     """Of a model whose first layers are ``dense``."""
     names = ("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
@@ -107,8 +111,8 @@ _PRESETS: dict[str, Model] = {
     "tiny": {
         **_sizes(320, 3, 128, 384, 4, dense=2),
         **_experts(4, 2, 128, shared=1),
-        **{"q_lora_rank": 64, "kv_lora_rank": 32},
-        **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32},
+        **_set(q_lora_rank=64, kv_lora_rank=32),
+        **_set(qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32),
         "max_position_embeddings": 4096,
         **_NO_YARN,
     },
@@ -128,25 +132,26 @@ _PRESETS: dict[str, Model] = {
     "glm-5": {
         **_sizes(154880, 78, 6144, 12288, 64, dense=3),
         **_experts(256, 8, 2048, shared=1),
-        **{"q_lora_rank": 2048, "qk_head_dim": 192, "v_head_dim": 256},
-        **{"layernorm_epsilon": 1e-5, "max_position_embeddings": 202752, "rotary_base": 1000000},
+        **_set(q_lora_rank=2048, qk_head_dim=192, v_head_dim=256),
+        **_set(layernorm_epsilon=1e-5, max_position_embeddings=202752, rotary_base=1000000),
         **_NO_YARN,
-        **{"moe_router_topk_scaling_factor": 2.5, **_INDEXER, "dsa_indexer_n_heads": 32},
-        **{"dsa_indexer_rope_interleaved": True, "dsa_indexer_rotate_activation": False},
+        **_INDEXER,
+        **_set(moe_router_topk_scaling_factor=2.5, dsa_indexer_n_heads=32),
+        **_set(dsa_indexer_rope_interleaved=True, dsa_indexer_rotate_activation=False),
     },
     # moonshotai/Kimi-K2-Base (arXiv:2507.20534), first release, 1T parameters, 32B active.
     "kimi-k2": {
         **_sizes(163840, 61, 7168, 18432, 64, dense=1),
         **_experts(384, 8, 2048, shared=1),
         **_yarn(32.0, beta_fast=1.0),
-        **{"q_lora_rank": 1536, "max_position_embeddings": 131072, "rotary_base": 50000},
+        **_set(q_lora_rank=1536, max_position_embeddings=131072, rotary_base=50000),
         "moe_router_topk_scaling_factor": 2.827,
     },
     # moonshotai/Moonlight-16B-A3B (arXiv:2502.16982), 16B parameters, 3B active.
     "moonlight": {
         **_sizes(163840, 27, 2048, 11264, 16, dense=1),
         **_experts(64, 6, 1408, shared=2),
-        **{"layernorm_epsilon": 1e-5, "max_position_embeddings": 8192, "rotary_base": 50000},
+        **_set(layernorm_epsilon=1e-5, max_position_embeddings=8192, rotary_base=50000),
         **_NO_YARN,
         "moe_router_topk_scaling_factor": 2.446,
     },
