@@ -16,8 +16,9 @@ from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from console.ranks import rank
 from training.arguments import set_vocabulary
 from training.checkpoint import find_checkpoint
-from training.checks import check_device, how_to_pad
+from training.checks import check_device
 from training.model import build_gpt, model_config
+from training.parallelism import how_to_pad
 
 # Usual number of rows of an embedding without a token: padding, and rows that models reserve.
 _USUAL_PADDING = 1024

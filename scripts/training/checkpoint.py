@@ -126,7 +126,13 @@ def read_start(folder: str, *, finetune: bool) -> Start:
             f"--load: {path} was not written by this script, so it cannot be resumed; "
             "--finetune takes its weights"
         )
-    return Start(path, args, common["iteration"])
+    iteration = common["iteration"]
+    if path.name != checkpoint_path(path, iteration).name:
+        named = checkpoint_path(path.parent, iteration)
+        raise ValueError(
+            f"--load: {path} must be called {named} to be resumed; --finetune takes its weights"
+        )
+    return Start(path, args, iteration)
 
 
 def load_model_args(folder: str) -> argparse.Namespace:

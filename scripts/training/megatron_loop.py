@@ -131,9 +131,9 @@ def pretrain(
         try:
             training.pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
         except SystemExit as end:
-            # How Megatron ends at --exit-interval.
-            if end.code:
-                raise
+            # Megatron ends with 0 at --exit-interval, and with None where it cannot go on.
+            if end.code != 0:
+                raise RuntimeError(f"Megatron left its loop with {end.code!r}") from end
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from absorbed_mla.options import ROUTER_OPTIONS
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
-from training.checks import is_padded
 from training.megatron_loop import gpt_config_from_args
+from training.parallelism import is_padded
 
 
 def model_config(
@@ -127,8 +127,11 @@ def _freeze(stages: list[nn.Module]) -> list[nn.Module]:
 
 
 def _begin_with(weights: str, initial: tuple[str, ...], stages: list[nn.Module]) -> list[nn.Module]:
-    [gpt] = stages
-    load_model_weights(gpt, weights, initial=initial)
+    if len(stages) > 1:
+        raise ValueError(
+            "--load takes weights into one model chunk on each rank, without a virtual pipeline"
+        )
+    load_model_weights(stages[0], weights, initial=initial)
     return stages
 
 

@@ -173,6 +173,11 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
+def flags_of(name: str) -> tuple[str, str]:
+    """The options that set ``name`` if it is a switch: on, and off."""
+    return flag_of(name), f"--no-{flag_of(name).removeprefix('--')}"
+
+
 def given_options(argv: Iterable[str]) -> frozenset[str]:
     """The options on a command line, which must not be abbreviated."""
     return frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))

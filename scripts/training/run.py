@@ -58,7 +58,7 @@ def train(args: argparse.Namespace) -> None:
             megatron_loop.pretrain(
                 args,
                 config,
-                partial(_datasets, args, windows),
+                partial(_datasets, windows),
                 partial(forward_step, packed_eod, report.count),
                 save_checkpoint=saved,
                 load_checkpoint=load_checkpoint,
@@ -90,10 +90,8 @@ def _windows(args: argparse.Namespace, corpus: Corpus) -> tuple[Windows, Windows
     return ours, Windows(validation, args.seq_length, 0, "validation (--split)", period)
 
 
-def _datasets(args: argparse.Namespace, windows: tuple, samples: tuple, vp_stage=None) -> tuple:
+def _datasets(windows: tuple, samples: tuple, vp_stage: int | None = None) -> tuple:
     """For Megatron: of training, validation and test."""
-    # Validation always begins with its first window.
-    args.consumed_valid_samples = 0
     return *windows, None
 
 

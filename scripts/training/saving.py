@@ -83,7 +83,7 @@ def load_checkpoint(model: list, optimizer, *state, **options) -> tuple:
     def load_with_own_options(found: dict) -> None:
         # With experts Megatron has several optimizers, numbered in the state.
         for part in found.values() if 0 in found else (found,):
-            for group in part.get("optimizer", part)["param_groups"]:
+            for group in part.get("optimizer", part).get("param_groups", ()):
                 group.update({name: value for name, value in own.items() if name in group})
         load_state_dict(found)
 

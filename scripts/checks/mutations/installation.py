@@ -21,7 +21,7 @@ MUTATIONS = {
         "if False:",
     ),
     "padding_of_another_size": Mutation(
-        "scripts/training/checks.py",
+        "scripts/training/parallelism.py",
         'f"--make-vocab-size-divisible-by {ranks}; then --load FOLDER"',
         'f"--make-vocab-size-divisible-by {ranks + 1}; then --load FOLDER"',
     ),

@@ -117,4 +117,17 @@ MUTATIONS = {
         "vars(args).update(args.loaded_vocabulary)",
         "pass",
     ),
+    "resuming_draws_random_numbers": Mutation(
+        "scripts/training/megatron_loop.py",
+        "with torch.random.fork_rng(devices=()):",
+        "with contextlib.nullcontext():",
+    ),
+    "resumed_with_the_rates_of_before": Mutation(
+        "scripts/training/saving.py",
+        "group.update({name: value for name, value in own.items() if name in group})",
+        "pass",
+    ),
+    "indexer_loss_of_one_ranks_tokens": Mutation(
+        "scripts/training/report.py", "ranks / max(tokens, 1)", "1 / max(tokens, 1)"
+    ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -165,6 +166,12 @@ class TestTensors:
         compare(start, *SMALL)
         with pytest.raises(ValueError, match="--hidden-size 32 in the checkpoint, 128 requested"):
             compare(start)
+
+    def test_a_run_is_resumed_from_its_own_folder(self, saved, tmp_path):
+        assert read_start(str(saved / "run" / "iter_0000001"), finetune=False).iteration == 1
+        shutil.copytree(saved / "run" / "iter_0000001", tmp_path / "mine")
+        with pytest.raises(ValueError, match=r"mine must be called .*iter_0000001 to be resumed"):
+            read_start(str(tmp_path / "mine"), finetune=False)
 
     @pytest.mark.parametrize("run", [generate, train])
     def test_nothing_is_built(self, saved, run):
