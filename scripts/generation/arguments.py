@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -14,20 +13,18 @@ from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
-from training import arguments as trainer
-from training import options_named
-from training.presets import ModelPreset
+from training import options as training_options
+from training.presets import COMMON
 
 # Options of train.py that say how the model is computed, and, where a checkpoint does not describe
 # its model, what it is.
 _MODEL_FLAGS = {
-    "--" + name.replace("_", "-")
+    training_options.flag_of(name)
     for name in (
         *("bf16", "fp16", "form", "down_projection", "sequence_parallel"),
         *("transformer_impl", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-        *(field.name for field in dataclasses.fields(ModelPreset)),
+        *COMMON,
         *("preset", "scale_down", "use_checkpoint_args", "make_vocab_size_divisible_by"),
-        *("num_experts", "norm_epsilon", "latent_norm_epsilon"),
     )
 }
 _DESCRIPTION = """\
@@ -57,9 +54,9 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         world_size: Number of processes.
 
     Returns:
-        All options of generate.py, and the defaults of train.py's others; ``sampling`` as
-        ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of ``LLM``
-        in ``llm``.
+        All options of generate.py, and those of the model, unparsed, in ``of_model``; ``sampling``
+        as ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of
+        ``LLM`` in ``llm``.
 
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
@@ -70,9 +67,9 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
             raise ValueError(f"unrecognized arguments: {word} (--help lists all options)")
     if not any(word.partition("=")[0] == "--preset" for word in of_model):
         of_model = [*of_model, "--use-checkpoint-args"]
-    model = trainer.parse_arguments([*of_model, "--load", own.load])
-    args = argparse.Namespace(**{**vars(model), **vars(own)})
-    args.given = options_named.given_options(argv)
+    args = training_options.own_parser("generate.py").parse_known_args(of_model, own)[0]
+    args.of_model = [*of_model, "--load", own.load]
+    args.given = training_options.given_options(argv)
     if args.tensor_model_parallel_size is None:
         args.tensor_model_parallel_size = world_size
     _check(args, world_size)
@@ -90,6 +87,21 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         # For its checks.
         LLMOptions(**args.llm, tensor_parallel_size=args.tensor_model_parallel_size)
     return args
+
+
+def with_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with those of the model, Megatron's under their names; reads a checkpoint.
+
+    Raises:
+        ValueError: If the model is not described, or sizes do not fit each other.
+    """
+    # Imported late, because it takes seconds.
+    from training import arguments as trainer
+
+    model = trainer.with_model(trainer.parse_arguments(args.of_model, "generate.py"))
+    # Megatron looks at it, and nothing else does.
+    model.seq_length = model.max_position_embeddings
+    return argparse.Namespace(**{**vars(model), **vars(args)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,7 +202,7 @@ def _check(args: argparse.Namespace, world_size: int) -> None:
             f"--tensor-model-parallel-size must be the number of processes (torchrun "
             f"--nproc-per-node) {world_size}, got {tp}"
         )
-    if args.sequence_parallel and tp == 1:
+    if "--sequence-parallel" in args.given and tp == 1:
         raise ValueError("--sequence-parallel needs more than one process")
     if args.greedy and (args.temperature not in (0, 1) or args.top_k or args.top_p):
         raise ValueError("--greedy excludes --temperature, --top-k and --top-p")

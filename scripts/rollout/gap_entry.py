@@ -41,7 +41,7 @@ def _measure(argv: list[str]) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
     from rollout.gap import measure_all
-    from training import distributed
+    from training import megatron_loop
 
     rows: list[dict] = []
     for gap in measure_all(own, model_options):
@@ -53,7 +53,7 @@ def _measure(argv: list[str]) -> None:
             Path(own.json).parent.mkdir(parents=True, exist_ok=True)
             Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
     require_parity(rows)
-    distributed.finish()
+    megatron_loop.finish()
 
 
 def require_parity(rows: list[dict]) -> None:
