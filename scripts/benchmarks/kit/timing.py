@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from benchmarks.kit.lazy import lazy
 from benchmarks.kit.report import Times
 
 if TYPE_CHECKING:
+    import torch
+
     from benchmarks.kit.processes import Processes
+else:
+    torch = lazy("torch")
 
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
 # At least those of a GPU.
@@ -50,6 +53,8 @@ class Repeated:
         self.backward = backward
         self.finish = finish
         self.on_gpu = on_gpu
+        # Not looked up between the launches.
+        self._event = torch.cuda.Event if on_gpu else None
 
     def once(self) -> float:
         """Seconds of one step."""
@@ -89,9 +94,9 @@ class Repeated:
         return begin, middle, end
 
     def _mark(self) -> Any:
-        if not self.on_gpu:
+        if self._event is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._event(enable_timing=True)
         event.record()
         return event
 

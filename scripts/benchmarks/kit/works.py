@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.kit.report import Times, reason
+from benchmarks.kit.lazy import lazy
+from benchmarks.kit.report import Report, Times, reason
+from benchmarks.kit.rows import Row
+from benchmarks.kit.run import Benchmark
+from benchmarks.kit.tables import markdown_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from benchmarks.kit.processes import Processes
+    from benchmarks.kit.processes import Device
+
+torch: Any = lazy("torch")
+_TIMES = ("forward", "backward", "step", "host")
+_HEAD = ("case", "work", *(f"{name} us" for name in _TIMES), "TB/s", "GiB", "difference")
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,15 @@ class Measured:
             found["peak_gib"] = self.peak_bytes / 2**30
         return found
 
+    def cells(self) -> list[str]:
+        """Of the table."""
+        found = self.numbers()
+        rates = [f"{found[key]:.2f}" for key in ("forward_tbps", "backward_tbps") if key in found]
+        peak = f"{found['peak_gib']:.2f}" if "peak_gib" in found else ""
+        difference = f"{found['difference']:.1e}" if "difference" in found else ""
+        times = [f"{found[f'{name}_us']:.1f}" for name in _TIMES]
+        return [*times, " / ".join(rates), peak, difference]
+
 
 def _nothing(*_: Any) -> None:
     return None
@@ -68,33 +85,85 @@ class Work:
     """A forward and its backward.
 
     Attributes:
-        name: Of the work.
         forward: Returns what the others get.
         backward: Of all gradients.
         outputs: Tensors of a result, to compare; None if there are none.
         finish: Called after each step.
         traffic: Bytes that forward and backward read and write.
+        name: Of the work.
         error: Why it cannot run.
     """
 
-    name: str
     forward: Callable[[], Any] = _nothing
     backward: Callable[[Any], Any] = _nothing
     outputs: Callable[[Any], Sequence[Tensor]] | None = None
     finish: Callable[[], Any] = _nothing
     traffic: tuple[int, int] | None = None
+    name: str = ""
     error: str = ""
 
-    @classmethod
-    def attempt(cls, name: str, build: Callable[[], Work]) -> Work:
-        """What ``build`` returns, or what it raises as the work's error."""
+
+def attempts(builds: Mapping[str, Callable[[], Work]]) -> list[Work]:
+    """What is built, by name; what it raises instead is the work's error."""
+    works = []
+    for name, build in builds.items():
         try:
-            return build()
+            works.append(replace(build(), name=name))
         except Exception as problem:
-            return cls(name, error=reason(problem))
+            works.append(Work(name=name, error=reason(problem)))
+    return works
 
 
-def measure_together(works: Sequence[Work], processes: Processes, budget: float) -> list[Measured]:
+@dataclass(frozen=True, kw_only=True)
+class WorksRow(Row):
+    """One case with its works, or with the error that prevented all of them."""
+
+    works: list[Measured] = field(default_factory=list)
+
+
+class WorksReport(Report):
+    """One run."""
+
+    row = WorksRow
+
+    def figures(self, row: Any) -> dict[str, float]:
+        """Of all works, by work and name."""
+        numbers = ((work.name, work.numbers().items()) for work in row.works)
+        return {f"{name} {what}": value for name, found in numbers for what, value in found}
+
+    def line(self, row: Any) -> str:
+        """A row in one line: the steps of its works."""
+        steps = [f"{w.name} {w.numbers()['step_us']:.1f} us" for w in row.works if not w.error]
+        return super().line(row) if row.error else f"{row.case}: {', '.join(steps)}"
+
+    @classmethod
+    def notes(cls, reports: Sequence[WorksReport]) -> list[str]:
+        """A table of all works, and why some have no figures."""
+        rows = [row for report in reports for row in report.measured]
+        found = [(row.case, work) for row in rows for work in row.works]
+        lines = [[str(case), w.name, *w.cells()] for case, w in found if not w.error]
+        errors = [f"- {case}, {w.name}: {w.error}" for case, w in found if w.error]
+        table = markdown_table(_HEAD, lines, ("case", "work")) if lines else ""
+        return [table, "\n".join(errors)]
+
+
+class WorksBenchmark(Benchmark):
+    """Works of the same case in turns."""
+
+    report = WorksReport
+
+    def works(self, case: Any) -> list[Work]:
+        """Of a case."""
+        raise NotImplementedError
+
+    def measure(self, case: Any) -> Any:
+        """The works of a case."""
+        assert self.processes is not None
+        found = measure_together(self.works(case), self.processes, self.args.seconds_per_row)
+        return self.report.row(case=case, works=found)
+
+
+def measure_together(works: Sequence[Work], processes: Device, budget: float) -> list[Measured]:
     """Measure works in turns.
 
     Args:
@@ -145,10 +214,8 @@ def _first_step(work: Work) -> list[Tensor]:
     return outputs
 
 
-def _peak(work: Work, processes: Processes) -> int:
+def _peak(work: Work, processes: Device) -> int:
     """Bytes that a step allocates at most."""
-    import torch
-
     processes.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -163,9 +230,7 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float | None:
     return max((((a - b).abs().max() / b.abs().max()).item() for a, b in pairs), default=None)
 
 
-def _times(
-    works: Sequence[Work], processes: Processes, budget: float
-) -> dict[str, tuple[Times, ...]]:
+def _times(works: Sequence[Work], processes: Device, budget: float) -> dict[str, tuple[Times, ...]]:
     """Forward, backward, step and the host's of every work."""
     from benchmarks.kit.timing import Repeated, host_seconds, in_turns, repetitions
 
