@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention
     from absorbed_mla.checkpoint.state_dict import to_absorbed_state_dict, to_standard_state_dict
     from absorbed_mla.dims import MLADims
-    from absorbed_mla.generation.sampling import SamplingParams
-    from absorbed_mla.llm.llm import LLM
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+    from absorbed_mla.serving.llm import LLM
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 __version__ = "0.1.0"  # and in checkpoint_conversion
 __all__ = [

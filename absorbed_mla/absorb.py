@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import is_enabled
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import first_order_only
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.dims import yarn_mscale
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import first_order_only
 
 ROPE_TYPES = ("rope", "yarn")
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.custom_layers import batch_invariant_kernels as m
 from torch import Tensor
 
 from absorbed_mla.batch_invariant.products import DTYPES
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import first_order_only
 
 # Passes on to TransformerEngine what it does not compute. Older versions lack it.
 _HOST_NORMALIZATION = getattr(megatron, "_te_apply_normalization_patched", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.key_source import KeyBlock
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import first_order_only
 
 
 class LatentExchange(ABC):

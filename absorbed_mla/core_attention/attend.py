@@ -14,7 +14,7 @@ from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import first_order_only
 
 
 @dataclass(frozen=True)

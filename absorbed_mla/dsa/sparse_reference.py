@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.support import Support, chosen_keys, head_groups
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.dsa.key_subset import Support, chosen_keys, head_groups
+from absorbed_mla.once_differentiable import first_order_only
 
 SparseForward = Callable[[AttentionInputs, Tensor, float], AttentionOutput]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.marks import MARK
-from absorbed_mla.muon.matrices import Combined, Matrices, not_together
-from absorbed_mla.muon.partners import Partners, data_parallel_group
-from absorbed_mla.muon.rows import Rows, joined_states, store_states
+from absorbed_mla.muon.momentum_view import Rows, joined_states, store_states
+from absorbed_mla.muon.orthogonalization_groups import Combined, Matrices, not_together
+from absorbed_mla.muon.parameter_attributes import MARK
+from absorbed_mla.muon.rank_pairs import Partners, data_parallel_group
 
 # The weights of an entry, None for those that this rank's optimizer has not, and their group.
 Found = tuple[list[Tensor | None], dict[str, Any]]

@@ -45,9 +45,9 @@ def build(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-    from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
-    from absorbed_mla.generation.cuda_graphs import graph_fields, seed_generators
+    from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+    from absorbed_mla.serving.data_parallel_attention.model import divide_layers, divide_vocabulary
+    from absorbed_mla.serving.scheduler.cuda_graphs import graph_fields, seed_generators
     from benchmarks.kit.layers import mla_config
 
     config = mla_config(

@@ -156,7 +156,7 @@ class ExpertsBenchmark(WorksBenchmark):
         )
 
     def _rows(self, inputs: Inputs):
-        from absorbed_mla.experts.rows import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
 
         return ExpertRows.of(inputs.chosen, self.args.experts)
 
@@ -169,7 +169,7 @@ class ExpertsBenchmark(WorksBenchmark):
         limits = {"group_topk": most if fits else None}
 
         def ours() -> tuple[Tensor, Tensor]:
-            from absorbed_mla.kernels.experts.choice import choose_experts
+            from absorbed_mla.kernels.moe.choice import choose_experts
 
             found = groups if fits else None
             return choose_experts(
@@ -194,12 +194,12 @@ class ExpertsBenchmark(WorksBenchmark):
         return {"torch": (megatron, by_expert), "ours": (ours, by_expert)}
 
     def _order(self, inputs: Inputs) -> dict[str, tuple]:
-        from absorbed_mla.experts.rows import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
 
         chosen, experts = inputs.chosen, self.args.experts
 
         def ours() -> ExpertRows:
-            from absorbed_mla.kernels.experts.order import order_by_expert
+            from absorbed_mla.kernels.moe.order import order_by_expert
 
             return ExpertRows(*order_by_expert(chosen, experts, 0))
 
@@ -216,12 +216,12 @@ class ExpertsBenchmark(WorksBenchmark):
         return self._products(inputs, inputs.inner, self._weights["out_of"])
 
     def _products(self, inputs: Inputs, x: Tensor, weights: Tensor) -> dict[str, tuple]:
-        from absorbed_mla.experts.product import of_many_rows
+        from absorbed_mla.serving.experts.product import of_many_rows
 
         ends = self._rows(inputs).ends
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.few_rows import few_rows_product
+            from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
 
             return few_rows_product(x, weights, ends)
 
@@ -242,7 +242,7 @@ class ExpertsBenchmark(WorksBenchmark):
             return torch.nn.functional.silu(gate).mul_(up).mul_(weights)
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.swiglu import swiglu
+            from absorbed_mla.kernels.moe.swiglu import swiglu
 
             return swiglu(x, probs, rows.choices, rows.ends)
 
@@ -255,7 +255,7 @@ class ExpertsBenchmark(WorksBenchmark):
             return x.index_select(0, rows.places.flatten()).unflatten(0, rows.places.shape).sum(1)
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.sums import summed
+            from absorbed_mla.kernels.moe.sums import summed
 
             return summed(x, rows.places, rows.ends)
 

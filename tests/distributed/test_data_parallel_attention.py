@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import (
+from absorbed_mla.full_iteration_graph import whole_step
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import (
     divide_layers,
     divide_vocabulary,
     exchange_of,
 )
-from absorbed_mla.generation.cuda_graphs import delete_graphs, graph_fields
-from absorbed_mla.whole_step import whole_step
+from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs, graph_fields
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import WIDE

@@ -22,7 +22,7 @@ from megatron.core.optimizer.layer_wise_optimizer import (
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.muon.partners import Partners
+from absorbed_mla.muon.rank_pairs import Partners
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world

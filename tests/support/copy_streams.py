@@ -1,4 +1,4 @@
-"""Two streams that run as far apart as their events allow, for ``inference/staging_ring.py``."""
+"""Two streams that run as far apart as their events allow, for ``inference/kv_offload/staging_buffers.py``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from absorbed_mla.inference import staging_ring
-from absorbed_mla.inference.block_tiers import BlockTiers
+from absorbed_mla.inference.kv_offload import staging_buffers
+from absorbed_mla.inference.kv_offload.blocks import BlockTiers
 from absorbed_mla.inference.step import CachePart
 
 COPY, MAIN = 0, 1
@@ -85,7 +85,7 @@ class RecordedStreams:
 def record(monkeypatch) -> RecordedStreams:
     """Have the next :class:`BlockTiers` use such streams, and its readers tell what they read."""
     streams = RecordedStreams()
-    monkeypatch.setattr(staging_ring, "streams_for", lambda memory, buffers: streams)
+    monkeypatch.setattr(staging_buffers, "streams_for", lambda memory, buffers: streams)
     parts, swap = BlockTiers.parts, BlockTiers._swap
 
     def recorded_parts(tiers: BlockTiers, *args) -> Iterator[CachePart]:

@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
-from absorbed_mla.generation.cuda_graphs import graph_fields
-from absorbed_mla.llm.whole_names import whole_names
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import divide_layers, divide_vocabulary
+from absorbed_mla.serving.scheduler.cuda_graphs import graph_fields
+from absorbed_mla.serving.weights.global_names import whole_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world

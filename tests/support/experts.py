@@ -6,8 +6,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.experts.layer import group_experts
-from absorbed_mla.experts.rows import ExpertRows
+from absorbed_mla.serving.experts.layer import group_experts
+from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED, gpt_model

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.inference.backend import PagedBackend
-from absorbed_mla.inference.cache_ranks import CacheRanks
-from absorbed_mla.inference.interleaved import InterleavedAttention
+from absorbed_mla.inference.decode_context_parallel.attention import InterleavedAttention
+from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
 
 
 class RankAlone(CacheRanks):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
-from absorbed_mla.inference.block_shares import require_shareable
-from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.full_iteration_graph import this_run
+from absorbed_mla.inference.decode_context_parallel.attention import InterleavedPart
+from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.support import require_shareable
+from absorbed_mla.inference.full_prefill import WholePrompts
 from absorbed_mla.inference.index_keys import index_keys
-from absorbed_mla.inference.interleaved import InterleavedPart
+from absorbed_mla.inference.prefill_context_parallel import TokenShares
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
-from absorbed_mla.inference.token_shares import TokenShares
-from absorbed_mla.inference.whole_prompts import WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.whole_step import this_run
 
 # Of one forward; its layers ask for a few, and some for each segment of rows.
 _MOST_TABLES = 256

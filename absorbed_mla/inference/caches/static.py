@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import in_use, to_device
-from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
 from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths

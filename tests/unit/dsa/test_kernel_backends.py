@@ -12,7 +12,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from absorbed_mla.core_attention.backends import triton as dense
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
-from absorbed_mla.dsa.support import chosen_keys, visible_keys
+from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from tests.oracle_dsa import OracleDSA, OracleLoss
 from tests.support import needs, world
@@ -27,14 +27,14 @@ from tests.support.numerics import compare
 pytest.importorskip("triton.experimental.gluon")
 
 with triton_interpreter():
-    from absorbed_mla.kernels.dsa import (  # noqa: F401
+    from absorbed_mla.kernels.dsa import (
         backward,
         forward,
         index_chosen,
         index_gradient,
         index_scores,
+        kl_target,
         radix_select,
-        target,
     )
 
 REQUEST = SparseRequest(

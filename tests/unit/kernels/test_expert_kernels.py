@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from absorbed_mla.deepseek_router import topk_routing
-from absorbed_mla.experts.rows import ExpertRows
+from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
 from tests.support.backends import triton_interpreter
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
-    from absorbed_mla.kernels.experts.choice import choose_experts
-    from absorbed_mla.kernels.experts.few_rows import few_rows_product
-    from absorbed_mla.kernels.experts.logits import partial_logits
-    from absorbed_mla.kernels.experts.order import order_by_expert
-    from absorbed_mla.kernels.experts.sums import summed
-    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
+    from absorbed_mla.kernels.moe.choice import choose_experts
+    from absorbed_mla.kernels.moe.logits import partial_logits
+    from absorbed_mla.kernels.moe.order import order_by_expert
+    from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
+    from absorbed_mla.kernels.moe.sums import summed
+    from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-6}

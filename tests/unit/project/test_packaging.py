@@ -208,14 +208,17 @@ class TestDependencies:
 
     @pytest.mark.parametrize("package", ["absorbed_mla", "specs"])
     def test_nothing_undeclared_is_imported(self, package):
-        imported = self.imported_by(package, but_not="absorbed_mla.llm") - PACKAGES
+        imported = self.imported_by(package, but_not="absorbed_mla.serving") - PACKAGES
         # NumPy comes with torch's tensors.
         assert imported <= self.DECLARED | {"transformer_engine", "flash_attn", "numpy"}
 
     def test_generation_and_server_import_their_extras(self):
         allowed = self.DECLARED | PACKAGES | self.extra("generate")
-        assert self.imported_by("absorbed_mla.llm", but_not="absorbed_mla.llm.server") <= allowed
-        assert self.imported_by("absorbed_mla.llm.server") <= allowed | self.extra("serve")
+        assert (
+            self.imported_by("absorbed_mla.serving", but_not="absorbed_mla.serving.server")
+            <= allowed
+        )
+        assert self.imported_by("absorbed_mla.serving.server") <= allowed | self.extra("serve")
 
     def test_scripts_import_their_extra(self):
         """``scripts`` brings all that the scripts of a checkout import, benchmarks aside."""

@@ -18,8 +18,8 @@ from tests.support import readme
 
 sys.path.append(str(readme.ROOT / "scripts"))
 
-from absorbed_mla.export import hf_weights
-from absorbed_mla.llm.server import cli as server_cli
+from absorbed_mla.serving.export import hf_weights
+from absorbed_mla.serving.server import cli as server_cli
 from checkpoint_conversion import command_line
 from generation import arguments as generation
 from rollout import arguments as rollout

@@ -73,7 +73,7 @@ def _most_likely(logits: Tensor) -> Tensor:
 
 
 def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.sampling.peaks import find_most_likely
+    from absorbed_mla.kernels.sampling.argmax import find_most_likely
 
     rows = draw.length(draw.limit(300, 9), 16, least=1)
     logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.together import Measured
 
 from benchmarks.context_parallel_compute import Case, ComputeBenchmark, ComputeReport, Row, cases
 from benchmarks.kit.report import Times
-from benchmarks.together import Measured
 from tests.support.programs import run_script
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts/benchmarks/context_parallel_compute.py"

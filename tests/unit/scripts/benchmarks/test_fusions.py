@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.together import Work, measure_together
 
 from benchmarks.fusions import Case, FusionsBenchmark, cases
 from benchmarks.kit.timing import Repeated, in_turns
-from benchmarks.together import Work, measure_together
 from tests.support.programs import run_script
 
 SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
