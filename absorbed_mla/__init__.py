@@ -12,7 +12,7 @@ The stages of one layer, and where each is:
     -> linear_proj
 
 ``naive.py`` has the same equations straight from the paper. ``inference/`` is the attention over
-cached latents, ``generation/`` makes text with Megatron's engine, ``checkpoint/`` reads and writes
+cached latents, ``serving/`` makes text with Megatron's engine, ``checkpoint/`` reads and writes
 standard MLA's state dicts and checkpoints, ``specs/absorbed_mla_layer_specs.py`` puts the attention
 into Megatron's layers.
 
@@ -46,12 +46,12 @@ __all__ = [
     "to_standard_state_dict",
 ]
 _MODULES = {
-    "LLM": "llm.llm",
+    "LLM": "serving.llm",
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
     "MLADims": "dims",
-    "SamplingParams": "generation.sampling",
+    "SamplingParams": "serving.sampling.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",
     "to_standard_state_dict": "checkpoint.state_dict",
 }

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.inference import attention, prefill_context_parallel
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
-from absorbed_mla.inference.decode_context_parallel import attention
+from absorbed_mla.inference.decode_context_parallel import attention as dcp_attention
 from absorbed_mla.inference.decode_context_parallel.attention import (
     InterleavedAttention,
     InterleavedPart,
@@ -65,7 +65,7 @@ def alone(**fields):
 def test_crowded(form, monkeypatch):
     """Chunks, shared prefixes and a cache that is too small, beside one process."""
     # Few tokens in one exchange, and a context that is gathered in pieces.
-    monkeypatch.setattr(attention, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
     found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
     assert_same(found, alone())
@@ -118,7 +118,7 @@ def test_fp8_cache(sizes, form, monkeypatch):
     if world.size() != sizes.get("tp", 1) * sizes.get("cp", 1):
         pytest.skip("needs as many processes")
     monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(attention, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     with world.parallel(**sizes):
         options = AbsorbedMLAOptions(form=form, context_chunk_size=48, **FP8)
         model = generating_model(options, context_parallel_size=sizes.get("cp", 1))
@@ -274,7 +274,7 @@ def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
     if world.size() != sizes.get("tp", 1) * sizes["cp"]:
         pytest.skip("needs as many processes")
     monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(attention, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     # Rows of both forms beside each other, where the layer chooses.
     monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}

@@ -2,7 +2,7 @@
 
 Greedy tokens must be those of transformers' ``generate``; in parity mode a request's tokens must
 not depend on what runs beside it, and drafts must change nothing. One rank of the same engine is
-tested in tests/unit/serving, and in a process of its own in tests/unit/serving/executor/test_multiprocess.py.
+tested in tests/unit/serving, and in a process of its own in tests/unit/serving/executor.
 """
 
 from __future__ import annotations

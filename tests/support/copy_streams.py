@@ -1,4 +1,4 @@
-"""Two streams that run as far apart as their events allow, for ``inference/kv_offload/staging_buffers.py``."""
+"""Two streams that run as far apart as their events allow, for the staging buffers."""
 
 from __future__ import annotations
 

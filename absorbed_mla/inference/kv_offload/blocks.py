@@ -2,7 +2,7 @@
 
 Megatron's allocator gives out numbers of blocks and knows nothing of this. A block has a slot, on
 the device or in host memory, which changes between steps. A step writes to blocks on the device
-only. It reads the others through a ring of buffers on the device (``staging_buffers.py``), a window of
+only. It reads the others through buffers on the device (``staging_buffers.py``), a window of
 neighbouring blocks of all requests at a time.
 """
 

@@ -3,8 +3,8 @@
 One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
 variant keeps what every entry of the lists gets in a buffer, for some tiles at a time, and adds it
-up key by key in the order of the tiles (``scatter_add.py``): the same bits in every run, for a buffer
-of up to 2 GiB and one more writing and reading of it.
+up key by key in the order of the tiles (``scatter_add.py``): the same bits in every run, for a
+buffer of up to 2 GiB and one more writing and reading of it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Triton kernels of grouped experts (``absorbed_mla/serving/experts``): few launches, and each row once."""
+"""Triton kernels of grouped experts: few launches, and each token read once."""

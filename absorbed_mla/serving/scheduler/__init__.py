@@ -1,1 +1,1 @@
-"""Decode steps without Megatron's scheduler, while nothing but the next token changes."""
+"""The overlap scheduler: a step is launched before the results of the last one are read."""

@@ -11,7 +11,7 @@ CPU_ONLY = (
     "project",
     "scripts",
     "testing",
-    "llm/server",
+    "serving/server",
     "context_parallel/test_choice.py",
     "context_parallel/test_layout.py",
     "core_attention/masks/test_device_spans.py",

@@ -187,6 +187,6 @@ def _logits(config: LogitsConfig, draw: Draw, compare: Comparison) -> None:
 
 
 FAMILIES = (
-    Family("choose-experts", ("kernels.experts.choice._choice_kernel",), _config, _run, share=1.5),
-    Family("router-logits", ("kernels.experts.logits._logits_kernel",), _logits_config, _logits),
+    Family("choose-experts", ("kernels.moe.choice._choice_kernel",), _config, _run, share=1.5),
+    Family("router-logits", ("kernels.moe.logits._logits_kernel",), _logits_config, _logits),
 )

@@ -208,7 +208,7 @@ def _grouped(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
     compare.same("rows of an expert alone", found[begin:end], alone)
 
 
-_EXPERTS = "kernels.experts"
+_EXPERTS = "kernels.moe"
 _INVARIANT = "kernels.invariant"
 FAMILIES = (
     Family("expert-order", (f"{_EXPERTS}.order._order_kernel",), _order_config, _order, share=0.5),
@@ -216,7 +216,7 @@ FAMILIES = (
     Family("swiglu", (f"{_EXPERTS}.swiglu._swiglu_kernel",), _gate_config, _gate, share=0.5),
     Family(
         "few-rows-product",
-        (f"{_EXPERTS}.few_rows._few_rows_kernel",),
+        (f"{_EXPERTS}.skinny_gemm._few_rows_kernel",),
         _product_config,
         _few_rows,
     ),

@@ -69,7 +69,7 @@ _DSA = "kernels.dsa"
 FAMILIES = (
     Family(
         "sparse-target",
-        (f"{_DSA}.target._visible_kernel", f"{_DSA}.target._chosen_kernel"),
+        (f"{_DSA}.kl_target._visible_kernel", f"{_DSA}.kl_target._chosen_kernel"),
         triton_config,
         _targets,
         share=0.7,
