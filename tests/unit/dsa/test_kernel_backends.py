@@ -27,7 +27,7 @@ from tests.support.numerics import compare
 pytest.importorskip("triton.experimental.gluon")
 
 with triton_interpreter():
-    from absorbed_mla.kernels.dsa import (
+    from absorbed_mla.kernels.dsa import (  # noqa: F401
         backward,
         forward,
         index_chosen,
