@@ -36,18 +36,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, CP_COMM_TYPES
-from benchmarks.kit import (
-    DIMS,
-    Benchmark,
-    Case,
-    declare,
-    lazy,
-    main,
-    markdown_table,
-    provenance,
-    sizes,
-    some,
-)
+from benchmarks import kit
 from benchmarks.kit.works import Measured, Work, WorksReport, WorksRow, attempts, measure_together
 
 if TYPE_CHECKING:
@@ -55,7 +44,7 @@ if TYPE_CHECKING:
 
     from benchmarks.kit.simulated_rank import SimulatedRank
 
-torch: Any = lazy("torch")
+torch: Any = kit.lazy("torch")
 LAYOUTS = ("sbhd", "thd")
 WORKS = tuple(map(":".join, product(CP_COMM_TYPES, CORE_ATTENTION_BACKENDS)))
 DEFAULT = "all_gather:cudnn,all_gather:transformer_engine,p2p:cudnn"
@@ -68,7 +57,7 @@ _HEAD += ("messages MiB", "difference", "ratio")
 
 
 @dataclass(frozen=True)
-class RankCase(Case):
+class RankCase(kit.Case):
     """One rank's part of one input."""
 
     text = "cp={cp_size} {layout} S={tokens} n={heads}"
@@ -153,20 +142,20 @@ class ComputeReport(WorksReport):
                 cells = (found.get(name) for name in (*names, "difference", "ratio"))
                 texts = ["" if x is None else form.format(x) for form, x in zip(forms, cells)]
                 lines.append([str(row.case), work.name, *texts])
-        return [markdown_table(_HEAD, lines, ("case", "work")) if lines else ""]
+        return [kit.markdown_table(_HEAD, lines, ("case", "work")) if lines else ""]
 
 
-class ComputeBenchmark(Benchmark):
+class ComputeBenchmark(kit.Benchmark):
     """Works of the same rank in turns."""
 
     report = ComputeReport
-    options = declare(
+    options = kit.declare(
         "json render only device",
         heads="16,128",
-        seq_lens=sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k"),
-        cp_sizes=sizes("context-parallel ranks", "4,2"),
-        layouts=some("inputs", LAYOUTS),
-        works=some(
+        seq_lens=kit.sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k"),
+        cp_sizes=kit.sizes("context-parallel ranks", "4,2"),
+        layouts=kit.some("inputs", LAYOUTS),
+        works=kit.some(
             "how ours exchanges latents and attends, beside Megatron's: exchange:backend, ...",
             WORKS,
             DEFAULT,
@@ -174,7 +163,7 @@ class ComputeBenchmark(Benchmark):
         seconds_per_row=0.5,
         time_limit=55.0,
         seed=1234,
-        dims=DIMS,
+        dims=kit.DIMS,
     )
     quick = (
         "--device cpu --heads 2 --seq-lens 64 --cp-sizes 2 --hidden-size 64 --q-lora-rank 32 "
@@ -189,7 +178,7 @@ class ComputeBenchmark(Benchmark):
     def environment(self) -> dict:
         """With what is not measured."""
         on_gpu = torch.cuda.is_available()
-        return provenance.describe(
+        return kit.provenance.describe(
             on_gpu,
             torch.bfloat16 if on_gpu else torch.float32,
             dims=self._value("dims"),
@@ -279,4 +268,4 @@ def _copy_seconds(num_bytes: int, rank: SimulatedRank) -> float:
 
 
 if __name__ == "__main__":
-    main(ComputeBenchmark)
+    kit.main(ComputeBenchmark)

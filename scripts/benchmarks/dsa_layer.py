@@ -35,18 +35,18 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit import DIMS, Case, Option, declare, lazy, main, number, some
+from benchmarks import kit
 from benchmarks.kit.works import Work, WorksBenchmark, WorksReport, WorksRow, attempts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-torch: Any = lazy("torch")
+torch: Any = kit.lazy("torch")
 WORKS = ("sparse", "warm-up", "dense", "slot", "megatron", "megatron-tilelang", "megatron-cudnn")
 
 
 @dataclass(frozen=True)
-class LayerCase(Case):
+class LayerCase(kit.Case):
     """Heads and tokens of a layer."""
 
     text = "n={heads} S={tokens}"
@@ -71,19 +71,19 @@ class DSALayerBenchmark(WorksBenchmark):
     """All layers of one size in turns."""
 
     report = DSALayerReport
-    options = declare(
+    options = kit.declare(
         "json render only device",
         heads="128",
         seq_lens="8k,32k,64k",
-        works=some("layers to measure, see above", WORKS),
-        topk=number("keys that a query attends to", 2048),
-        indexer_heads=number("heads of the indexer", 64),
-        indexer_dim=number("width of one of them", 128),
-        loss_coefficient=Option("of the indexer's loss; 0 for a step without it", float, 1.0),
+        works=kit.some("layers to measure, see above", WORKS),
+        topk=kit.number("keys that a query attends to", 2048),
+        indexer_heads=kit.number("heads of the indexer", 64),
+        indexer_dim=kit.number("width of one of them", 128),
+        loss_coefficient=kit.Option("of the indexer's loss; 0 for a step without it", float, 1.0),
         seconds_per_row=2.0,
         time_limit=120.0,
         seed=1234,
-        dims=DIMS,
+        dims=kit.DIMS,
     )
     quick = (
         "--device cpu --heads 2 --seq-lens 32 --hidden-size 32 --q-lora-rank 16 --kv-lora-rank 32 "
@@ -198,4 +198,4 @@ def _with_their_core(spec: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(DSALayerBenchmark)
+    kit.main(DSALayerBenchmark)

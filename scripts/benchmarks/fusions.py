@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit import DIMS, Case, declare, main, some
+from benchmarks import kit
 from benchmarks.kit.works import Work, WorksBenchmark, WorksReport, WorksRow
 
 KINDS = ("query", "keys", "down", "layer")
@@ -38,7 +38,7 @@ BLOCK_HEADS = ("1", "2", "4", "8", "16", "32", "64", "128")
 
 
 @dataclass(frozen=True)
-class FusionCase(Case):
+class FusionCase(kit.Case):
     """One task, done by several works."""
 
     text = "{kind}{of_heads} S={tokens}"
@@ -69,12 +69,12 @@ class FusionsBenchmark(WorksBenchmark):
     """Works of the same task in turns."""
 
     report = FusionsReport
-    options = declare(
+    options = kit.declare(
         "json render only device",
-        cases=some("what to measure", KINDS),
+        cases=kit.some("what to measure", KINDS),
         heads="16,128",
         seq_lens="4k,8k",
-        block_heads=some(
+        block_heads=kit.some(
             "heads of one program of Megatron's kernels; its tuner compiles each, in seconds",
             BLOCK_HEADS,
             "8,32",
@@ -82,7 +82,7 @@ class FusionsBenchmark(WorksBenchmark):
         seconds_per_row=0.25,
         time_limit=60.0,
         seed=1234,
-        dims=DIMS,
+        dims=kit.DIMS,
     )
     quick = (
         "--device cpu --heads 2 --seq-lens 8 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 16 "
@@ -114,4 +114,4 @@ class FusionsBenchmark(WorksBenchmark):
 
 
 if __name__ == "__main__":
-    main(FusionsBenchmark)
+    kit.main(FusionsBenchmark)

@@ -33,21 +33,21 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit import Case, declare, lazy, main, number, sizes, some
+from benchmarks import kit
 from benchmarks.kit.works import Work, WorksBenchmark, WorksReport, WorksRow
 from console.parser import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-torch: Any = lazy("torch")
+torch: Any = kit.lazy("torch")
 KINDS = ("choose", "order", "into", "activation", "out_of", "sums")
 # Groups of experts and how many of them a token may choose from, where there are as many experts.
 _GROUPS = (8, 4)
 
 
 @dataclass(frozen=True)
-class PartCase(Case):
+class PartCase(kit.Case):
     """One part of a layer, for so many tokens."""
 
     text = "{kind} T={tokens}"
@@ -85,14 +85,14 @@ class ExpertsBenchmark(WorksBenchmark):
     """Works of the same part in turns."""
 
     report = ExpertsReport
-    options = declare(
+    options = kit.declare(
         "json render only device",
-        cases=some("what to measure", KINDS),
-        tokens=sizes("tokens of a step", "1,32,128,1k,8k"),
-        experts=number("routed experts", 16),
-        topk=number("experts of a token", 8),
-        hidden_size=number("width of the hidden states", 7168),
-        moe_ffn_hidden_size=number("channels of an expert", 2048),
+        cases=kit.some("what to measure", KINDS),
+        tokens=kit.sizes("tokens of a step", "1,32,128,1k,8k"),
+        experts=kit.number("routed experts", 16),
+        topk=kit.number("experts of a token", 8),
+        hidden_size=kit.number("width of the hidden states", 7168),
+        moe_ffn_hidden_size=kit.number("channels of an expert", 2048),
         seconds_per_row=0.1,
         time_limit=60.0,
         seed=1234,
@@ -263,4 +263,4 @@ class ExpertsBenchmark(WorksBenchmark):
 
 
 if __name__ == "__main__":
-    main(ExpertsBenchmark)
+    kit.main(ExpertsBenchmark)

@@ -27,7 +27,7 @@ from benchmarks.kit.arguments import (
 )
 from benchmarks.kit.lazy import lazy
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import ComparedReport, Refused, Report, Times, reason
+from benchmarks.kit.report import ComparedReport, Refused, Report, Times, reason, refusing
 from benchmarks.kit.rows import Case, Row, TimedRow
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
@@ -61,6 +61,7 @@ __all__ = [
     "parse_sizes",
     "provenance",
     "reason",
+    "refusing",
     "sizes",
     "some",
     "tokens_text",

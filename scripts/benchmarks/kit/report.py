@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
-from benchmarks.kit.plot import Panel
+from benchmarks.kit import provenance
+from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.tables import shortened
 
 _Built = TypeVar("_Built")
@@ -33,6 +35,15 @@ class Times:
 
 class Refused(Exception):
     """A case that an implementation does not support, with its reason."""
+
+
+@contextlib.contextmanager
+def refusing(kind: type[Exception]) -> Iterator[None]:
+    """Make errors of a kind refusals, whose message is the reason."""
+    try:
+        yield
+    except kind as error:
+        raise Refused(str(error)) from None
 
 
 def reason(error: BaseException) -> str:
@@ -63,6 +74,7 @@ class Report:
         row: Type of the rows.
         rows_key: Name of the rows in the JSON file.
         environment_key: Name of the environment in the JSON file.
+        shows_ceilings: Whether the rates that the devices reach are printed after the rows.
     """
 
     environment: dict
@@ -71,6 +83,7 @@ class Report:
     row: ClassVar[type]
     rows_key: ClassVar[str] = "rows"
     environment_key: ClassVar[str] = "environment"
+    shows_ceilings: ClassVar[bool] = False
 
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
@@ -110,9 +123,42 @@ class Report:
         return []
 
     @classmethod
+    def over(
+        cls,
+        reports: Sequence[Self],
+        title: str,
+        figure: str,
+        x: str,
+        xlabel: str,
+        wanted: Callable[[Any], bool] = lambda case: True,
+        **options: Any,
+    ) -> list[Panel]:
+        """Panels of one figure over a field of the cases, a line for each implementation.
+
+        Args:
+            reports: Whose measured rows are drawn.
+            title: Of the panel of a case, which is argument 0 of ``str.format``.
+            figure: Name of it.
+            x: Name of the field.
+            xlabel: What it is.
+            wanted: Whether a case is drawn.
+            options: Of each panel.
+        """
+        points = [
+            (title.format(row.case), row.case.implementation, getattr(row.case, x), found[figure])
+            for report in reports
+            for row in report.measured
+            if wanted(row.case)
+            for found in [report.figures(row)]
+        ]
+        return collected(points, xlabel, **options)
+
+    @classmethod
     def notes(cls, reports: Sequence[Self]) -> list[str]:
         """Paragraphs to print after the rows; empty ones are left out."""
-        return []
+        if not cls.shows_ceilings:
+            return []
+        return [provenance.ceilings_reached(report.environment) for report in reports]
 
     def line(self, row: Any) -> str:
         """A row in one line."""

@@ -6,11 +6,14 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from benchmarks.kit import arguments, plot, provenance
@@ -82,6 +85,24 @@ class Benchmark:
         from benchmarks.kit.processes import Processes
 
         self.processes = Processes(self.args.seed)
+
+    def use_one_device(self) -> None:
+        """Compute on a device without process groups."""
+        from benchmarks.kit.processes import Device
+
+        self.processes = Device(self.args.seed)
+        self.device, self.on_gpu = self.processes.device, self.processes.on_gpu
+        self.dtype = self.processes.dtype
+
+    def interpret_on_cpu(self) -> None:
+        """Have Triton's kernels interpreted where there is no GPU; before they are imported."""
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    def randoms(self) -> tuple[torch.Generator, Callable[..., torch.Tensor]]:
+        """A new generator of --seed, and normal values of it, by shape."""
+        make = torch.Generator(self.device).manual_seed(self.args.seed)
+        return make, partial(torch.randn, device=self.device, dtype=self.dtype, generator=make)
 
     def environment(self) -> dict:
         """What all cases have in common, from :func:`provenance.describe`."""
@@ -208,7 +229,12 @@ class InTurns(Benchmark):
     """Cases with the same ``case.input`` are repeated in turns, with the first of them.
 
     What one of them raises is the error of its own row.
+
+    Attributes:
+        now: What belongs to the input at hand; forgotten after it.
     """
+
+    now: SimpleNamespace
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.found: dict[Any, Any] = {}
@@ -251,7 +277,7 @@ class InTurns(Benchmark):
             Refused: With the reason of a case that could not be measured.
         """
         if case not in self.found:
-            self.found = {}
+            self.found, self.now = {}, SimpleNamespace()
             self.begin(case)
             works = {}
             for one in (one for one in self.chosen() if one.input == case.input):
@@ -263,6 +289,8 @@ class InTurns(Benchmark):
                     self.found[one] = self.failed(one, reason(error))
             if works:
                 self.found |= self.together(works)
+            works.clear()
+            self.now = SimpleNamespace()
         row = self.found[case]
         if row.error:
             raise Refused(row.error)

@@ -19,6 +19,8 @@ else:
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
 # At least those of a GPU.
 _CYCLES_PER_SECOND = 2_000_000_000
+# More than any L2 cache.
+FLUSHED_BYTES = 256 * 2**20
 
 
 def repetitions(seconds: float, budget: float) -> int:
@@ -99,6 +101,25 @@ class Repeated:
         event = self._event(enable_timing=True)
         event.record()
         return event
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], None]:
+    """A call as a CUDA graph: what replays it.
+
+    Raises:
+        RuntimeError: If it cannot be recorded.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def flush_l2(device: torch.device) -> Callable[[], Any]:
+    """What overwrites a GPU's L2 cache, between the times of two repetitions."""
+    size = FLUSHED_BYTES if device.type == "cuda" else 1
+    return torch.empty(size, dtype=torch.uint8, device=device).zero_
 
 
 def repeat_together(
