@@ -149,7 +149,7 @@ class DrawingBenchmark(kit.Benchmark):
         time_limit=60.0,
         seed=1234,
     )
-    quick = "--device cpu --requests 1,2 --vocab-size 600 --seconds-per-row 0.001"
+    quick = "--requests 1,2 --vocab-size 600"
     recorded = ("vocab_size",)
     strict = True
 

@@ -115,10 +115,7 @@ class DSADecodeBenchmark(kit.Benchmark):
         seed=1234,
         dims=WIDTHS,
     )
-    quick = (
-        "--device cpu --heads 2 --batches 1 --kv 24 --topk 8 --indexer-heads 2 --indexer-dim 16 "
-        "--kv-lora-rank 32 --qk-pos-emb-head-dim 16 --block-size 16 --seconds-per-row 0.001"
-    )
+    quick = "--batches 1 --kv 24 --topk 8 --indexer-heads 2 --indexer-dim 16 --block-size 16"
     recorded = ("topk", "block_size", "ceilings")
 
     def prepare(self) -> None:

@@ -85,11 +85,7 @@ class DSALayerBenchmark(WorksBenchmark):
         seed=1234,
         dims=kit.DIMS,
     )
-    quick = (
-        "--device cpu --heads 2 --seq-lens 32 --hidden-size 32 --q-lora-rank 16 --kv-lora-rank 32 "
-        "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --topk 8 --indexer-heads 2 "
-        "--indexer-dim 16 --seconds-per-row 0.001"
-    )
+    quick = "--seq-lens 32 --topk 8 --indexer-heads 2 --indexer-dim 16"
     recorded = ("dims", "topk", "loss_coefficient")
 
     def about(self) -> dict:

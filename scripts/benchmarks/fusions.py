@@ -84,10 +84,7 @@ class FusionsBenchmark(WorksBenchmark):
         seed=1234,
         dims=kit.DIMS,
     )
-    quick = (
-        "--device cpu --heads 2 --seq-lens 8 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 16 "
-        "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --seconds-per-row 0.01"
-    )
+    quick = "--seq-lens 8"
     recorded = ("dims", "block_heads", "ceilings")
 
     def cases(self) -> list[FusionCase]:

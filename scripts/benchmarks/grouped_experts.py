@@ -97,10 +97,7 @@ class ExpertsBenchmark(WorksBenchmark):
         time_limit=60.0,
         seed=1234,
     )
-    quick = (
-        "--device cpu --experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3 "
-        "--seconds-per-row 0.01"
-    )
+    quick = "--experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3"
     recorded = ("experts", "topk", "hidden_size", "moe_ffn_hidden_size", "ceilings")
 
     def prepare(self) -> None:

@@ -157,7 +157,7 @@ class ProductBenchmark(kit.InTurns):
         time_limit=45.0,
         seed=1234,
     )
-    quick = "--device cpu --works 40x33 --rows 1,70 --seconds-per-row 0.01"
+    quick = "--works 40x33 --rows 1,70"
     recorded = ("ceilings",)
 
     def prepare(self) -> None:

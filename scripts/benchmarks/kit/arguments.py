@@ -171,6 +171,22 @@ KNOWN = {
     "seed": Option("seed of the weights and inputs", int),
     "quick": flag("tiny cases on a CPU, to try the script; other options are added"),
 }
+# What --quick stands for.
+_QUICK = {
+    "device": "--device cpu",
+    "heads": "--heads 2",
+    "seconds_per_row": "--seconds-per-row 0.01",
+    "num_layers": "--num-layers 1",
+    "ffn_hidden_size": "--ffn-hidden-size 32",
+}
+_QUICK_DIMS = {
+    "hidden-size": "--hidden-size 64",
+    "q-lora-rank": "--q-lora-rank 32",
+    "kv-lora-rank": "--kv-lora-rank 32",
+    "qk-head-dim": "--qk-head-dim 16",
+    "qk-pos-emb-head-dim": "--qk-pos-emb-head-dim 16",
+    "v-head-dim": "--v-head-dim 16",
+}
 # Options of a model that generates, with DIMS.
 MODEL = {
     "num_layers": number("decoder layers of the model", 4),
@@ -212,14 +228,22 @@ def add_common(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     add_options(parser, {k.lstrip("-").replace("-", "_"): v for k, v in defaults.items()})
 
 
-def quick(argv: Sequence[str], options: str) -> list[str]:
-    """Arguments in which ``--quick`` has been replaced by the options that it stands for."""
+def quick(argv: Sequence[str], options: Mapping[str, Any], more: str) -> list[str]:
+    """Arguments in which ``--quick`` has been replaced by what it stands for.
+
+    Args:
+        argv: The arguments.
+        options: Of the benchmark; tiny values of those that many have.
+        more: Of this one.
+    """
     if "--quick" not in argv:
         return list(argv)
     others = [word for word in argv if word != "--quick"]
+    tiny = [text for name, text in _QUICK.items() if name in options]
+    tiny += [_QUICK_DIMS[name] for name in options.get("dims", ())]
     # In front, so that others take precedence; behind the folder, which is no option.
     first = 1 if others and not others[0].startswith("-") else 0
-    return [*others[:first], *shlex.split(options), *others[first:]]
+    return [*others[:first], *shlex.split(" ".join([*tiny, more])), *others[first:]]
 
 
 def dims_of(args: argparse.Namespace) -> dict[str, int]:

@@ -112,10 +112,15 @@ class Report:
         """
 
         def build(content: dict) -> Self:
-            rows = [read_dataclass(cls.row, one) for one in content[cls.rows_key]]
+            rows = [read_dataclass(cls.row_type(one), one) for one in content[cls.rows_key]]
             return cls(content[cls.environment_key], rows)
 
         return read_json(path, build)
+
+    @classmethod
+    def row_type(cls, content: dict) -> type:
+        """Type of a row in the file."""
+        return cls.row
 
     @classmethod
     def panels(cls, reports: Sequence[Self]) -> list[Panel]:

@@ -42,7 +42,8 @@ class Benchmark:
 
     Attributes:
         options: Of the command line, see ``arguments.add_options``.
-        quick: Options of tiny cases on a CPU, which ``--quick`` stands for.
+        quick: More of the options of tiny cases on a CPU that ``--quick`` stands for; None where
+            there are none.
         files: Name of the JSON file and the plot in the folder; empty where ``--json`` and
             ``--plot`` name them.
         report: Type of the reports.
@@ -54,7 +55,7 @@ class Benchmark:
     """
 
     options: ClassVar[Mapping[str, Any]]
-    quick: ClassVar[str] = ""
+    quick: ClassVar[str | None] = None
     files: ClassVar[str] = ""
     report: ClassVar[type[Report]]
     recorded: ClassVar[tuple[str, ...]] = ()
@@ -146,9 +147,11 @@ class Benchmark:
         """
         # Not __doc__ in the body of the class, which is the class's own.
         parser = Parser(cls.script(), sys.modules[cls.__module__].__doc__ or "")
-        quick = {"quick": False} if cls.quick else {}
-        arguments.add_options(parser, {**cls.options, **quick})
-        argv = arguments.quick(sys.argv[1:] if argv is None else argv, cls.quick)
+        argv = sys.argv[1:] if argv is None else argv
+        arguments.add_options(parser, cls.options)
+        if cls.quick is not None:
+            arguments.add_options(parser, {"quick": False})
+            argv = arguments.quick(argv, cls.options, cls.quick)
         args = arguments.parse(parser, argv, cls.files)
         cls.check(parser, args)
         return args
