@@ -185,9 +185,7 @@ class TrainingBenchmark(kit.Benchmark):
     def cases(self) -> list[TrainingCase]:
         """bf16 first."""
         args = self.args
-        return [
-            TrainingCase(a, precision) for a in args.attentions for precision in args.precisions
-        ]
+        return [TrainingCase(*one) for one in product(args.attentions, args.precisions)]
 
     def rows(self) -> Iterator[Row]:
         """All runs, in the order of the cases."""
