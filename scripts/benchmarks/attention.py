@@ -69,18 +69,13 @@ TARGETS = {"step": 1.0, "kept": 1.01}
 class LayerCase(kit.Case):
     """One attention layer with its projections, and its input."""
 
-    text = "{implementation}{again} n={heads} S={tokens} {layout}{fp8}"
+    text = "{implementation}{recompute:? recompute} n={heads} S={tokens} {layout}{fp8}"
     implementation: str  # "ours" or "megatron"
     recompute: bool  # whether mla_up_proj is recomputed in backward
     heads: int
     tokens: int  # of the sequence or pack
     layout: str  # "sbhd", or "thd": a pack of documents of mixed lengths
     precision: str = "bf16"  # of the linear layers: PLAIN, or the recipe of FP8's scales
-
-    @property
-    def again(self) -> str:
-        """For the name."""
-        return " recompute" if self.recompute else ""
 
     @property
     def fp8(self) -> str:

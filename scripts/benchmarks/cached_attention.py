@@ -60,7 +60,7 @@ _OFFLOAD = "offload: added time of the link's"
 class CachedCase(kit.Case):
     """One step over a cache."""
 
-    text = "{suite} n={heads} b={batch} q={queries} context={context}{on_device}"
+    text = "{suite} n={heads} b={batch} q={queries} context={context}{resident:? resident=%s}"
     suite: str  # "prefill" or "offload"
     heads: int  # of the rank
     batch: int  # requests
@@ -77,11 +77,6 @@ class CachedCase(kit.Case):
     def pairs(self) -> int:
         """Pairs of a query and a key that it attends to, of all requests and one head."""
         return self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
-
-    @property
-    def on_device(self) -> str:
-        """For the name."""
-        return f" resident={self.resident}" if self.resident else ""
 
 
 def flops(case: CachedCase, dims: dict[str, int]) -> dict[str, int]:

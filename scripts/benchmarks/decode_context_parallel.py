@@ -55,15 +55,10 @@ LAYOUTS = ("tp", "shared", "own")
 class SharedCase(kit.Case):
     """Requests that decode together."""
 
-    text = "{layout}, {batch} requests of {length}"
+    text = "{layout}, {batch} requests of {context:k}"
     layout: str  # of the model; one of LAYOUTS
     context: int  # tokens of each prompt
     batch: int  # number of requests, of all ranks
-
-    @property
-    def length(self) -> str:
-        """For the name."""
-        return kit.tokens_text(self.context)
 
 
 @dataclass(frozen=True, kw_only=True)

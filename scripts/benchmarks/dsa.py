@@ -73,11 +73,7 @@ class DSACase(kit.Case):
         return "shared" if self.shared else "random"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
-    """Of one call."""
-
-    case: DSACase
+Row = kit.row_of(DSACase, kit.TimedRow)
 
 
 class DSAReport(kit.Report):

@@ -55,11 +55,7 @@ class DecodeCase(kit.Case):
     kv: int  # keys of each, the new token's included
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
-    """Of one call, and its parts."""
-
-    case: DecodeCase
+Row = kit.row_of(DecodeCase, kit.TimedRow)
 
 
 class DSADecodeReport(kit.Report):

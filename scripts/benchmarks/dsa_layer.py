@@ -54,17 +54,10 @@ class LayerCase(kit.Case):
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(WorksRow):
-    """The layers of one size."""
-
-    case: LayerCase
-
-
 class DSALayerReport(WorksReport):
     """One run."""
 
-    row = Row
+    row = kit.row_of(LayerCase, WorksRow)
 
 
 class DSALayerBenchmark(WorksBenchmark):

@@ -68,15 +68,10 @@ TIES = {"float32": 1e-3, "bfloat16": 0.1}
 class EngineCase(kit.Case):
     """One way of running all requests."""
 
-    text = "{implementation}, {steps}"
+    text = "{implementation}, {graphs:?CUDA graphs|eager}"
     implementation: str  # "ours" or "standard", Megatron's MLASelfAttention
     graphs: bool  # whether steps are replayed from CUDA graphs
     divided: bool = False  # of former results
-
-    @property
-    def steps(self) -> str:
-        """For the name."""
-        return "CUDA graphs" if self.graphs else "eager"
 
 
 class VerdictReport(kit.Report):

@@ -41,28 +41,16 @@ BLOCK_HEADS = ("1", "2", "4", "8", "16", "32", "64", "128")
 class FusionCase(kit.Case):
     """One task, done by several works."""
 
-    text = "{kind}{of_heads} S={tokens}"
+    text = "{kind}{heads:? n=%s} S={tokens}"
     kind: str  # one of KINDS
     heads: int  # 0 where there are none
     tokens: int
-
-    @property
-    def of_heads(self) -> str:
-        """For the name."""
-        return f" n={self.heads}" if self.heads else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(WorksRow):
-    """The works of one task."""
-
-    case: FusionCase
 
 
 class FusionsReport(WorksReport):
     """One run."""
 
-    row = Row
+    row = kit.row_of(FusionCase, WorksRow)
 
 
 class FusionsBenchmark(WorksBenchmark):

@@ -55,17 +55,10 @@ class PartCase(kit.Case):
     tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(WorksRow):
-    """One part, by PyTorch and by us."""
-
-    case: PartCase
-
-
 class ExpertsReport(WorksReport):
     """One run."""
 
-    row = Row
+    row = kit.row_of(PartCase, WorksRow)
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,12 @@ _WARM_UP = 3
 class GraphCase(kit.Case):
     """One layer."""
 
-    text = "{implementation}{kind} n={heads} S={tokens}"
+    text = "{implementation}{graphs:?, graphs}{recomputed:?, recomputed} n={heads} S={tokens}"
     implementation: str  # "ours" or "megatron"
     heads: int  # of the attention
     tokens: int  # of the sequence
     recomputed: bool  # whether mla_up_proj is
     graphs: bool  # whether steps are in CUDA graphs
-
-    @property
-    def kind(self) -> str:
-        """For the name."""
-        return ", graphs" * self.graphs + ", recomputed" * self.recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +188,7 @@ class GraphsBenchmark(kit.Benchmark):
 
     def _step(self, case: GraphCase) -> Callable[[], None]:
         """Forward and backward of a new layer."""
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.spec_utils import build_module
 
         config = self._config(case)

@@ -28,7 +28,7 @@ from benchmarks.kit.arguments import (
 from benchmarks.kit.lazy import lazy
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import ComparedReport, Refused, Report, Times, reason, refusing
-from benchmarks.kit.rows import Case, Row, TimedRow
+from benchmarks.kit.rows import Case, Row, TimedRow, row_of
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
 
@@ -62,6 +62,7 @@ __all__ = [
     "provenance",
     "reason",
     "refusing",
+    "row_of",
     "sizes",
     "some",
     "tokens_text",

@@ -56,10 +56,7 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
     with log.open("w") as output:
         begin = time.perf_counter()
         process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=ends_with_this_process(),
+            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=ends_with_this_process()
         )
         peak, anonymous = _wait(process)
         if process.returncode:

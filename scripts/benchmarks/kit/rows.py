@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from string import Formatter
 from typing import Any, ClassVar
 
 from benchmarks.kit.report import Times
+from benchmarks.kit.tables import tokens_text
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class Case:
     """One case; ``str`` gives its name.
 
     Attributes:
-        text: The name, with fields and properties in braces.
+        text: The name, with fields and properties in braces. ``{heads:? n=%s}`` is left out where
+            there are none, ``{graphs:?graphs|eager}`` says which, ``{tokens:k}`` may be "16k".
         apart: Fields in which cases differ that are compared with each other.
     """
 
@@ -22,7 +24,7 @@ class Case:
     apart: ClassVar[tuple[str, ...]] = ("implementation",)
 
     def __str__(self) -> str:
-        return self.text.format_map(_Attributes(self))
+        return _Name().vformat(self.text, (), {"case": self})
 
     @property
     def input(self) -> tuple:
@@ -56,17 +58,21 @@ class TimedRow(Row):
     more: dict = field(default_factory=dict)
 
 
-class _Attributes(Mapping):
-    """The attributes of an object, for ``str.format_map``."""
+def row_of(case: type, base: type[Row] = Row) -> type:
+    """The type of rows that have nothing but a case of this type and what ``base`` has."""
+    return make_dataclass("Row", [("case", case)], bases=(base,), frozen=True, kw_only=True)
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
 
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._of, name)
+class _Name(Formatter):
+    """Formats the attributes of a case."""
 
-    def __iter__(self) -> Any:
-        return iter(vars(self._of))
+    def get_field(self, name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return getattr(kwargs["case"], name), name
 
-    def __len__(self) -> int:
-        return len(vars(self._of))
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec == "k":
+            return tokens_text(value)
+        if not spec.startswith("?"):
+            return str(value)
+        text, _, otherwise = spec[1:].partition("|")
+        return text.replace("%s", str(value)) if value else otherwise

@@ -281,23 +281,27 @@ class InTurns(Benchmark):
         """
         if case not in self.found:
             self.found, self.now = {}, SimpleNamespace()
-            self.begin(case)
-            works = {}
-            for one in (one for one in self.chosen() if one.input == case.input):
-                try:
-                    works[one] = self.work(one)
-                except self.errors as error:  # of any kernel; the others are measured all the same
-                    if isinstance(error, torch.AcceleratorError):
-                        raise
-                    self.found[one] = self.failed(one, reason(error))
-            if works:
-                self.found |= self.together(works)
-            works.clear()
-            self.now = SimpleNamespace()
+            try:
+                self._measure_all(case)
+            finally:
+                self.now = SimpleNamespace()
         row = self.found[case]
         if row.error:
             raise Refused(row.error)
         return row
+
+    def _measure_all(self, case: Any) -> None:
+        self.begin(case)
+        works = {}
+        for one in (one for one in self.chosen() if one.input == case.input):
+            try:
+                works[one] = self.work(one)
+            except self.errors as error:  # of any kernel; the others are measured all the same
+                if isinstance(error, torch.AcceleratorError):
+                    raise
+                self.found[one] = self.failed(one, reason(error))
+        if works:
+            self.found |= self.together(works)
 
 
 def main(benchmark: type[Benchmark]) -> NoReturn:

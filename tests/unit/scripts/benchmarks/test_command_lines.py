@@ -32,7 +32,7 @@ MISTAKES = {
         ("--recompute core_attn", "expected some of none, mla_up_proj"),
     ],
     "context_parallel_compute": [
-        ("--seq-lens 1000 --layouts thd", "multiples of 128 for thd on 4 ranks; got 1000"),
+        ("--seq-lens 1000 --layouts thd", "multiples of 128 for thd on 4 ranks; got 1000")
     ],
     "conversion": [
         ("--sizes 0.1GB,huge", "got 'huge'"),

@@ -9,15 +9,7 @@ import torch
 
 from absorbed_mla.serving.request_results import Result
 from absorbed_mla.serving.statistics import Statistics
-from benchmarks.engine import (
-    EngineBenchmark,
-    EngineCase,
-    EngineReport,
-    Row,
-    errors,
-    missing,
-    tie,
-)
+from benchmarks.engine import EngineBenchmark, EngineCase, EngineReport, Row, errors, missing, tie
 from benchmarks.engine_requests import (
     Comparison,
     Request,
