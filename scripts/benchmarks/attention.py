@@ -250,9 +250,8 @@ class AttentionBenchmark(kit.Benchmark):
     files = "attention"
     report = AttentionReport
     options = kit.declare(
-        "folder render only device",
+        "folder render only device heads=128,16 seconds_per_row=0.5 time_limit=240 seed=1234",
         suite=kit.one("what to measure", ("layer", "core", "all"), "all"),
-        heads="128,16",
         seq_lens=kit.sizes(
             "tokens of a sequence or pack "
             f"(default: {LAYER_TOKENS} for layers, {CORE_TOKENS} for attention alone)"
@@ -268,9 +267,6 @@ class AttentionBenchmark(kit.Benchmark):
         fused_down=kit.flag("our layer with mla_down_proj_fusion"),
         form=kit.one("form that our layer computes in", FORM_OPTIONS, "auto"),
         backend=kit.one("core_attention_backend of our layer", CORE_ATTENTION_BACKENDS, "auto"),
-        seconds_per_row=0.5,
-        time_limit=240.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--form expanded --seq-lens 48"

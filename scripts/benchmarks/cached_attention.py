@@ -167,17 +167,14 @@ class CachedBenchmark(kit.Benchmark):
     files = "cached"
     report = CachedReport
     options = kit.declare(
-        "folder render only device",
+        "folder render only device heads=128,16 seconds_per_row=0.3 seed=1234",
         suites=kit.some(
             "what to measure: chunked prefill, decode with a partly offloaded cache", SUITES
         ),
-        heads="128,16",
         contexts=kit.sizes("cached tokens of each request", "32k,128k"),
         queries=kit.sizes("new tokens of a prefill", "512,2k,8k"),
         batches=kit.sizes("requests that decode together", "1,8"),
         context_chunk_size=kit.Option("context_chunk_size of the attention", int, 2**16),
-        seconds_per_row=0.3,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--contexts 24 --queries 6 --batches 2 --context-chunk-size 8"

@@ -175,9 +175,8 @@ class CPBenchmark(kit.Benchmark):
     files = "context_parallel"
     report = CPReport
     options = kit.declare(
-        "folder render only",
+        "folder render only heads=16,128 seconds_per_row=5 seed=1234",
         sizes=kit.sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k,64k,128k"),
-        heads="16,128",
         layouts=kit.some(
             "input layouts: sbhd (one sequence), thd (a pack of documents)", LAYOUTS, "sbhd"
         ),
@@ -192,8 +191,6 @@ class CPBenchmark(kit.Benchmark):
             "none",
         ),
         profile=kit.flag("measure how far our communication overlaps with computation (GPUs only)"),
-        seconds_per_row=5.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--sizes 64 --layouts sbhd,thd --documents 2 --recompute none,mla_up_proj"

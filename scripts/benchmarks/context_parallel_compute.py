@@ -150,8 +150,7 @@ class ComputeBenchmark(kit.Benchmark):
 
     report = ComputeReport
     options = kit.declare(
-        "json render only device",
-        heads="16,128",
+        "json render only device heads=16,128 seconds_per_row=0.5 time_limit=55 seed=1234",
         seq_lens=kit.sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k"),
         cp_sizes=kit.sizes("context-parallel ranks", "4,2"),
         layouts=kit.some("inputs", LAYOUTS),
@@ -160,9 +159,6 @@ class ComputeBenchmark(kit.Benchmark):
             WORKS,
             DEFAULT,
         ),
-        seconds_per_row=0.5,
-        time_limit=55.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--seq-lens 64 --cp-sizes 2 --works all_gather:reference,p2p:reference,p2p:cudnn"

@@ -250,8 +250,7 @@ class DecodeBenchmark(kit.InTurns):
 
     report = DecodeReport
     options = kit.declare(
-        "json plot render only device",
-        heads="128,16",
+        "json plot render only device heads=128,16 seconds_per_row=0.1 time_limit=400 seed=1234",
         batches=kit.sizes("numbers of requests", "1,8,32,64,128"),
         kv=kit.sizes("keys of each request, its new tokens included; k is 1024", "1k,4k,8k,32k"),
         lengths=kit.some(
@@ -267,9 +266,6 @@ class DecodeBenchmark(kit.InTurns):
             None,
             separator=";",
         ),
-        seconds_per_row=0.1,
-        time_limit=400.0,
-        seed=1234,
         dims={name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")},
     )
     quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16"

@@ -123,7 +123,7 @@ class SharedBenchmark(GeneratingBenchmark):
     strict = False
     report = SharedReport
     options = kit.declare(
-        "json render device",
+        "json render device time_limit=480 seed=1234",
         layouts=kit.some("what to measure, as above", LAYOUTS),
         context=kit.sizes("tokens of a prompt", "2k,8k,12k"),
         batch=kit.sizes("requests that decode together", "32,64"),
@@ -132,8 +132,6 @@ class SharedBenchmark(GeneratingBenchmark):
         num_cuda_graphs=kit.Option(
             "batch sizes to capture as CUDA graphs, 0 for none", count_or_none, 2
         ),
-        time_limit=480.0,
-        seed=1234,
         **kit.MODEL | {"num_layers": kit.number("decoder layers of the model", 2)},
     )
     quick = "--heads 4 --vocab-size 64 --context 70 --batch 2 --steps 1"

@@ -72,26 +72,18 @@ class Row(kit.Row):
     of_default: float | None = None  # in parity mode, step_ms divided by that of default mode
 
 
-class StepsReport(kit.Report):
-    """One run."""
-
-    row = Row
-
-
 class StepsBenchmark(GeneratingBenchmark):
     """All cases of a mode in one engine."""
 
-    report = StepsReport
+    report = kit.Report.of(Row)
     options = kit.declare(
-        "json render device",
+        "json render device time_limit=240 seed=1234",
         modes=kit.some("to compare", MODES),
         loops=kit.some("to compare", LOOPS),
         batch=kit.sizes("requests that run together", "1,32,128"),
         draws=kit.some("how tokens are chosen", DRAWS, "greedy,sampled"),
         prompt=kit.number("tokens of each prompt", 100),
         steps=kit.number("decode steps that are timed", 50),
-        time_limit=240.0,
-        seed=1234,
         **kit.MODEL,
     )
     quick = "--modes parity --batch 1,2 --draws sampled --prompt 20 --steps 2 --vocab-size 64"

@@ -140,14 +140,11 @@ class DrawingBenchmark(kit.Benchmark):
 
     report = DrawingReport
     options = kit.declare(
-        "json plot render only device",
+        "json plot render only device seconds_per_row=0.2 time_limit=60 seed=1234",
         draws=kit.some("how tokens are chosen (see above)", DRAWS),
         logits=kit.some("their kinds", LOGITS),
         requests=kit.sizes("numbers of requests", "1,32,128"),
         vocab_size=kit.Option("logits of a request", parse_size, "129280"),
-        seconds_per_row=0.2,
-        time_limit=60.0,
-        seed=1234,
     )
     quick = "--requests 1,2 --vocab-size 600"
     recorded = ("vocab_size",)

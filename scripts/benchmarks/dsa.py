@@ -103,16 +103,12 @@ class DSABenchmark(kit.InTurns):
 
     report = DSAReport
     options = kit.declare(
-        "json plot render only device",
-        heads="128,64,16",
+        "json plot render only device heads=128,64,16 seconds_per_row=0.1 time_limit=80 seed=1234",
         queries=kit.number("queries of the attention", 4096),
         topk=kit.number("keys that a query attends to", 2048),
         kv=kit.sizes("keys of the attention", "8k,32k"),
         indexer=kit.sizes("keys of the indexer", "8k,32k,128k"),
         indexer_heads=kit.number("heads of the indexer", 64),
-        seconds_per_row=0.1,
-        time_limit=80.0,
-        seed=1234,
         dims=WIDTHS,
     )
     quick = "--queries 2 --topk 8 --kv 32 --indexer 32 --indexer-heads 2"

@@ -98,17 +98,13 @@ class DSADecodeBenchmark(kit.Benchmark):
 
     report = DSADecodeReport
     options = kit.declare(
-        "json plot render only device",
-        heads="128,16",
+        "json plot render only device heads=128,16 seconds_per_row=0.03 time_limit=80 seed=1234",
         batches=kit.sizes("requests", "32"),
         kv=kit.sizes("keys of each request", "4k,8k,32k,128k"),
         topk=kit.number("keys that a query attends to", 2048),
         indexer_heads=kit.number("heads of the indexer", 64),
         indexer_dim=kit.number("width of one of them", 128),
         block_size=kit.number("tokens of a cache block", 64),
-        seconds_per_row=0.03,
-        time_limit=80.0,
-        seed=1234,
         dims=WIDTHS,
     )
     quick = "--batches 1 --kv 24 --topk 8 --indexer-heads 2 --indexer-dim 16 --block-size 16"

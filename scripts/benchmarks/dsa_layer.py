@@ -54,10 +54,7 @@ class LayerCase(kit.Case):
     tokens: int
 
 
-class DSALayerReport(WorksReport):
-    """One run."""
-
-    row = kit.row_of(LayerCase, WorksRow)
+DSALayerReport = WorksReport.of(kit.row_of(LayerCase, WorksRow))
 
 
 class DSALayerBenchmark(WorksBenchmark):
@@ -65,17 +62,13 @@ class DSALayerBenchmark(WorksBenchmark):
 
     report = DSALayerReport
     options = kit.declare(
-        "json render only device",
-        heads="128",
-        seq_lens="8k,32k,64k",
+        "json render only device heads=128 seq_lens=8k,32k,64k seconds_per_row=2 "
+        "time_limit=120 seed=1234",
         works=kit.some("layers to measure, see above", WORKS),
         topk=kit.number("keys that a query attends to", 2048),
         indexer_heads=kit.number("heads of the indexer", 64),
         indexer_dim=kit.number("width of one of them", 128),
         loss_coefficient=kit.Option("of the indexer's loss; 0 for a step without it", float, 1.0),
-        seconds_per_row=2.0,
-        time_limit=120.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--seq-lens 32 --topk 8 --indexer-heads 2 --indexer-dim 16"

@@ -181,7 +181,7 @@ class EngineBenchmark(GeneratingBenchmark):
 
     report = EngineReport
     options = kit.declare(
-        "json render device",
+        "json render device time_limit=480 seed=1234",
         dtype=kit.one("of the model (default: bfloat16 on a GPU, float32 on a CPU)", tuple(TIES)),
         implementations=kit.some("whose attention to run", IMPLEMENTATIONS),
         batch_invariant=kit.flag("run ours in parity mode, which allows no different tokens"),
@@ -197,8 +197,6 @@ class EngineBenchmark(GeneratingBenchmark):
         num_cuda_graphs=kit.Option(
             "batch sizes to capture as CUDA graphs, 0 for none", count_or_none, 16
         ),
-        time_limit=480.0,
-        seed=1234,
         **kit.MODEL,
     )
     quick = (

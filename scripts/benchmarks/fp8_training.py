@@ -157,7 +157,7 @@ class TrainingBenchmark(kit.Benchmark):
     files = "fp8_training"
     report = TrainingReport
     options = kit.declare(
-        "folder render",
+        "folder render seed=1234",
         attentions=kit.some("which MLA to train", ATTENTIONS, "absorbed"),
         precisions=kit.some("bf16, and FP8 with these scales", PRECISIONS),
         iterations=kit.number("updates of each run", 200),
@@ -169,7 +169,6 @@ class TrainingBenchmark(kit.Benchmark):
             default="",
             more={"metavar": "'--OPTION ...'"},
         ),
-        seed=1234,
     )
 
     def prepare(self) -> None:

@@ -47,29 +47,19 @@ class FusionCase(kit.Case):
     tokens: int
 
 
-class FusionsReport(WorksReport):
-    """One run."""
-
-    row = kit.row_of(FusionCase, WorksRow)
-
-
 class FusionsBenchmark(WorksBenchmark):
     """Works of the same task in turns."""
 
-    report = FusionsReport
+    report = WorksReport.of(kit.row_of(FusionCase, WorksRow))
     options = kit.declare(
-        "json render only device",
+        "json render only device heads=16,128 seq_lens=4k,8k seconds_per_row=0.25 "
+        "time_limit=60 seed=1234",
         cases=kit.some("what to measure", KINDS),
-        heads="16,128",
-        seq_lens="4k,8k",
         block_heads=kit.some(
             "heads of one program of Megatron's kernels; its tuner compiles each, in seconds",
             BLOCK_HEADS,
             "8,32",
         ),
-        seconds_per_row=0.25,
-        time_limit=60.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--seq-lens 8"

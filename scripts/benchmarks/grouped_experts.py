@@ -55,12 +55,6 @@ class PartCase(kit.Case):
     tokens: int
 
 
-class ExpertsReport(WorksReport):
-    """One run."""
-
-    row = kit.row_of(PartCase, WorksRow)
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Of all parts of a layer with T tokens that choose K of E experts."""
@@ -77,18 +71,15 @@ class Inputs:
 class ExpertsBenchmark(WorksBenchmark):
     """Works of the same part in turns."""
 
-    report = ExpertsReport
+    report = WorksReport.of(kit.row_of(PartCase, WorksRow))
     options = kit.declare(
-        "json render only device",
+        "json render only device seconds_per_row=0.1 time_limit=60 seed=1234",
         cases=kit.some("what to measure", KINDS),
         tokens=kit.sizes("tokens of a step", "1,32,128,1k,8k"),
         experts=kit.number("routed experts", 16),
         topk=kit.number("experts of a token", 8),
         hidden_size=kit.number("width of the hidden states", 7168),
         moe_ffn_hidden_size=kit.number("channels of an expert", 2048),
-        seconds_per_row=0.1,
-        time_limit=60.0,
-        seed=1234,
     )
     quick = "--experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3"
     recorded = ("experts", "topk", "hidden_size", "moe_ffn_hidden_size", "ceilings")

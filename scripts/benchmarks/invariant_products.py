@@ -145,7 +145,7 @@ class ProductBenchmark(kit.InTurns):
 
     report = ProductReport
     options = kit.declare(
-        "json plot render only device",
+        "json plot render only device seconds_per_row=0.05 time_limit=45 seed=1234",
         works=kit.Option(
             "products by name, or as INPUTSxOUTPUTS", kit.list_of(_work), ",".join(WORKS)
         ),
@@ -153,9 +153,6 @@ class ProductBenchmark(kit.InTurns):
         tiles=kit.Option(
             "more tiles to measure ours with, as ROWSxCOLUMNSxWARPSxSTAGES", kit.list_of(_tile)
         ),
-        seconds_per_row=0.05,
-        time_limit=45.0,
-        seed=1234,
     )
     quick = "--works 40x33 --rows 1,70"
     recorded = ("ceilings",)

@@ -105,14 +105,10 @@ class LatentBenchmark(kit.InTurns):
 
     report = LatentReport
     options = kit.declare(
-        "json plot render only device",
-        heads="16,128",
-        seq_lens="8k,16k,32k",
+        "json plot render only device heads=16,128 seq_lens=8k,16k,32k seconds_per_row=0.15 "
+        "time_limit=80 seed=1234",
         works=kit.some("what to measure", IMPLEMENTATIONS),
         implementations=kit.some("whose, separated by ;", EVERY, separator=";"),
-        seconds_per_row=0.15,
-        time_limit=80.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--seq-lens 40"

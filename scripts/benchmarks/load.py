@@ -116,7 +116,7 @@ class LoadBenchmark(kit.Benchmark):
 
     report = LoadReport
     options = kit.declare(
-        "json render device",
+        "json render device seed=1234",
         model=kit.Option("folder with a checkpoint (default: a tiny model)", Path),
         dtype=kit.one(
             "of the model; auto is the checkpoint's, float32 for the tiny one", DTYPES, "auto"
@@ -132,7 +132,6 @@ class LoadBenchmark(kit.Benchmark):
         max_num_seqs=kit.number("most outputs in one forward pass", 48),
         max_num_batched_tokens=kit.number("most tokens in one forward pass", 256),
         cache_tokens=kit.number("of all requests (default: too few for --max-num-seqs)"),
-        seed=1234,
     )
     quick = (
         "--requests 14 --clients 14 --longest-prompt 124 --shared-prefix 66 --longest-output 40 "

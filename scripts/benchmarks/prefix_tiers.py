@@ -87,18 +87,12 @@ class Row(kit.Row):
     disk_gbps: float | None = None
 
 
-class TiersReport(kit.Report):
-    """One run."""
-
-    row = Row
-
-
 class TiersBenchmark(GeneratingBenchmark):
     """All places of all contexts, over one model, on one device."""
 
-    report = TiersReport
+    report = kit.Report.of(Row)
     options = kit.declare(
-        "json render device",
+        "json render device time_limit=480 seed=1234",
         contexts=kit.sizes("tokens of the prefix", "32k,128k"),
         suffix=kit.number("tokens of the prompt after the prefix", 128),
         tokens=kit.number("to generate for each request", 9),
@@ -107,8 +101,6 @@ class TiersBenchmark(GeneratingBenchmark):
             "of the cache, in percent, that is on the device in the rows of host memory", 25
         ),
         prefix_folder=kit.Option("new or empty, for the files (default: a temporary one)", Path),
-        time_limit=480.0,
-        seed=1234,
         **kit.MODEL,
     )
     quick = "--contexts 512 --suffix 40 --tokens 3 --step-tokens 64 --num-layers 2 --vocab-size 64"

@@ -248,7 +248,7 @@ class PretrainingBenchmark(kit.Benchmark):
     report = PretrainingReport
     strict = True
     options = kit.declare(
-        "folder render",
+        "folder render seed=1234",
         attentions=kit.some("which MLA to train", ATTENTIONS),
         iterations=kit.number("updates of each run", 60),
         skip=kit.number("first updates, left out of the throughput", 10),
@@ -265,7 +265,6 @@ class PretrainingBenchmark(kit.Benchmark):
             default="",
             more={"metavar": "'--OPTION ...'"},
         ),
-        seed=1234,
         dims={**kit.DIMS, "hidden-size": 2048},
     )
     quick = (

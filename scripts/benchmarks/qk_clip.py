@@ -117,9 +117,8 @@ class QKClipBenchmark(kit.Benchmark):
 
     report = QKClipReport
     options = kit.declare(
-        "json render only device",
+        "json render only device heads=16,128 seconds_per_row=0.4 time_limit=90 seed=1234",
         suites=kit.some("what to do", SUITES),
-        heads="16,128",
         backends=kit.some(
             "backends of the attention, and the layer",
             _EVERY,
@@ -128,9 +127,6 @@ class QKClipBenchmark(kit.Benchmark):
         tokens=kit.Option('tokens of the sequence in "cost"', _one_size, "8k"),
         maxima_tokens=kit.Option('likewise in "maxima"', _one_size, "1k"),
         layers=kit.number('layers of the model in "clip"', 8),
-        seconds_per_row=0.4,
-        time_limit=90.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--tokens 12 --maxima-tokens 30 --layers 2 --backends reference,layer,hopper"

@@ -102,7 +102,7 @@ class ServingBenchmark(kit.Benchmark):
     report = ServingReport
     strict = True
     options = kit.declare(
-        "json render plot device",
+        "json render plot device time_limit=540 seed=1234",
         implementations=kit.some(
             f"some of {', '.join(IMPLEMENTATIONS)}", IMPLEMENTATIONS, ",".join(USUAL)
         ),
@@ -139,8 +139,6 @@ class ServingBenchmark(kit.Benchmark):
         experts=kit.number("routed experts of a MoE layer", 16),
         vocab_size=kit.number("rows of the embedding", 129280),
         scale_down=kit.number("divide DeepSeek-V3's widths by this", 1),
-        time_limit=540.0,
-        seed=1234,
         vllm=kit.Option("folder with vLLM (default: the one that is installed)", Path),
         server_packages=kit.Option(
             "folder with what our server needs, searched after the packages that are installed; "

@@ -66,23 +66,12 @@ class Row(kit.Row):
     steps: int | None = None  # forward passes of one round
 
 
-class SpeculativeReport(kit.Report):
-    """One run."""
-
-    row = Row
-
-    def summary(self) -> dict:
-        """The whole file."""
-        rows = [self.as_json(row) for row in self.rows]
-        return {"environment": self.environment, "rows": rows}
-
-
 class SpeculativeBenchmark(GeneratingBenchmark):
     """All cases over one trained model, on one device."""
 
-    report = SpeculativeReport
+    report = kit.Report.of(Row)
     options = kit.declare(
-        "json render device",
+        "json render device seed=1234",
         batches=kit.sizes("numbers of requests", "1,8,32"),
         tokens=kit.number("to generate for each request", 256),
         rounds=kit.number("measurements of each case", 3),
@@ -93,7 +82,6 @@ class SpeculativeBenchmark(GeneratingBenchmark):
         num_layers=kit.number("decoder layers of the model", 12),
         heads=kit.number("attention heads of each layer", 16),
         ffn_hidden_size=kit.number("width of the MLP", 6144),
-        seed=1234,
         dims={**kit.DIMS, "hidden-size": 2048},
     )
     quick = "--train-iters 2 --train-batch 2 --train-length 64 --batches 1,2 --tokens 12 --rounds 1"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +68,15 @@ class GraphsReport(kit.Report):
         return {"step_ms": 1e3 * row.times.median, "host_ms": 1e3 * row.host.median}
 
 
-class GraphsBenchmark(kit.Benchmark):
+class GraphsBenchmark(kit.InTurns):
     """Layers in turns, each built anew in every round."""
 
     report = GraphsReport
     options = kit.declare(
-        "json render only device",
-        heads="16",
-        seq_lens="4k",
+        "json render only device heads=16 seq_lens=4k time_limit=120 seed=1234",
         ffn_hidden_size=kit.number("width of the MLP", 2048),
         rounds=kit.number("measurements of each layer", 3),
         steps=kit.number("steps of a measurement", 40),
-        time_limit=120.0,
-        seed=1234,
         dims=kit.DIMS,
     )
     quick = "--seq-lens 8 --rounds 2 --steps 2"
@@ -99,7 +95,6 @@ class GraphsBenchmark(kit.Benchmark):
             use_cudagraphable_rng=self.processes.on_gpu,
             force_reset_rng=True,
         )
-        self._rows: dict[GraphCase, Row] = {}
 
     def about(self) -> dict:
         """With the kind of layers."""
@@ -117,32 +112,18 @@ class GraphsBenchmark(kit.Benchmark):
             for implementation in IMPLEMENTATIONS
         ]
 
-    def measure(self, case: GraphCase) -> Row:
-        """Measure ours and Megatron's with the first of them.
-
-        Raises:
-            Refused: With the reason of a case that could not be measured.
-        """
-        if case not in self._rows:
-            self._rows |= self._in_turns([c for c in self.chosen() if c.input == case.input])
-        row = self._rows[case]
-        if row.error:
-            raise kit.Refused(row.error)
-        return row
-
-    def _in_turns(self, cases: list[GraphCase]) -> dict[GraphCase, Row]:
+    def measure_input(self, cases: Sequence[GraphCase]) -> None:
+        """Ours and Megatron's in every round."""
         seconds: dict[GraphCase, list[tuple[float, float]]] = {case: [] for case in cases}
-        rows: dict[GraphCase, Row] = {}
         for _ in range(self.args.rounds):
-            for case in (case for case in cases if case not in rows):
+            for case in (case for case in cases if case not in self.found):
                 try:
                     seconds[case].append(self._round(case))
                 except Exception as problem:  # the others are measured all the same
-                    rows[case] = Row(case=case, error=kit.reason(problem))
-        for case in (case for case in cases if case not in rows):
+                    self.found[case] = self.failed(case, kit.reason(problem))
+        for case in (case for case in cases if case not in self.found):
             steps, host = map(kit.Times.of, zip(*seconds[case]))
-            rows[case] = Row(case=case, times=steps, host=host)
-        return rows
+            self.found[case] = Row(case=case, times=steps, host=host)
 
     def _round(self, case: GraphCase) -> tuple[float, float]:
         """Seconds of a step, and until the host has queued one."""

@@ -197,9 +197,15 @@ MODEL = {
 }
 
 
-def declare(plain: str, **options: Any) -> Mapping[str, Any]:
-    """The options of a benchmark, see :func:`add_options`; those of ``plain`` have no default."""
-    return {**dict.fromkeys(plain.split()), **options}
+def declare(known: str, **options: Any) -> Mapping[str, Any]:
+    """The options of a benchmark, see :func:`add_options`.
+
+    Args:
+        known: Some of ``KNOWN``, with defaults or without: ``"json device heads=16,128"``.
+        options: Others by name.
+    """
+    pairs = (word.partition("=") for word in known.split())
+    return {name: default or None for name, _, default in pairs} | options
 
 
 def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:

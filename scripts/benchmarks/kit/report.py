@@ -85,6 +85,11 @@ class Report:
     environment_key: ClassVar[str] = "environment"
     shows_ceilings: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, row: type) -> type[Self]:
+        """The same, of rows of this type."""
+        return type(f"{row.__name__}Report", (cls,), {"row": row, "__doc__": cls.__doc__})
+
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
         return measured_fields(row)

@@ -234,6 +234,7 @@ class InTurns(Benchmark):
     What one of them raises is the error of its own row.
 
     Attributes:
+        found: Rows of the last input, by case.
         now: What belongs to the input at hand; forgotten after it.
     """
 
@@ -282,7 +283,7 @@ class InTurns(Benchmark):
         if case not in self.found:
             self.found, self.now = {}, SimpleNamespace()
             try:
-                self._measure_all(case)
+                self.measure_input([one for one in self.chosen() if one.input == case.input])
             finally:
                 self.now = SimpleNamespace()
         row = self.found[case]
@@ -290,16 +291,17 @@ class InTurns(Benchmark):
             raise Refused(row.error)
         return row
 
-    def _measure_all(self, case: Any) -> None:
-        self.begin(case)
+    def measure_input(self, cases: Sequence[Any]) -> None:
+        """Put the rows of all cases of an input into ``found``."""
+        self.begin(cases[0])
         works = {}
-        for one in (one for one in self.chosen() if one.input == case.input):
+        for case in cases:
             try:
-                works[one] = self.work(one)
+                works[case] = self.work(case)
             except self.errors as error:  # of any kernel; the others are measured all the same
                 if isinstance(error, torch.AcceleratorError):
                     raise
-                self.found[one] = self.failed(one, reason(error))
+                self.found[case] = self.failed(case, reason(error))
         if works:
             self.found |= self.together(works)
 

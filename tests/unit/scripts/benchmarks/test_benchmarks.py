@@ -253,7 +253,7 @@ def qk_clip(rows: Rows, out: str, folder: Path) -> None:
 
 
 def speculative(rows: Rows, out: str, folder: Path) -> None:
-    cases = [(row["case"]["requests"], row["case"]["drafts"]) for row in rows]
+    cases = [(row["requests"], row["drafts"]) for row in rows]
     assert cases == [(n, drafts) for n in (1, 2) for drafts in (0, 1, 2)]
     assert all(row["tokens_per_second"] > 0 and 0 <= row["equal"] <= 1 for row in rows)
 
