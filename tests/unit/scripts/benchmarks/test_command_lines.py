@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from benchmarks import serving
 from benchmarks.kit import arguments
 from benchmarks.kit.arguments import KNOWN, Option
 from tests.unit.scripts.benchmarks.registered import BENCHMARKS, DOCS
@@ -230,3 +232,26 @@ def test_every_result_in_the_docs_is_a_programs():
         about = content.get("environment", {}) if isinstance(content, dict) else {}
         if "benchmarks/" in str(about.get("command", "")):
             assert file in shown, file
+
+
+# By an option that has another name since, and in words.
+NOT_REPEATED = {"decode/flash-attention-3.json", "attention/layer.json"}
+
+
+def test_recorded_commands_are_accepted(tmp_path, monkeypatch):
+    """What the results in the docs were made with makes them again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(serving, "vllm_version", lambda _: "0.24.0")
+    monkeypatch.setattr(serving, "missing_for_our_server", lambda _: [])
+    (tmp_path / "vllm").mkdir()
+    parsed = 0
+    for name, patterns in PUBLISHED.items():
+        for file in (file for one in patterns for file in DOCS.glob(one)):
+            content = json.loads(file.read_text())
+            about = content.get("environment") or content["machine"]
+            _, script, words = about.get("command", "").partition(f"{name}.py")
+            if script and str(file.relative_to(DOCS)) not in NOT_REPEATED:
+                BENCHMARKS[name].parse(shlex.split(words))
+                parsed += 1
+    assert parsed > 50
