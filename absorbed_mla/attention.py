@@ -31,7 +31,7 @@ from absorbed_mla.graph_capture import (
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
 from absorbed_mla.linear import own_output, refuse_sharded_alone
-from absorbed_mla.megatron_interface import HostInterface
+from absorbed_mla.megatron_interface import MegatronInterface
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.norm import has_few_rows
 from absorbed_mla.offloading import StageOffloading, on_device
@@ -56,7 +56,7 @@ from absorbed_mla.unsupported import (
 )
 
 
-class AbsorbedMLASelfAttention(HostInterface):
+class AbsorbedMLASelfAttention(MegatronInterface):
     """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     hidden_states -> projections -> absorb -> rope -> [context parallel] -> core attention

@@ -1,4 +1,4 @@
-"""What Megatron asks of an attention layer beside its forward: checkpoints, QK-clip, gradients."""
+"""Methods of the layer that Megatron calls beside forward: checkpoints, QK-clip, gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from absorbed_mla.fp8 import keep_original_input
 from absorbed_mla.qk_clip import SHARDS, check_config, clip_factors, scale_query_and_key
 
 
-class HostInterface(Attention):
+class MegatronInterface(Attention):
     """Base of :class:`~absorbed_mla.attention.AbsorbedMLASelfAttention`, which builds the layers.
 
     Attributes:

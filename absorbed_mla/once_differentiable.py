@@ -1,4 +1,4 @@
-"""Second derivatives raise an error instead of being wrong.
+"""Autograd functions that are once differentiable: second derivatives raise an error.
 
 The backward passes of this package are not differentiable themselves.
 ``torch.autograd.function.once_differentiable`` does not make that an error in every case: it
@@ -23,7 +23,7 @@ _MESSAGE = (
 )
 
 
-def first_order_only(backward: Callable) -> Callable:
+def once_differentiable(backward: Callable) -> Callable:
     """Decorator for the ``backward`` of an autograd function that has no second derivative.
 
     ``backward`` runs without autograd. Under ``create_graph=True`` its results are connected to the

@@ -23,7 +23,7 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
-from absorbed_mla.inference.decode_context_parallel.attention import InterleavedAttention
+from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
 from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.inference.prefill_context_parallel import TokenShares
@@ -307,7 +307,7 @@ class CachedAttention:
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
         if step.ranks is not None:
-            backend = InterleavedAttention(backend, step.ranks)
+            backend = DecodeContextParallelAttention(backend, step.ranks)
         for part in step.parts():
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:

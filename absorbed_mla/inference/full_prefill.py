@@ -1,4 +1,4 @@
-"""A step in a CUDA graph that reads whole prompts beside rows that decode."""
+"""Prefill in a CUDA graph: whole prompts that attend expanded, beside requests that decode."""
 
 from __future__ import annotations
 

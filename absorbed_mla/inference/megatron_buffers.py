@@ -1,4 +1,4 @@
-"""Megatron's communication buffers, which training cannot use after inference."""
+"""Megatron's communication buffers of inference, which training must not reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which new tokens of a step each context-parallel rank computes.
+"""Prefill context parallelism: which new tokens each context-parallel rank computes.
 
 The ranks make the same steps. Where one reads a prompt, every rank takes some of the new tokens
 through the layers: it exchanges their latents, keeps its interleaved share of all of them

@@ -1,4 +1,4 @@
-"""Which rows of a step run absorbed and which expanded."""
+"""The row groups of a step: tokens that attend in the absorbed form, and in the expanded form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Muon orthogonalises as one matrix: the K and V up-projections combined, apart, or by head.
+"""Orthogonalisation of the K and V up-projections by Muon: combined, split, or by head.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that its update depends on
 which rows are one matrix. Standard MLA has K and V up-projections in one ``linear_kv_up_proj``;

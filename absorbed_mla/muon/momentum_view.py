@@ -1,4 +1,4 @@
-"""One weight as an optimizer steps on it, and the states of matrices made of its rows."""
+"""A weight with its gradient and momentum as an optimizer steps on it, and states of groups."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.orthogonalization_groups import Matrices
+from absorbed_mla.muon.orthogonalization_groups import OrthogonalizationGroup
 
 
 @dataclass(frozen=True)
-class Rows:
+class MomentumView:
     """A weight of this rank, or what another rank has sent of one of its own.
 
     Attributes:
@@ -31,13 +31,15 @@ class Rows:
     is_own: bool = True
 
     @classmethod
-    def of(cls, optimizer: Optimizer, weight: Tensor) -> Rows:
+    def of(cls, optimizer: Optimizer, weight: Tensor) -> MomentumView:
         """A weight of this rank; without a gradient it has one of zeros."""
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         return cls(weight.detach(), grad, optimizer.state[weight])
 
 
-def joined_states(entry: Matrices, rows: Sequence[Rows], count: int) -> list[dict[str, Any]]:
+def joined_states(
+    entry: OrthogonalizationGroup, rows: Sequence[MomentumView], count: int
+) -> list[dict[str, Any]]:
     """The states of ``count`` matrices; empty before the first step."""
     joined: list[dict[str, Any]] = [{} for _ in range(count)]
     for name in rows[0].state:
@@ -52,7 +54,7 @@ def joined_states(entry: Matrices, rows: Sequence[Rows], count: int) -> list[dic
 
 
 def store_states(
-    entry: Matrices, states: Sequence[dict], height: int, rows: Sequence[Rows]
+    entry: OrthogonalizationGroup, states: Sequence[dict], height: int, rows: Sequence[MomentumView]
 ) -> None:
     """The inverse of :func:`joined_states`, of matrices of this height.
 

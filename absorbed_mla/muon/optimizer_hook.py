@@ -1,4 +1,4 @@
-"""Marking weights, and making optimizers step as the marks say."""
+"""The optimizer hook: steps on orthogonalisation groups in place of the weights that have them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from absorbed_mla.log_once import log_once
-from absorbed_mla.muon.orthogonalization_groups import matrices_of
-from absorbed_mla.muon.parameter_attributes import MARK, KVUp, Mark, marked_weights
+from absorbed_mla.muon.orthogonalization_groups import orthogonalization_groups
+from absorbed_mla.muon.parameter_attributes import ATTRIBUTE, KVUp, KVUpPart, kv_up_weights
 from absorbed_mla.muon.step import Step
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ _MEGATRON_NAMES = ("muon", "adaptive_muon")
 
 
 def mark_kv_up(w_uk: nn.Parameter, w_uv: nn.Parameter, layer: KVUp) -> None:
-    """Mark one layer's weights [heads * head_dim, C], and have Megatron's Muon follow the marks.
+    """Set the attribute of a layer's weights [heads * head_dim, C], which Megatron's Muon follows.
 
     Raises:
         ValueError: If Megatron's Muon cannot, and the choice is explicit.
     """
     for part, weight in enumerate((w_uk, w_uv)):
-        setattr(weight, MARK, Mark(layer, part))
+        setattr(weight, ATTRIBUTE, KVUpPart(layer, part))
     if layer.update == "split":
         return
     why_not = _follow_in_megatron()
@@ -56,7 +56,7 @@ def follow_kv_up_marks(optimizer: Optimizer) -> None:
     Raises:
         ValueError: If it has no weight of an AbsorbedMLASelfAttention, or one of two to combine.
     """
-    if not marked_weights(optimizer):
+    if not kv_up_weights(optimizer):
         raise ValueError(
             "optimizer must have the linear_k_up_proj and linear_v_up_proj weights of an "
             "AbsorbedMLASelfAttention, got one without; call follow_kv_up_marks as soon as it is "
@@ -67,7 +67,10 @@ def follow_kv_up_marks(optimizer: Optimizer) -> None:
 
 def _follow(optimizer: Optimizer) -> None:
     """Replace the optimizer's step, unless nothing is to do or it was done before."""
-    layers = [matrices_of(layer, weights) for layer, weights in marked_weights(optimizer).items()]
+    layers = [
+        orthogonalization_groups(layer, weights)
+        for layer, weights in kv_up_weights(optimizer).items()
+    ]
     matrices = [entry for layer in layers for entry in layer]
     if not matrices or hasattr(optimizer.step, _FOLLOWS):
         return

@@ -1,4 +1,4 @@
-"""The matrices that Muon steps on in place of the K and V up-projections."""
+"""Orthogonalisation groups: matrices that Muon steps on in place of the weights in them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ class PerHead:
         return [torch.cat(list(matrices))]
 
 
-Matrices = Combined | PerHead
+OrthogonalizationGroup = Combined | PerHead
 
 
-def matrices_of(layer: KVUp, weights: dict[int, nn.Parameter]) -> list[Matrices]:
+def orthogonalization_groups(
+    layer: KVUp, weights: dict[int, nn.Parameter]
+) -> list[OrthogonalizationGroup]:
     """What one layer's weights, by part, are stepped on as; empty where each is its own matrix.
 
     Raises:

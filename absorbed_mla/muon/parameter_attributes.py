@@ -1,4 +1,4 @@
-"""The attribute by which a weight says what Muon is to orthogonalise."""
+"""The parameter attribute that names a weight's orthogonalisation group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-MARK = "muon_kv_up"
+ATTRIBUTE = "muon_kv_up"
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +16,7 @@ class KVUp:
 
     Attributes:
         update: Value of ``muon_kv_up``; ``"auto"`` is combined.
-        head_dims: Rows per head of ``linear_k_up_proj`` and of ``linear_v_up_proj``.
+        head_dims: MomentumView per head of ``linear_k_up_proj`` and of ``linear_v_up_proj``.
     """
 
     update: str
@@ -24,19 +24,19 @@ class KVUp:
 
 
 @dataclass(frozen=True)
-class Mark:
+class KVUpPart:
     """A weight's layer, and whether it is its K (0) or its V (1) up-projection."""
 
     layer: KVUp
     part: int
 
 
-def marked_weights(optimizer: Optimizer) -> dict[KVUp, dict[int, nn.Parameter]]:
+def kv_up_weights(optimizer: Optimizer) -> dict[KVUp, dict[int, nn.Parameter]]:
     """The optimizer's marked weights by layer and part."""
     found: dict[KVUp, dict[int, nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            mark = getattr(weight, MARK, None)
+            mark = getattr(weight, ATTRIBUTE, None)
             if mark is not None:
                 found.setdefault(mark.layer, {})[mark.part] = weight
     return found

@@ -1,4 +1,4 @@
-"""Weights to combine that belong to two data-parallel ranks.
+"""Pairs of data-parallel ranks that each own one of two weights to combine.
 
 Megatron's layer-wise optimizer gives every matrix to one data-parallel rank, which alone has its
 gradient and momentum. Two ranks that have one half each send it to each other, and both compute
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.momentum_view import Rows, is_scalar
+from absorbed_mla.muon.momentum_view import MomentumView, is_scalar
 from absorbed_mla.muon.orthogonalization_groups import Combined, not_together
 
 
@@ -22,7 +22,7 @@ def data_parallel_group(optimizer: Optimizer) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
-class Partners:
+class RankPairs:
     """Which rank has the half that this one lacks, by number of the entry.
 
     All ranks of the group must make it at the same time.
@@ -53,7 +53,9 @@ class Partners:
                     raise not_together()
                 self._ranks[number] = dist.get_global_rank(group, ranks[0])
 
-    def exchange(self, number: int, entry: Combined, part: int, own: Rows) -> list[Rows]:
+    def exchange(
+        self, number: int, entry: Combined, part: int, own: MomentumView
+    ) -> list[MomentumView]:
         """Both halves of an entry of which this rank has one.
 
         Args:
@@ -70,7 +72,7 @@ class Partners:
         got = [x.new_empty((height, *x.shape[1:])) for x in sent]
         self._send_and_receive(peer, sent, got)
         scalars = {name: value for name, value in own.state.items() if is_scalar(value)}
-        other = Rows(got[0], got[1], scalars | dict(zip(names, got[2:])), is_own=False)
+        other = MomentumView(got[0], got[1], scalars | dict(zip(names, got[2:])), is_own=False)
         return [own, other] if part == 0 else [other, own]
 
     def _send_and_receive(self, peer: int, sent: list[Tensor], got: list[Tensor]) -> None:

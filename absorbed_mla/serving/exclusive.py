@@ -1,4 +1,4 @@
-"""Calls to a model one after the other: of several threads, and before Ctrl-C."""
+"""A fair lock around a model that several threads call, and the deferral of Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector in processes that serve."""
+"""gc freeze: takes what is loaded out of Python's garbage collection in serving processes."""
 
 from __future__ import annotations
 

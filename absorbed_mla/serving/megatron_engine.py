@@ -24,9 +24,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.fp8 import without_fp8
-from absorbed_mla.inference.decode_context_parallel.context import interleaved_context
+from absorbed_mla.inference.decode_context_parallel.context import decode_context_parallel_context
 from absorbed_mla.inference.index_keys import allocate_index_keys
-from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
 from absorbed_mla.inference.megatron_names import require_names
 from absorbed_mla.inference.prefill_context_parallel import dividing_prefill
@@ -165,7 +165,7 @@ def _context(
         ValueError: If it is to have them and the model cannot attend to a part of its keys.
     """
     if options.decode_context_parallel:
-        return interleaved_context(of_cache, config)
+        return decode_context_parallel_context(of_cache, config)
     if not options.host_blocks:
         return DynamicInferenceContext(of_cache, config)
     got = f"got {options.host_cache_tokens}"
@@ -179,7 +179,7 @@ def _context(
             "host_cache_tokens must be 0 with batch_invariant (parity=True), "
             f"{got}: parts of a cache would be summed up one by one"
         )
-    return TieredContext(of_cache, config, options.host_blocks)
+    return OffloadingContext(of_cache, config, options.host_blocks)
 
 
 def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerConfig:

@@ -1,4 +1,4 @@
-"""Ranks that a model is divided over while it generates.
+"""Model-parallel ranks of a model that generates, and what they must agree on.
 
 Tensor-parallel ranks and pipeline stages hold one model together: a replica. They schedule the same
 requests, and draw the same tokens from the same logits. Replicas have requests of their own; where

@@ -1,4 +1,4 @@
-"""Megatron's record of a request, whose parts after an eviction keep what the request asked for."""
+"""Megatron's request record, which keeps what the request asked for after an eviction."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensi
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 
-from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
 from absorbed_mla.serving.scheduler.in_flight_step import Flight
 
@@ -71,7 +71,7 @@ class Statistics:
         self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0
         self.most_rows = max(self.most_rows, rows.req_count)
         self.most_paused = max(self.most_paused, context.paused_request_count)
-        if isinstance(context, TieredContext):
+        if isinstance(context, OffloadingContext):
             self.streamed_blocks += context.tiers.num_streamed
         self.chunks += context.chunked_prefill_request_id >= 0
 

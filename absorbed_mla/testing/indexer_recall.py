@@ -1,4 +1,4 @@
-"""How many of the keys that dense attention weighs most an indexer chooses."""
+"""Recall of a DSA indexer: the share of dense attention's top-k keys that it selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that the kernels of a drawing give to tokens, which they keep for themselves.
+"""Sampling probabilities as the kernels compute them, for tests of the kernels.
 
 Imported where Triton's interpreter may be.
 """

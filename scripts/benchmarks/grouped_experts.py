@@ -137,9 +137,9 @@ class ExpertsBenchmark(WorksBenchmark):
         )
 
     def _rows(self, inputs: Inputs):
-        from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 
-        return ExpertRows.of(inputs.chosen, self.args.experts)
+        return PermutedTokens.of(inputs.chosen, self.args.experts)
 
     def _choose(self, inputs: Inputs) -> dict[str, tuple]:
         from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
@@ -175,19 +175,19 @@ class ExpertsBenchmark(WorksBenchmark):
         return {"torch": (megatron, by_expert), "ours": (ours, by_expert)}
 
     def _order(self, inputs: Inputs) -> dict[str, tuple]:
-        from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 
         chosen, experts = inputs.chosen, self.args.experts
 
-        def ours() -> ExpertRows:
+        def ours() -> PermutedTokens:
             from absorbed_mla.kernels.moe.order import order_by_expert
 
-            return ExpertRows(*order_by_expert(chosen, experts, 0))
+            return PermutedTokens(*order_by_expert(chosen, experts, 0))
 
-        def places(found: ExpertRows) -> list[Tensor]:
+        def places(found: PermutedTokens) -> list[Tensor]:
             return [found.places.double(), found.ends.double()]
 
-        sort = ExpertRows.by_sorting
+        sort = PermutedTokens.by_sorting
         return {"torch": (lambda: sort(chosen, experts), places), "ours": (ours, places)}
 
     def _into(self, inputs: Inputs) -> dict[str, tuple]:

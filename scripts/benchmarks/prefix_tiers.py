@@ -40,7 +40,7 @@ from benchmarks.kit.generating import GeneratingBenchmark
 from console.parser import Parser
 
 if TYPE_CHECKING:
-    from absorbed_mla.inference.kv_offload.blocks import BlockTiers
+    from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
     from absorbed_mla.serving.engine import Engine
 
 torch: Any = kit.lazy("torch")
@@ -233,7 +233,7 @@ class TiersBenchmark(GeneratingBenchmark):
             disk_gbps=found * size / (times[0] - start) / 1e9 if found else None,
         )
 
-    def _copy_ms(self, tiers: BlockTiers) -> float:
+    def _copy_ms(self, tiers: OffloadedBlocks) -> float:
         """The best of some rounds over all layers, each a single copy."""
         sources = tiers.host[:, : tiers.num_streamed]
         target = sources[0].new_empty(sources.shape[1:], device=tiers.resident.device)

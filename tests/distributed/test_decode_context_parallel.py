@@ -15,11 +15,11 @@ from absorbed_mla.inference import attention, prefill_context_parallel
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.decode_context_parallel import attention as dcp_attention
 from absorbed_mla.inference.decode_context_parallel.attention import (
-    InterleavedAttention,
-    InterleavedPart,
+    DecodeContextParallelAttention,
+    SharedCachePart,
 )
 from absorbed_mla.inference.decode_context_parallel.context import _cache_ranks
-from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
@@ -166,10 +166,10 @@ def test_attention(dtype, queries, keys):
     """Over the shares of all ranks, as over the whole cache, in the order of ranks to the bit."""
     case = PagedCase(queries, keys, heads=4, dtype=dtype, padding=3)
     q_content, q_rope, cache, rows, scale = case.inputs(world.device())
-    ranks = CacheRanks(world.tp_group())
+    ranks = CacheShares(world.tp_group())
     own_heads = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
     own = [x[:, own_heads] for x in (q_content, q_rope)]
-    backend = InterleavedAttention(REFERENCE, ranks)
+    backend = DecodeContextParallelAttention(REFERENCE, ranks)
     own_keys = share(cache, ranks.rank, ranks.size)
     out, lse = backend.forward(*own, own_keys, rows, scale)
 
@@ -188,10 +188,10 @@ def test_attention(dtype, queries, keys):
 def test_gathered_keys(start, end):
     case = PagedCase((1,), (40,), dtype=torch.float32)
     _, _, cache, rows, _ = case.inputs(world.device())
-    ranks = CacheRanks(world.tp_group())
+    ranks = CacheShares(world.tp_group())
     found = cache.new_empty(end - start, cache.shape[-1])
     own = share(cache, ranks.rank, ranks.size)
-    InterleavedPart(own, rows, ranks=ranks).gather(0, start, end, found)
+    SharedCachePart(own, rows, ranks=ranks).gather(0, start, end, found)
     places = torch.arange(start, end, device=cache.device)
     expected = cache[rows.block_table[0].long()[places // 16], places % 16]
     assert torch.equal(found, expected)

@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.serving.data_parallel_attention.model import divide_layers
+from absorbed_mla.serving.data_parallel_attention.model import shard_layers
 from absorbed_mla.serving.experts.experts import GroupedExperts
 from absorbed_mla.serving.experts.layer import group_experts
 from absorbed_mla.serving.experts.product import grouped_product
@@ -69,7 +69,7 @@ def divided_pair(**fields):
     models = []
     for spread in (lambda spec: spec, group_experts):
         spec = get_absorbed_mla_decoder_block_spec(config, backend=config.transformer_impl)
-        models.append(gpt_model(spec=spread(divide_layers(spec, exchange)), **fields).eval())
+        models.append(gpt_model(spec=spread(shard_layers(spec, exchange)), **fields).eval())
     models[1].load_state_dict(models[0].state_dict())
     return models, exchange
 

@@ -1,4 +1,4 @@
-"""Attention over a cache that tensor-parallel ranks share: ``layout.py`` says how."""
+"""Decode context parallelism's attention: each rank over its share of the cache, merged by LSE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.inference.backend import PagedBackend
 from absorbed_mla.inference.backends.reference import last_keys
-from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart
 
@@ -19,7 +19,7 @@ from absorbed_mla.inference.step import CachePart
 _TOKEN_HEADS = 2**16
 
 
-class InterleavedAttention:
+class DecodeContextParallelAttention:
     """A paged backend over the keys of all ranks. Collective: every rank has the same rows.
 
     Args:
@@ -27,7 +27,7 @@ class InterleavedAttention:
         ranks: Share the cache.
     """
 
-    def __init__(self, backend: PagedBackend, ranks: CacheRanks) -> None:
+    def __init__(self, backend: PagedBackend, ranks: CacheShares) -> None:
         self.backend, self.ranks = backend, ranks
 
     def forward(
@@ -100,14 +100,14 @@ def _one_by_one(rows: Rows, row: Tensor, last: Tensor) -> Rows:
 
 
 @dataclass(frozen=True)
-class InterleavedPart(CachePart):
+class SharedCachePart(CachePart):
     """This rank's share of the keys of all rows; positions are those of all ranks.
 
     Attributes:
         ranks: Share the cache.
     """
 
-    ranks: CacheRanks = field(kw_only=True)
+    ranks: CacheShares = field(kw_only=True)
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
         """See :class:`CachePart`; collective, with as much memory again as ``out``."""

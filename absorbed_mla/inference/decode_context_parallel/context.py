@@ -1,4 +1,4 @@
-"""Megatron's ``DynamicInferenceContext`` whose latents several ranks share."""
+"""Megatron's ``DynamicInferenceContext`` under decode context parallelism."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.decode_context_parallel.support import require_shares
 
 
-def interleaved_context(
+def decode_context_parallel_context(
     model_config: MLATransformerConfig, inference_config: InferenceConfig
 ) -> DynamicInferenceContext:
     """A context that holds as many times the tokens in the same memory as ranks share every layer.
@@ -52,11 +52,11 @@ def interleaved_context(
     return context
 
 
-def _cache_ranks(inference_config: InferenceConfig) -> CacheRanks:
+def _cache_ranks(inference_config: InferenceConfig) -> CacheShares:
     groups = inference_config.pg_collection
     if groups is not None:
-        return CacheRanks(getattr(groups, "tp_cp", groups.tp), groups.tp)
-    return CacheRanks(
+        return CacheShares(getattr(groups, "tp_cp", groups.tp), groups.tp)
+    return CacheShares(
         parallel_state.get_tensor_and_context_parallel_group(),
         parallel_state.get_tensor_model_parallel_group(),
     )

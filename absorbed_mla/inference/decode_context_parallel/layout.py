@@ -1,4 +1,4 @@
-"""Which rank keeps which latents of a cache that several ranks share, and what they exchange.
+"""The layout of decode context parallelism: which rank keeps which tokens' latents.
 
 Tensor-parallel ranks need the same latents, for different heads; context-parallel ranks, while they
 generate, for the same heads. Here each keeps 1/ranks of them:
@@ -32,7 +32,7 @@ from absorbed_mla.inference.rows import Rows
 Count = TypeVar("Count", int, Tensor)
 
 
-class CacheRanks:
+class CacheShares:
     """The ranks that share the latents of every request.
 
     Args:

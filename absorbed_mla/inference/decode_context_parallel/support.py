@@ -1,4 +1,4 @@
-"""Which ranks and layers can share the blocks of a cache; torch is not needed to ask."""
+"""Where decode context parallelism can run; torch is not needed to ask."""
 
 from __future__ import annotations
 

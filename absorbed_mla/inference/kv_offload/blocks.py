@@ -1,4 +1,4 @@
-"""Blocks of a dynamic context on the device and in host memory: which lie where, and moving them.
+"""Blocks of a latent cache on the device and in CPU memory: where each lies, and moving them.
 
 Megatron's allocator gives out numbers of blocks and knows nothing of this. A block has a slot, on
 the device or in host memory, which changes between steps. A step writes to blocks on the device
@@ -55,7 +55,7 @@ class StepPlan:
     slots: Tensor
 
 
-class BlockTiers:
+class OffloadedBlocks:
     """Memory for the latents of all layers, in slots, and what lies in them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Megatron's ``DynamicInferenceContext`` with more blocks than the device has memory for."""
+"""Megatron's ``DynamicInferenceContext`` with KV offload: more blocks than the device holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.inference.kv_offload.blocks import BlockTiers
+from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
 from absorbed_mla.inference.kv_offload.staging_buffers import NUM_BUFFERS
 
 # Blocks of a staging buffer: 32,768 tokens, 36 MiB at DeepSeek-V3's widths.
@@ -20,7 +20,7 @@ STAGED_BLOCKS = 512
 _SHARE = 1 / 64
 
 
-class TieredContext(DynamicInferenceContext):
+class OffloadingContext(DynamicInferenceContext):
     """Its scheduler, allocator and prefix cache count all blocks; some are in host memory.
 
     Args:
@@ -32,7 +32,7 @@ class TieredContext(DynamicInferenceContext):
         tiers: Where the blocks are.
     """
 
-    tiers: BlockTiers
+    tiers: OffloadedBlocks
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TieredContext(DynamicInferenceContext):
         allocator = self.kv_block_allocator
         device = torch.empty(0, device=torch.cuda.current_device()).device
         block = self.block_size_tokens, self.kv_reduced_dim
-        self.tiers = BlockTiers(
+        self.tiers = OffloadedBlocks(
             layers=self.num_attention_layers,
             device_blocks=allocator.total_count - self._host_blocks,
             host_blocks=self._host_blocks,

@@ -1,4 +1,4 @@
-"""Buffers on the device that all layers share, filled ahead of the attention that reads them.
+"""Staging buffers of KV offload: device memory filled ahead of the attention that reads it.
 
 A step reads the same windows of host memory in every layer, in the same order, so the copies that
 follow are known: they are queued on a stream of their own while the device computes.

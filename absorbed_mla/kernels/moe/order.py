@@ -19,7 +19,7 @@ _ITEMS, _OTHERS = 16, (64, 256, 1024)
 def order_by_expert(
     chosen: Tensor, count: int, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows sorted by expert, see ``experts.rows.ExpertRows``, in one launch.
+    """Rows sorted by expert, see ``experts.rows.PermutedTokens``, in one launch.
 
     Args:
         chosen: Int64 [T, K], contiguous.

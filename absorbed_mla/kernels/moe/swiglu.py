@@ -30,7 +30,7 @@ def swiglu(
     Args:
         gate_and_up: [R, 2 F], contiguous; the gate in the first half.
         probs: Of the tokens' choices, [T, K], contiguous, any float dtype.
-        choices: Int64 [R], the choice of each row; see ``experts.rows.ExpertRows``.
+        choices: Int64 [R], the choice of each row; see ``experts.rows.PermutedTokens``.
         ends: Int32 [E], likewise.
         rounds_each_step: Round ``silu(gate)`` and each product to the dtype, as PyTorch; ``probs``
             must not be fp64.

@@ -1,4 +1,4 @@
-"""Data-parallel attention: whole attention on every rank, all other weights divided over the ranks.
+"""Data-parallel attention: every rank has whole attention, and shards of all other weights.
 
 Each rank has requests, a cache and attention of its own. Dense MLPs, experts, embedding and output
 layer are divided, so for these the ranks exchange tokens: what a layer computes, it computes for

@@ -1,4 +1,4 @@
-"""Which of the tokens of all ranks go to this rank's experts."""
+"""The token dispatcher of data-parallel attention: tokens of all ranks, this rank's experts."""
 
 from __future__ import annotations
 

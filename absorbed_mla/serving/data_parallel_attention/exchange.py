@@ -1,4 +1,4 @@
-"""Tokens of several ranks, which a layer with divided weights computes together."""
+"""The exchange of tokens between data-parallel ranks before and after a sharded layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.full_iteration_graph import this_run
+from absorbed_mla.full_cuda_graph import this_run
 
 
 class TokenExchange:

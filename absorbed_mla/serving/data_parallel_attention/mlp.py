@@ -1,4 +1,4 @@
-"""MLPs and experts whose weights are divided over ranks that have tokens of their own."""
+"""MLPs and experts that are sharded over data-parallel attention ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from absorbed_mla.serving.experts.dispatcher import GroupedDispatcher
 from absorbed_mla.serving.experts.experts import GroupedExperts
 
 
-class DividedMLP(MLP):
+class ShardedMLP(MLP):
     """Megatron's MLP: gathers the tokens of all ranks, and gives each the sum for its own.
 
     Args:
@@ -36,7 +36,7 @@ class DividedMLP(MLP):
         """See the class. Megatron passes a layer's MLP more than its constructor takes."""
         groups = with_groups(pg_collection, tp=exchange.group)
         mlp = cls.as_mlp_submodule(pg_collection=groups, **host)
-        assert isinstance(mlp, DividedMLP)
+        assert isinstance(mlp, ShardedMLP)
         mlp.exchange = exchange
         leave_partial(mlp)
         return mlp
@@ -46,7 +46,7 @@ class DividedMLP(MLP):
         return _computed_together(self.exchange, super().forward, hidden_states, **host)
 
 
-class DividedMoE(MoELayer):
+class ShardedMoE(MoELayer):
     """Megatron's mixture of experts: a rank runs its experts, or its part of each, for all tokens.
 
     A rank sends its tokens to all others and gets a sum back; which experts it has, and whether

@@ -1,8 +1,8 @@
-"""Megatron's GPTModel with data-parallel attention: its layers' spec, and its two ends.
+"""Megatron's GPTModel with data-parallel attention: layer spec, embedding and output layer.
 
     exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
-    spec = divide_layers(get_absorbed_mla_decoder_block_spec(config), exchange)
-    model = divide_vocabulary(GPTModel(config, spec, ...), exchange)
+    spec = shard_layers(get_absorbed_mla_decoder_block_spec(config), exchange)
+    model = shard_vocabulary(GPTModel(config, spec, ...), exchange)
 
 Megatron's tensor-parallel size is 1: to its engine, every rank is a replica. Its expert groups
 (``expert_model_parallel_size`` x ``expert_tensor_parallel_size``) say which ranks divide weights,
@@ -24,11 +24,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.serving.data_parallel_attention.mlp import DividedMLP, DividedMoE
-from absorbed_mla.serving.data_parallel_attention.vocabulary import DividedEmbedding, DividedOutput
+from absorbed_mla.serving.data_parallel_attention.mlp import ShardedMLP, ShardedMoE
+from absorbed_mla.serving.data_parallel_attention.vocabulary import ShardedEmbedding, ShardedOutput
 
 
-def divide_layers(
+def shard_layers(
     block: TransformerBlockSubmodules, exchange: TokenExchange
 ) -> TransformerBlockSubmodules:
     """The spec of a decoder block, with MLPs and experts divided over ranks.
@@ -54,15 +54,15 @@ def _divided(mlp: Any, exchange: TokenExchange) -> functools.partial:
     """What builds the divided MLP of a layer, from what builds Megatron's."""
     made = getattr(mlp, "func", None)
     if made == MLP.as_mlp_submodule:
-        return functools.partial(DividedMLP.build, exchange, **mlp.keywords)
+        return functools.partial(ShardedMLP.build, exchange, **mlp.keywords)
     if made is MoELayer:
-        return functools.partial(DividedMoE, exchange=exchange, **mlp.keywords)
+        return functools.partial(ShardedMoE, exchange=exchange, **mlp.keywords)
     raise ValueError(
         f"data-parallel attention needs layers with Megatron's MLP or MoELayer, got {mlp}"
     )
 
 
-def divide_vocabulary(model: GPTModel, exchange: TokenExchange) -> GPTModel:
+def shard_vocabulary(model: GPTModel, exchange: TokenExchange) -> GPTModel:
     """Put a divided embedding and output layer into a model that was just built.
 
     Args:
@@ -82,14 +82,14 @@ def divide_vocabulary(model: GPTModel, exchange: TokenExchange) -> GPTModel:
             f"vocab_size must be a multiple of the {exchange.size} ranks that divide it, got "
             f"{vocabulary}"
         )
-    model.embedding.word_embeddings = DividedEmbedding(
+    model.embedding.word_embeddings = ShardedEmbedding(
         vocabulary,
         config.hidden_size,
         init_method=config.embedding_init_method,
         config=config,
         exchange=exchange,
     )
-    model.output_layer = DividedOutput(
+    model.output_layer = ShardedOutput(
         config.hidden_size,
         vocabulary,
         config=config,

@@ -1,4 +1,4 @@
-"""Embedding and output layer whose rows are divided over ranks that have tokens of their own."""
+"""Embedding and output layer whose vocabulary is sharded over data-parallel attention ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 
 
-class DividedEmbedding(VocabParallelEmbedding):
+class ShardedEmbedding(VocabParallelEmbedding):
     """Megatron's embedding, of which each rank has some rows.
 
     It is the first layer of a forward pass, and tells the others how many tokens every rank has.
@@ -43,7 +43,7 @@ class DividedEmbedding(VocabParallelEmbedding):
         return exchange.sum_own(found, exchange.tokens).view(*input_.shape, -1)
 
 
-class DividedOutput(ColumnParallelLinear):
+class ShardedOutput(ColumnParallelLinear):
     """Megatron's output layer, of which each rank has the rows of some tokens of the vocabulary.
 
     Args:

@@ -1,4 +1,4 @@
-"""Grouped experts: a mixture of experts for inference whose work has no size that a host must know.
+"""Grouped-GEMM experts for inference, without synchronising the CPU with the GPU.
 
 Megatron's experts run one after the other, or need the number of each expert's tokens on the host.
 Here the products of all experts are one operator, over rows whose number is that of tokens times

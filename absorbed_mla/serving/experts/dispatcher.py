@@ -1,4 +1,4 @@
-"""What brings tokens to this rank's grouped experts, and sums for the tokens back."""
+"""The token dispatcher of grouped experts: permutes tokens to this rank's experts and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
+from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 
 
 class GroupedDispatcher(MoETokenDispatcher):
@@ -69,9 +69,9 @@ class GroupedDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, ExpertRows, Tensor]:
+    ) -> tuple[Tensor, PermutedTokens, Tensor]:
         """Tokens for the experts, the rows that these make of them, and all probabilities."""
-        self._rows = ExpertRows.of(self._chosen, self._count, self._first)
+        self._rows = PermutedTokens.of(self._chosen, self._count, self._first)
         del self._chosen
         return hidden_states, self._rows, probs
 

@@ -1,4 +1,4 @@
-"""Experts whose weights stand one behind the other in memory, under the names that they had."""
+"""Grouped experts: weights of all local experts in one tensor, under their names as before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from absorbed_mla.batch_invariant import is_enabled
-from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
+from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 from absorbed_mla.serving.experts.product import grouped_product
 
 # Field of the config -> what this module computes.
@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):
         self._weights: tuple[Tensor, Tensor] | None = None
         self._stack()
 
-    def forward(self, tokens: Tensor, rows: ExpertRows, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, rows: PermutedTokens, probs: Tensor) -> tuple[Tensor, None]:
         """Of rows that are sorted by expert.
 
         Args:
@@ -70,7 +70,7 @@ class GroupedExperts(SequentialMLP):
         inner = grouped_product(tokens, into, rows.ends, rows.tokens)
         return grouped_product(self._activated(inner, rows, probs), out_of, rows.ends), None
 
-    def _activated(self, gate_and_up: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
+    def _activated(self, gate_and_up: Tensor, rows: PermutedTokens, probs: Tensor) -> Tensor:
         """[R, 2 F], which may be overwritten, to [R, F], times the probabilities."""
         activation = self.config.activation_func
         parity = is_enabled(gate_and_up.device)

@@ -17,7 +17,7 @@ from absorbed_mla.batch_invariant.requirements import declare_experts_in_order
 from absorbed_mla.deepseek_router import DeepSeekRouter
 from absorbed_mla.serving.experts.dispatcher import GroupedDispatcher
 from absorbed_mla.serving.experts.experts import GroupedExperts
-from absorbed_mla.serving.experts.router import ChoosingRouter
+from absorbed_mla.serving.experts.router import TopKIndexRouter
 
 Block = TypeVar("Block")
 # Why ranks that share experts do not have the bits of Megatron's.
@@ -121,9 +121,9 @@ def _grouped_mlp(mlp: functools.partial, parity: bool) -> functools.partial:
 def _choosing_router(router: Any) -> Any:
     """What builds the router of grouped experts that chooses like another."""
     if router is TopKRouter:
-        return ChoosingRouter
+        return TopKIndexRouter
     assert router.func is DeepSeekRouter, router
-    return functools.partial(ChoosingRouter, **router.keywords)
+    return functools.partial(TopKIndexRouter, **router.keywords)
 
 
 def _submodules(mlp: Any) -> Any:

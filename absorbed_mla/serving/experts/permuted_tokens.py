@@ -1,4 +1,4 @@
-"""The order in which tokens stand before their experts: one row for each choice of a token."""
+"""Permuted tokens: the order of (token, expert) pairs by expert, and each expert's bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from absorbed_mla.batch_invariant import is_enabled
 
 
 @dataclass(frozen=True)
-class ExpertRows:
+class PermutedTokens:
     """Rows sorted by expert, of T tokens that choose K experts each; no size depends on values.
 
     Attributes:
@@ -29,7 +29,7 @@ class ExpertRows:
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, count: int, first: int | None = None) -> ExpertRows:
+    def of(cls, chosen: Tensor, count: int, first: int | None = None) -> PermutedTokens:
         """Rows of what tokens chose, those of one expert in the order of tokens.
 
         Args:
@@ -46,7 +46,7 @@ class ExpertRows:
         return cls.by_sorting(chosen, count, first)
 
     @classmethod
-    def by_sorting(cls, chosen: Tensor, count: int, first: int | None = None) -> ExpertRows:
+    def by_sorting(cls, chosen: Tensor, count: int, first: int | None = None) -> PermutedTokens:
         """As :meth:`of`, by PyTorch's operators, for any number of choices."""
         experts = chosen.flatten()
         if first is not None:

@@ -1,4 +1,4 @@
-"""The product of rows with the weights of their experts, and where it can run."""
+"""The grouped GEMM of permuted tokens with their experts' weights, and where it can run."""
 
 from __future__ import annotations
 

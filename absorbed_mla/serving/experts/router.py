@@ -1,4 +1,4 @@
-"""Megatron's router, that says which experts a token chose instead of marking them among all."""
+"""Megatron's router with top-k indices as its output, in place of a routing map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 _BY_SCORE = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 
 
-class ChoosingRouter(TopKRouter):
+class TopKIndexRouter(TopKRouter):
     """Megatron's router for inference: the same choices and probabilities, as [T, K].
 
     Args:

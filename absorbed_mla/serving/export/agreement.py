@@ -1,4 +1,4 @@
-"""Preparing an export on all ranks: what each has found out, or the error of any of them on all."""
+"""The preparation of an export on all ranks: results of each, or the error of any on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going through the parts of an export on all ranks together, and leaving it without a deadlock."""
+"""The iteration of an export's tensors, collective over all ranks."""
 
 from __future__ import annotations
 

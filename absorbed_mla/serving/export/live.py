@@ -1,4 +1,4 @@
-"""A live model as the converter sees a checkpoint: the same tensors, in memory instead of files."""
+"""A live model as a checkpoint of the converter: tensors in memory instead of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's tensors as its ranks hold them, put together when somebody needs their values."""
+"""Shards of a live model's tensors, gathered from their ranks when values are needed."""
 
 from __future__ import annotations
 

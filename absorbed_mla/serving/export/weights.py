@@ -1,4 +1,4 @@
-"""The weights of a live model under Hugging Face's names, one after the other."""
+"""``hf_weights``: an iterator over a live model's weights under Hugging Face's names."""
 
 from __future__ import annotations
 

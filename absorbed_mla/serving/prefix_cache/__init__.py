@@ -1,1 +1,1 @@
-"""The prefix cache on disk: blocks of latents that outlive an engine and its process."""
+"""The prefix cache on disk: latent blocks that are kept beyond an engine and its process."""

@@ -1,4 +1,4 @@
-"""The contents of a context's blocks: what a file holds, and how it comes and goes."""
+"""Contents of KV blocks: the bytes of a block in the cache, read and written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor
 
-from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.serving.prefix_cache.block_file import BlockLayout, Views, bytes_of, require_files
 
 # Of the blocks that are read together on their way to the device.
@@ -54,7 +54,7 @@ class BlockMemory:
 
     def read(self, blocks: Sequence[int]) -> dict[str, Tensor]:
         """Copies of blocks on the CPU, [blocks, *shape] by name; waits for the device."""
-        if isinstance(self._context, TieredContext):
+        if isinstance(self._context, OffloadingContext):
             tiers = self._context.tiers
             return {"latents": torch.stack([tiers.read_block(block) for block in blocks])}
         index = torch.tensor(blocks, dtype=torch.long)
@@ -84,7 +84,7 @@ class BlockMemory:
         """The first ``count`` targets of these blocks are filled."""
         filled = list(zip(blocks, self._places(blocks)))[:count]
         here = [block for block, place in filled if place is not None]
-        tiered = isinstance(self._context, TieredContext)
+        tiered = isinstance(self._context, OffloadingContext)
         if here:
             for name, tensor in self._tensors().items():
                 contents = self._staging[name][: len(here)]
@@ -103,7 +103,7 @@ class BlockMemory:
 
     def _places(self, blocks: Sequence[int]) -> list[int | None]:
         """Places in the staging memory; None for blocks in host memory."""
-        if not isinstance(self._context, TieredContext):
+        if not isinstance(self._context, OffloadingContext):
             return list(range(len(blocks)))
         tiers, found, used = self._context.tiers, [], 0
         for block in blocks:

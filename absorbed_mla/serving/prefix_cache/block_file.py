@@ -1,4 +1,4 @@
-"""A run of blocks of latents as one safetensors file, and what makes a file be refused.
+"""A file of the prefix cache: consecutive blocks as safetensors, checked when read.
 
 A block has a checksum of its own, which also covers its hash and the fingerprint, so that any part
 of a file can be read and checked without the rest. The header is as :func:`_header` makes it, to

@@ -1,4 +1,4 @@
-"""What the latents of given tokens depend on, as one number: weights, config and options."""
+"""The fingerprint of a prefix cache: a hash of what latents depend on (weights, options)."""
 
 from __future__ import annotations
 

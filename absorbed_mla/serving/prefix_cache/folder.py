@@ -1,4 +1,4 @@
-"""A folder of files of blocks with a bound on its size, which several processes may share.
+"""The folder of a prefix cache: bounded in size, shared by processes, LRU first out.
 
 A block is found by the hash of the tokens up to its end, in the files of a folder named after all
 else that its latents depend on; what they hold is in their headers, which are read once. A file is

@@ -1,4 +1,4 @@
-"""Megatron's prefix cache, continued in a folder.
+"""Megatron's prefix cache, extended by the blocks of a folder.
 
 A block that Megatron evicts, and every block that is cached when the engine stops, is written to
 the folder. Before a request is scheduled, the blocks of its beginning that the prefix cache lacks

@@ -6,7 +6,7 @@ from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
-from absorbed_mla.inference.kv_offload.context import TieredContext
+from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.inference.megatron_names import missing_name
 from absorbed_mla.serving.scheduler.input_batch import TABLES
 
@@ -98,7 +98,7 @@ def why_never(host: DynamicInferenceEngine) -> str:
     context, config = host.context, host.context.config
     conditions = {
         "it drafts tokens": host.num_speculative_tokens > 0,
-        "its cache is partly in host memory": isinstance(context, TieredContext),
+        "its cache is partly in host memory": isinstance(context, OffloadingContext),
         "its model is a hybrid one": context.is_hybrid_model,
         "async_sched_mode is not legacy": config.async_sched_mode != AsyncScheduleMode.LEGACY,
         "experts' routing is recorded": context.moe_enable_routing_replay,

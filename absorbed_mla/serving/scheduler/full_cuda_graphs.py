@@ -11,7 +11,7 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
-from absorbed_mla.full_iteration_graph import whole_step
+from absorbed_mla.full_cuda_graph import full_cuda_graph
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
@@ -97,12 +97,12 @@ class StepGraphs:
             if larger is not None:
                 torch.cuda.reset_peak_memory_stats()
             # Kernels are compiled, and libraries start, outside of a capture.
-            with whole_step():
+            with full_cuda_graph():
                 step()
             torch.cuda.synchronize()
             if larger is not None:
                 self._make_room(torch.cuda.max_memory_allocated() - before, larger)
-            with self._capture(graph), whole_step():
+            with self._capture(graph), full_cuda_graph():
                 step()
         return graph
 

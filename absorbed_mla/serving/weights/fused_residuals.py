@@ -1,4 +1,4 @@
-"""Residual connections and the norms behind them in one kernel, in steps that are CUDA graphs."""
+"""Fused residual addition and RMSNorm in steps that are full CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from absorbed_mla.full_iteration_graph import this_run
+from absorbed_mla.full_cuda_graph import this_run
 from absorbed_mla.norm import RMSNorm, few_rows, is_plain
 
 

@@ -1,4 +1,4 @@
-"""The MLPs' SwiGLU in one kernel, where Megatron's own takes three."""
+"""Fused SwiGLU of MLPs: one kernel where Megatron's own takes three."""
 
 from __future__ import annotations
 

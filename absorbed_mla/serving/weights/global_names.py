@@ -1,4 +1,4 @@
-"""Names that this rank's weights have in the whole model.
+"""Global parameter names: what this rank's weights are called in the whole model.
 
 Pipeline stages number their layers, and experts' ranks their experts, from 0.
 """
@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(.+\.local_experts\.)(\d+)(\..+)")
 T = TypeVar("T")
 
 
-def whole_names(model: GPTModel, weights: Mapping[str, T]) -> dict[str, T]:
+def global_parameter_names(model: GPTModel, weights: Mapping[str, T]) -> dict[str, T]:
     """Weights of this rank's part of a model, under their names in the whole model.
 
     Args:

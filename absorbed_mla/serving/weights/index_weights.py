@@ -1,4 +1,4 @@
-"""Head weights of indexers in the dtype that they have in the checkpoint."""
+"""Head weights of DSA indexers in the dtype of the checkpoint."""
 
 from __future__ import annotations
 

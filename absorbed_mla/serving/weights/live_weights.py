@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
-from absorbed_mla.serving.weights.global_names import whole_names
+from absorbed_mla.serving.weights.global_names import global_parameter_names
 from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.layouts import (
     MegatronLayout,
@@ -36,7 +36,7 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
     Raises:
         CheckpointError: If the tensors do not fit the config.
     """
-    state = whole_names(model, model.state_dict()).items()
+    state = global_parameter_names(model, model.state_dict()).items()
     # Live MTP layers have another name than those of checkpoints.
     own = {as_mapped(name): v for name, v in state if not name.endswith("_extra_state")}
     mapped = to_megatron(tensors, config)

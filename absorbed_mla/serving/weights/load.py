@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.log_once import log_once
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.serving.data_parallel_attention.model import divide_layers, divide_vocabulary
+from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
 from absorbed_mla.serving.experts.layer import SEVERAL_RANKS, group_experts
 from absorbed_mla.serving.experts.product import why_not_grouped
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -294,7 +294,7 @@ def _build(
     parts = megatron_config.tensor_model_parallel_size
     if options.data_parallel_attention:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
-        spec, parts = divide_layers(spec, exchange), exchange.size
+        spec, parts = shard_layers(spec, exchange), exchange.size
     if grouped:
         spec = group_experts(spec, parity=options.parity)
         drafting = drafting and group_experts(drafting, parity=options.parity)
@@ -312,4 +312,4 @@ def _build(
     )
     fuse_swiglu(model, rounds_each_step=options.parity)
     fuse_residuals(model)
-    return model if exchange is None else divide_vocabulary(model, exchange)
+    return model if exchange is None else shard_vocabulary(model, exchange)

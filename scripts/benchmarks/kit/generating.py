@@ -74,7 +74,7 @@ def build(
     from megatron.core.models.gpt import GPTModel
 
     from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
-    from absorbed_mla.serving.data_parallel_attention.model import divide_layers, divide_vocabulary
+    from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
     from absorbed_mla.serving.scheduler.cuda_graphs import graph_fields, seed_generators
 
     dtype = dtype or processes.dtype
@@ -90,7 +90,7 @@ def build(
     spec, exchange = _spec(config, standard, batch_invariant), None
     if divided:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
-        spec = divide_layers(spec, exchange)
+        spec = shard_layers(spec, exchange)
     model = GPTModel(
         config,
         transformer_layer_spec=spec,
@@ -99,7 +99,7 @@ def build(
         position_embedding_type="rope",
     )
     if exchange is not None:
-        divide_vocabulary(model, exchange)
+        shard_vocabulary(model, exchange)
     model.to(processes.device, dtype)
     with torch.no_grad():
         _fill(model, args.seed)

@@ -10,7 +10,7 @@ import torch
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.caches.dynamic import DynamicCache
 from absorbed_mla.inference.decode_context_parallel import attention
-from absorbed_mla.inference.decode_context_parallel.layout import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.decode_context_parallel.support import require_shares
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import PAGED_BACKENDS
@@ -79,7 +79,7 @@ def test_refused_sizes(size):
 
 
 def test_ranks_of_a_group():
-    ranks = CacheRanks(world.tp_group())
+    ranks = CacheShares(world.tp_group())
     assert (ranks.rank, ranks.size) == (0, 1)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from absorbed_mla.inference.kv_offload.blocks import BlockTiers
+from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
 from absorbed_mla.inference.kv_offload.staging_buffers import NUM_BUFFERS
 from absorbed_mla.inference.rows import Rows
 from tests.support.copy_streams import RecordedStreams, record
@@ -22,13 +22,13 @@ def streams(monkeypatch) -> RecordedStreams:
 
 
 @pytest.fixture
-def tiers(streams) -> BlockTiers:
+def tiers(streams) -> OffloadedBlocks:
     return filled_tiers()
 
 
-def filled_tiers() -> BlockTiers:
+def filled_tiers() -> OffloadedBlocks:
     """12 blocks of a request, 8 of them in host memory: 4 windows of 2 blocks."""
-    tiers = BlockTiers(
+    tiers = OffloadedBlocks(
         layers=LAYERS,
         device_blocks=5,
         host_blocks=10,

@@ -205,7 +205,7 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
-        *("offloading", "graph_capture", "full_iteration_graph", "recomputed_outputs", "muon"),
+        *("offloading", "graph_capture", "full_cuda_graph", "recomputed_outputs", "muon"),
         "own_packages",
     },
     {"kernels", "sequences", "options"},

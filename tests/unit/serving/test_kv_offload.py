@@ -7,7 +7,7 @@ import torch
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.inference.kv_offload import context
-from absorbed_mla.inference.kv_offload.blocks import BlockTiers, cuts_of, runs_of
+from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks, cuts_of, runs_of
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.engine_options import EngineOptions
@@ -171,7 +171,7 @@ class TestMoving:
         def random(count: int) -> torch.Tensor:
             return torch.randperm(count, generator=generator)
 
-        tiers = BlockTiers(
+        tiers = OffloadedBlocks(
             layers=2,
             device_blocks=7,
             host_blocks=9,

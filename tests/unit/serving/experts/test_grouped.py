@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from absorbed_mla.serving.experts import router as router_module
 from absorbed_mla.serving.experts.experts import GroupedExperts
-from absorbed_mla.serving.experts.permuted_tokens import ExpertRows
+from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 from absorbed_mla.serving.experts.product import grouped_product, why_not_grouped
 from absorbed_mla.serving.export import hf_weights
 from tests.support import needs
@@ -31,7 +31,7 @@ def test_rows(tokens, first, count):
     """By what they are: every choice once, sorted, and its row's place."""
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.rand(tokens, 6, generator=generator).topk(2).indices
-    rows = ExpertRows.of(chosen, count, None if count == 6 else first)
+    rows = PermutedTokens.of(chosen, count, None if count == 6 else first)
     pairs = [(e, c) for c, e in enumerate(chosen.flatten().tolist())]
     own = sorted(pair for pair in pairs if first <= pair[0] < first + count)
     assert rows.choices.tolist()[: len(own)] == [choice for _, choice in own]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from absorbed_mla.full_iteration_graph import whole_step
+from absorbed_mla.full_cuda_graph import full_cuda_graph
 from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.chunked_context import ChunkedContext
@@ -126,7 +126,7 @@ def test_tables_of_graphs():
         counts.count(ForwardRows, "_made")
         for one_graph, expected in ((False, 2), (True, 1), (True, 1), (False, 2)):
             counts.calls.clear()
-            with whole_step() if one_graph else contextlib.nullcontext():
+            with full_cuda_graph() if one_graph else contextlib.nullcontext():
                 engine.step()
             assert counts.calls["_made"] == expected
         while engine.is_busy():

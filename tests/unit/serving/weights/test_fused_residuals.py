@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from absorbed_mla.full_iteration_graph import whole_step
+from absorbed_mla.full_cuda_graph import full_cuda_graph
 from absorbed_mla.serving.weights import fused_residuals
 from absorbed_mla.serving.weights.fused_residuals import NormedSum, fuse_residuals
 from tests.support import needs, world
@@ -63,7 +63,7 @@ class TestModel:
         made = model()
         expected = logits(made)
         fuse_residuals(made)
-        with whole_step():
+        with full_cuda_graph():
             found = logits(made)
         assert len(calls) == 2 * len(made.decoder.layers)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ class TestModel:
         fuse_residuals(made)
         whole = module.added_norm
         monkeypatch.setattr(module, "added_norm", lambda *args: (whole(*args)[0], 0 * args[0]))
-        with whole_step():
+        with full_cuda_graph():
             assert not torch.allclose(logits(made), before)
 
     def test_other_steps(self, calls):
@@ -86,7 +86,7 @@ class TestModel:
         expected = logits(made)
         fuse_residuals(made)
         assert torch.equal(logits(made), expected)
-        with whole_step():
+        with full_cuda_graph():
             made.train()
             tokens = torch.zeros(1, 4, dtype=torch.long)
             made(tokens, torch.arange(4)[None], None).sum().backward()
@@ -99,7 +99,7 @@ class TestModel:
         norm = layer.pre_mlp_layernorm
         fuse_residuals(made)
         x, y = torch.randn(2, 3, 1, made.config.hidden_size)
-        with torch.no_grad(), whole_step():
+        with torch.no_grad(), full_cuda_graph():
             expected, other = norm(2 * x), norm(y)
             total = layer.self_attn_bda(False, False)((x, None), x, 0.0)
             assert torch.equal(norm(y), other) and len(calls) == 1
@@ -107,7 +107,7 @@ class TestModel:
             torch.testing.assert_close(norm(total), expected)
             total = layer.self_attn_bda(False, False)((x, None), x, 0.0)
         layer.self_attn_bda._made = total, y
-        with torch.no_grad(), whole_step():
+        with torch.no_grad(), full_cuda_graph():
             torch.testing.assert_close(norm(total), expected)
 
     def test_other_layers_stay(self):

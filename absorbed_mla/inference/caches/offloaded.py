@@ -1,4 +1,4 @@
-"""The latent cache in a ``TieredContext``: blocks on the device, and streamed from host memory."""
+"""The latent cache in an ``OffloadingContext``: blocks on the device, and read from CPU memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from absorbed_mla.inference.step import CachePart
 from absorbed_mla.options import AbsorbedMLAOptions
 
 
-class TieredCache:
+class OffloadedCache:
     """See :class:`~absorbed_mla.inference.step.LatentCache`."""
 
-    name = "tiered"
+    name = "offloaded"
     summary = "as dynamic, with host_cache_tokens: further blocks in host memory, streamed"
 
     def why_not(self, context: Any) -> str | None:
         """See :class:`LatentCache`."""
-        return None if hasattr(context, "tiers") else "it needs a TieredContext"
+        return None if hasattr(context, "tiers") else "it needs an OffloadingContext"
 
     def open(
         self,
@@ -31,16 +31,16 @@ class TieredCache:
         kv: Tensor,
         options: AbsorbedMLAOptions,
         owner: object,
-    ) -> TieredStep:
+    ) -> OffloadedStep:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
         offset = layer_offset()
-        step = TieredStep(context, layer_number - offset, len(kv), offset)
+        step = OffloadedStep(context, layer_number - offset, len(kv), offset)
         step.require_rows(kv)
         return step
 
 
-class TieredStep(DynamicStep):
+class OffloadedStep(DynamicStep):
     """As :class:`DynamicStep`, over several parts where blocks are in host memory."""
 
     def __init__(self, context: Any, layer_number: int, tokens: int, layer_offset: int = 0) -> None:
@@ -71,4 +71,4 @@ class TieredStep(DynamicStep):
             yield replace(part, cache=part.cache.view(self.row_dtype or part.cache.dtype))
 
 
-ENTRY = TieredCache()
+ENTRY = OffloadedCache()

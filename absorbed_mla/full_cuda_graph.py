@@ -1,4 +1,4 @@
-"""Whether what runs now is a whole step of a model that becomes one CUDA graph.
+"""The full CUDA graph of a step: whether the layers that run now belong to one, and to which run.
 
 Layers of such a step may share tables that the first of them makes: each replay makes them anew. In
 graphs of single layers each layer makes its own.
@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-_RUN: ContextVar[object | None] = ContextVar("whole_step", default=None)
+_RUN: ContextVar[object | None] = ContextVar("full_cuda_graph", default=None)
 
 
 @contextlib.contextmanager
-def whole_step() -> Iterator[None]:
+def full_cuda_graph() -> Iterator[None]:
     """Around all layers of one run of a step."""
     token = _RUN.set(object())
     try:
