@@ -102,25 +102,16 @@ def document_lengths(tokens: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """One case, with its figures or with the error that prevented them.
-
-    Attributes:
-        forward: None if it was not measured, as the next ones.
-        backward: Likewise.
-        step: Forward and backward.
-        kept_bytes: Allocated by forward until backward; None without a GPU.
-        peak_bytes: The most allocated during a step beyond weights, input and output gradient;
-            None without a GPU.
-        ran: Form and backend that a layer of ours chose.
-    """
+    """One case, with its figures or with the error that prevented them."""
 
     case: LayerCase | CoreCase
-    forward: kit.Times | None = None
-    backward: kit.Times | None = None
-    step: kit.Times | None = None
-    kept_bytes: int | None = None
+    forward: kit.Times | None = None  # None if it was not measured, as the next ones
+    backward: kit.Times | None = None  # likewise
+    step: kit.Times | None = None  # forward and backward
+    kept_bytes: int | None = None  # allocated by forward until backward; None without a GPU
+    # The most allocated in a step beyond weights, input and output gradient; None without a GPU.
     peak_bytes: int | None = None
-    ran: str = ""
+    ran: str = ""  # form and backend that a layer of ours chose
 
     @property
     def suite(self) -> str:

@@ -97,18 +97,13 @@ def offloaded_bytes(case: CachedCase, dims: dict[str, int], itemsize: int) -> in
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """What was measured of one case.
-
-    Attributes:
-        ours: Time of a step.
-        beside: Time of attention alone (prefill), or of the step with everything on the device
-            (offload).
-        peak_bytes: The most allocated on the device during a step; None without a GPU.
-    """
+    """What was measured of one case."""
 
     case: CachedCase
-    ours: kit.Times | None = None
+    ours: kit.Times | None = None  # time of a step
+    # Time of attention alone (prefill), or of the step with everything on the device (offload).
     beside: kit.Times | None = None
+    # The most allocated on the device during a step; None without a GPU.
     peak_bytes: int | None = None
 
 

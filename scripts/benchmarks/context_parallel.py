@@ -72,36 +72,26 @@ class Row(kit.Row):
     """One case, with its figures or with the error that prevented them.
 
     Times and bytes are the largest over the ranks; those of a repetition over the same repetition.
-
-    Attributes:
-        cp_size: Ranks.
-        forward_seconds: Every timed forward.
-        step_seconds: Every timed forward and backward.
-        kept_bytes: Allocated by forward until backward; None without a GPU.
-        peak_bytes: The most allocated during a step beyond weights, input and output gradient;
-            None without a GPU.
-        forward_sent_bytes: By a rank. Of collectives as in a ring of n ranks: an all-gather of x
-            sends (n - 1) x, a reduce-scatter of n x as much, an all-reduce of x 2 (n - 1) / n x.
-        backward_sent_bytes: By a rank, counted likewise.
-        traffic: Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
-        forward_overlap: Least fraction of the time of a rank's NCCL kernels in forward, waiting
-            included, that other kernels run in; None if not measured.
-        backward_overlap: The same of backward.
-        ran: Form and backend that a layer of ours took; empty if that was not recorded.
     """
 
     case: RingCase
-    cp_size: int
-    forward_seconds: Sequence[float] = ()
-    step_seconds: Sequence[float] = ()
-    kept_bytes: int | None = None
+    cp_size: int  # ranks
+    forward_seconds: Sequence[float] = ()  # every timed forward
+    step_seconds: Sequence[float] = ()  # every timed forward and backward
+    kept_bytes: int | None = None  # allocated by forward until backward; None without a GPU
+    # The most allocated in a step beyond weights, input and output gradient; None without a GPU.
     peak_bytes: int | None = None
+    # By a rank. Of collectives as in a ring of n ranks: an all-gather of x sends (n - 1) x, a
+    # reduce-scatter of n x as much, an all-reduce of x 2 (n - 1) / n x.
     forward_sent_bytes: int = 0
-    backward_sent_bytes: int = 0
+    backward_sent_bytes: int = 0  # by a rank, counted likewise
+    # Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
     traffic: dict[str, list[dict]] | None = None
+    # Least fraction of the time of a rank's NCCL kernels in forward, waiting included, that other
+    # kernels run in; None if not measured.
     forward_overlap: float | None = None
-    backward_overlap: float | None = None
-    ran: str = ""
+    backward_overlap: float | None = None  # the same of backward
+    ran: str = ""  # form and backend that a layer of ours took; empty if that was not recorded
 
     @property
     def compared(self) -> tuple:

@@ -76,13 +76,10 @@ class RankCase(kit.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(WorksRow):
-    """One case with its works.
-
-    Attributes:
-        messages: By work, bytes of other ranks' messages in a step, and seconds of such copies.
-    """
+    """One case with its works."""
 
     case: RankCase
+    # By work, bytes of other ranks' messages in a step, and seconds of such copies.
     messages: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def ratio(self, work: Measured) -> float | None:

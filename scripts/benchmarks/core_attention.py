@@ -59,15 +59,10 @@ def attention_flops(case: CoreCase, dims: dict[str, int]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention on fixed inputs.
+    """An attention on fixed inputs."""
 
-    Attributes:
-        forward: Returns the output and whatever backward needs.
-        backward: Returns gradients of all inputs, from what ``forward`` returned.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
+    forward: Callable[[], Any]  # returns the output and whatever backward needs
+    backward: Callable[[Any], Any]  # returns gradients of all inputs, from what forward returned
 
 
 def measure_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> dict[str, Any]:

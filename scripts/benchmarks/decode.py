@@ -191,20 +191,14 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """Of one call.
-
-    Attributes:
-        times: None if it was not measured.
-        graph: Whether it was a CUDA graph.
-        difference: Relative difference of the output from the reference's in fp32.
-        ratio: To FlashMLA; None for itself, or if it was not measured.
-    """
+    """Of one call."""
 
     case: DecodeCase
-    times: kit.Times | None = None
-    graph: bool = False
+    times: kit.Times | None = None  # None if it was not measured
+    graph: bool = False  # whether it was a CUDA graph
+    # Relative difference of the output from the reference's in fp32.
     difference: float | None = None
-    ratio: Ratio | None = None
+    ratio: Ratio | None = None  # to FlashMLA; None for itself, or if it was not measured
 
 
 class DecodeReport(kit.Report):

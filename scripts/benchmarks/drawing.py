@@ -78,18 +78,12 @@ class DrawingCase(kit.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """One drawing, by us and by PyTorch.
-
-    Attributes:
-        ours: Of our kernels; None where they cannot run.
-        torch: Of PyTorch's functions; None after an error.
-        equal: Share of requests with the same token; None without ours.
-    """
+    """One drawing, by us and by PyTorch."""
 
     case: DrawingCase
-    ours: kit.Times | None = None
-    torch: kit.Times | None = None
-    equal: float | None = None
+    ours: kit.Times | None = None  # of our kernels; None where they cannot run
+    torch: kit.Times | None = None  # of PyTorch's functions; None after an error
+    equal: float | None = None  # share of requests with the same token; None without ours
 
 
 class DrawingReport(kit.Report):

@@ -94,26 +94,18 @@ class VerdictReport(kit.Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """All requests in one engine; the error may also be of what it did.
-
-    Attributes:
-        seconds: From the first request to the end of the last.
-        generated: Tokens.
-        engine: What the engine did: ``Run`` without its results.
-        missing: Of what the workload should make the engine do, what did not happen.
-        capture_seconds: To make the engine, CUDA graphs included.
-        peak_bytes: Of device memory, or None.
-        comparison: With the tokens that every request has alone, or None.
-    """
+    """All requests in one engine; the error may also be of what it did."""
 
     case: EngineCase
-    seconds: float | None = None
-    generated: int = 0
+    seconds: float | None = None  # from the first request to the end of the last
+    generated: int = 0  # tokens
+    # What the engine did: Run without its results.
     engine: dict[str, int] = field(default_factory=dict)
+    # Of what the workload should make the engine do, what did not happen.
     missing: tuple[str, ...] = ()
-    capture_seconds: float | None = None
-    peak_bytes: int | None = None
-    comparison: Comparison | None = None
+    capture_seconds: float | None = None  # to make the engine, CUDA graphs included
+    peak_bytes: int | None = None  # of device memory, or None
+    comparison: Comparison | None = None  # with the tokens that every request has alone, or None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -87,21 +87,14 @@ def _blocks(tokens: int) -> int:
 
 @dataclass
 class Comparison:
-    """Of all requests, together and alone.
+    """Of all requests, together and alone."""
 
-    Attributes:
-        equal: Requests with the same tokens.
-        ties: Requests whose first different tokens are both within the tie of the likeliest.
-        different: The other requests.
-        worst_gap: Furthest that a chosen token was from the likeliest, in log-probability.
-        examples: Numbers of some of the different ones.
-    """
-
-    equal: int = 0
-    ties: int = 0
-    different: int = 0
+    equal: int = 0  # requests with the same tokens
+    ties: int = 0  # requests whose first different tokens are both within the tie of the likeliest
+    different: int = 0  # the other requests
+    # Furthest that a chosen token was from the likeliest, in log-probability.
     worst_gap: float = 0.0
-    examples: tuple[int, ...] = ()
+    examples: tuple[int, ...] = ()  # numbers of some of the different ones
 
 
 def compare(

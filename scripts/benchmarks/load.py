@@ -54,29 +54,19 @@ TINY = {"model": "deepseek-v2-lite", "layers": 2, "experts": 4, "scale_down": 16
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """What one load did.
+    """What one load did."""
 
-    Attributes:
-        case: Its name.
-        seconds: From the first request to the end of the last.
-        generated: Tokens.
-        requests: Numbers of requests of each kind.
-        engine: What the engine did: fields of ``Statistics``.
-        missing: Of what the load should make happen, what did not.
-        latencies: Milliseconds by ``first_token``, ``token`` and ``request``, each p50, p99, most.
-        equal: Requests whose tokens are those that they have alone, or the first of them.
-        different: Numbers of the others.
-    """
-
-    case: str
-    seconds: float | None = None
-    generated: int = 0
-    requests: dict[str, int] = field(default_factory=dict)
+    case: str  # its name
+    seconds: float | None = None  # from the first request to the end of the last
+    generated: int = 0  # tokens
+    requests: dict[str, int] = field(default_factory=dict)  # numbers of requests of each kind
+    # What the engine did: fields of Statistics.
     engine: dict[str, int] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # of what the load should make happen, what did not
+    # Milliseconds by first_token, token and request, each p50, p99, most.
     latencies: dict[str, dict[str, float]] = field(default_factory=dict)
-    equal: int = 0
-    different: tuple[int, ...] = ()
+    equal: int = 0  # requests whose tokens are those that they have alone, or the first of them
+    different: tuple[int, ...] = ()  # numbers of the others
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -61,30 +61,19 @@ class TierCase(kit.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
-    """What one request took.
-
-    Attributes:
-        first_ms: From the request to its first token.
-        decode_ms: Of a token after that, the mean.
-        of_computed: ``first_ms``, as a share of that of the computed prefix.
-        start_ms: Start of the engine, where this request was its first.
-        stop_ms: End of the engine, where this request was its last.
-        disk_blocks: Blocks read from the folder.
-        streamed_blocks: Blocks that the last step streamed from host memory.
-        copy_ms: Time in which as many blocks of all layers are copied from there, and nothing else.
-        disk_gbps: GB/s of the files, over the whole time to the first token.
-    """
+    """What one request took."""
 
     case: TierCase
-    first_ms: float | None = None
-    decode_ms: float | None = None
-    of_computed: float | None = None
-    start_ms: float | None = None
-    stop_ms: float | None = None
-    disk_blocks: int | None = None
-    streamed_blocks: int | None = None
+    first_ms: float | None = None  # from the request to its first token
+    decode_ms: float | None = None  # of a token after that, the mean
+    of_computed: float | None = None  # first_ms, as a share of that of the computed prefix
+    start_ms: float | None = None  # start of the engine, where this request was its first
+    stop_ms: float | None = None  # end of the engine, where this request was its last
+    disk_blocks: int | None = None  # blocks read from the folder
+    streamed_blocks: int | None = None  # blocks that the last step streamed from host memory
+    # Time in which as many blocks of all layers are copied from there, and nothing else.
     copy_ms: float | None = None
-    disk_gbps: float | None = None
+    disk_gbps: float | None = None  # GB/s of the files, over the whole time to the first token
 
 
 class TiersBenchmark(GeneratingBenchmark):

@@ -60,29 +60,20 @@ class AttentionCase(kit.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRow(kit.Row):
-    """What was measured of one case; seconds are of forward, and of forward and backward.
-
-    Attributes:
-        without_forward: Without the largest scores.
-        without_step: Likewise.
-        recorded_forward: With them.
-        recorded_step: Likewise.
-        worst: Largest deviation from float64 of a maximum above the threshold, or of any where
-            every one is wanted; relative to it, or to 1 where it is smaller.
-        worst_lse: Largest deviation of the LSE of a call that records.
-        above_bound: By how much a largest score exceeds the bound recorded in its place at most.
-        ran: Form and backend of the layer.
-    """
+    """What was measured of one case; seconds are of forward, and of forward and backward."""
 
     case: AttentionCase
-    without_forward: kit.Times | None = None
-    without_step: kit.Times | None = None
-    recorded_forward: kit.Times | None = None
-    recorded_step: kit.Times | None = None
+    without_forward: kit.Times | None = None  # without the largest scores
+    without_step: kit.Times | None = None  # likewise
+    recorded_forward: kit.Times | None = None  # with them
+    recorded_step: kit.Times | None = None  # likewise
+    # Largest deviation from float64 of a maximum above the threshold, or of any where every one is
+    # wanted; relative to it, or to 1 where it is smaller.
     worst: float | None = None
-    worst_lse: float | None = None
+    worst_lse: float | None = None  # largest deviation of the LSE of a call that records
+    # By how much a largest score exceeds the bound recorded in its place at most.
     above_bound: float | None = None
-    ran: str = ""
+    ran: str = ""  # form and backend of the layer
 
     def figures(self) -> dict[str, float]:
         """Deviations, or milliseconds and ratios."""

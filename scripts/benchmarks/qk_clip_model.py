@@ -39,20 +39,15 @@ class ClipCase(kit.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRow(kit.Row):
-    """What was measured.
-
-    Attributes:
-        first: Seconds of the first call, which asks the ranks for their shards.
-        again: Seconds of the calls after it.
-        syncs: Times that such a call makes the host wait for the GPU; None without one.
-        copies_off: Largest relative deviation of fp32 copies from their part of the weights after
-            the first call, which is that of rounding to bf16; None without copies.
-    """
+    """What was measured."""
 
     case: ClipCase
-    first: float | None = None
-    again: kit.Times | None = None
+    first: float | None = None  # seconds of the first call, which asks the ranks for their shards
+    again: kit.Times | None = None  # seconds of the calls after it
+    # Times that such a call makes the host wait for the GPU; None without one.
     syncs: int | None = None
+    # Largest relative deviation of fp32 copies from their part of the weights after the first call,
+    # which is that of rounding to bf16; None without copies.
     copies_off: float | None = None
 
     def figures(self) -> dict[str, float]:

@@ -106,19 +106,12 @@ def list_of(parse: Callable[[str], Any], separator: str = ",") -> Callable[[str]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command line.
+    """One option of a command line."""
 
-    Attributes:
-        help: What it means.
-        type: Makes a value of its text.
-        default: A value, or the text of one.
-        more: Other arguments of ``add_argument``.
-    """
-
-    help: str
-    type: Callable[[str], Any] | None = None
-    default: Any = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    help: str  # what it means
+    type: Callable[[str], Any] | None = None  # makes a value of its text
+    default: Any = None  # a value, or the text of one
+    more: Mapping[str, Any] = field(default_factory=dict)  # other arguments of add_argument
 
 
 def number(help: str, default: int | None = None) -> Option:

@@ -35,19 +35,12 @@ YARN = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer with an input of this rank.
+    """A layer with an input of this rank."""
 
-    Attributes:
-        layer: Megatron's attention interface.
-        x: [tokens / cp, 1, hidden], requires a gradient.
-        output_grad: Like ``x``.
-        packed: Boundaries of the whole pack, None for one sequence.
-    """
-
-    layer: nn.Module
-    x: Tensor
-    output_grad: Tensor
-    packed: PackedSeqParams | None
+    layer: nn.Module  # Megatron's attention interface
+    x: Tensor  # [tokens / cp, 1, hidden], requires a gradient
+    output_grad: Tensor  # like x
+    packed: PackedSeqParams | None  # boundaries of the whole pack, None for one sequence
 
     def forward(self) -> Tensor:
         """The output, [tokens / cp, 1, hidden]."""
@@ -71,19 +64,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Observed:
-    """Traffic and memory of one step; bytes are None without a GPU.
+    """Traffic and memory of one step; bytes are None without a GPU."""
 
-    Attributes:
-        forward: What forward sent to other ranks.
-        backward: What backward sent.
-        kept_bytes: Allocated by forward and not freed before backward.
-        peak_bytes: The most allocated during the step.
-    """
-
-    forward: Traffic
-    backward: Traffic
-    kept_bytes: int | None
-    peak_bytes: int | None
+    forward: Traffic  # what forward sent to other ranks
+    backward: Traffic  # what backward sent
+    kept_bytes: int | None  # allocated by forward and not freed before backward
+    peak_bytes: int | None  # the most allocated during the step
 
 
 def observe(subject: Subject, processes: Processes) -> Observed:

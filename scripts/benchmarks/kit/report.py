@@ -67,22 +67,15 @@ class Report:
 
     A benchmark's own report names the type of its rows, dataclasses with fields ``case`` and
     ``error`` (empty, or why figures are missing), and derives their figures.
-
-    Attributes:
-        environment: From :func:`provenance.describe`.
-        rows: In the order they were measured.
-        row: Type of the rows.
-        rows_key: Name of the rows in the JSON file.
-        environment_key: Name of the environment in the JSON file.
-        shows_ceilings: Whether the rates that the devices reach are printed after the rows.
     """
 
-    environment: dict
-    rows: list = field(default_factory=list)
+    environment: dict  # from provenance.describe
+    rows: list = field(default_factory=list)  # in the order they were measured
 
-    row: ClassVar[type]
-    rows_key: ClassVar[str] = "rows"
-    environment_key: ClassVar[str] = "environment"
+    row: ClassVar[type]  # type of the rows
+    rows_key: ClassVar[str] = "rows"  # name of the rows in the JSON file
+    environment_key: ClassVar[str] = "environment"  # name of the environment in the JSON file
+    # Whether the rates that the devices reach are printed after the rows.
     shows_ceilings: ClassVar[bool] = False
 
     @classmethod

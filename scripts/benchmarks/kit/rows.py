@@ -12,15 +12,12 @@ from benchmarks.kit.tables import tokens_text
 
 @dataclass(frozen=True)
 class Case:
-    """One case; ``str`` gives its name.
+    """One case; ``str`` gives its name."""
 
-    Attributes:
-        text: The name, with fields and properties in braces. ``{heads:? n=%s}`` is left out where
-            there are none, ``{graphs:?graphs|eager}`` says which, ``{tokens:k}`` may be "16k".
-        apart: Fields in which cases differ that are compared with each other.
-    """
-
+    # The name, with fields and properties in braces. {heads:? n=%s} is left out where there are
+    # none, {graphs:?graphs|eager} says which, {tokens:k} may be "16k".
     text: ClassVar[str]
+    # Fields in which cases differ that are compared with each other.
     apart: ClassVar[tuple[str, ...]] = ("implementation",)
 
     def __str__(self) -> str:
@@ -34,28 +31,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case, or why there are no figures of it.
+    """One case, or why there are no figures of it."""
 
-    Attributes:
-        case: What was measured; a benchmark's row names its type.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Any
-    error: str = ""
+    case: Any  # what was measured; a benchmark's row names its type
+    error: str = ""  # empty, or why figures are missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRow(Row):
-    """A row of one call.
+    """A row of one call."""
 
-    Attributes:
-        times: Of one call; None if it was not measured.
-        more: Other figures by name; that of ``flops`` makes a rate.
-    """
-
-    times: Times | None = None
-    more: dict = field(default_factory=dict)
+    times: Times | None = None  # of one call; None if it was not measured
+    more: dict = field(default_factory=dict)  # other figures by name; that of flops makes a rate
 
 
 def row_of(case: type, base: type[Row] = Row) -> type:

@@ -88,13 +88,9 @@ class Finished:
 
 @dataclass
 class Received:
-    """What buffers of other ranks' messages got.
+    """What buffers of other ranks' messages got."""
 
-    Attributes:
-        num_bytes: Of all messages so far; a message that is summed counts for every rank.
-    """
-
-    num_bytes: int = 0
+    num_bytes: int = 0  # of all messages so far; a message that is summed counts for every rank
 
 
 @contextlib.contextmanager

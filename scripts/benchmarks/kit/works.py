@@ -24,31 +24,21 @@ _HEAD = ("case", "work", *(f"{name} us" for name in _TIMES), "TB/s", "GiB", "dif
 
 @dataclass(frozen=True)
 class Measured:
-    """One work of a row, with its figures or with the error that prevented them.
+    """One work of a row, with its figures or with the error that prevented them."""
 
-    Attributes:
-        name: Of the work.
-        error: Empty, or why figures are missing.
-        forward: None after an error, as the next ones.
-        backward: Likewise.
-        step: Forward and backward.
-        host: Seconds until the host had queued a step.
-        difference: Largest deviation of the first step's outputs from the first work's, divided by
-            the largest value; None if it has none to compare.
-        forward_bytes: Read and written by forward; None where products take the time.
-        backward_bytes: Likewise, by backward.
-        peak_bytes: The most that a step allocated beside what was there before; None on a CPU.
-    """
-
-    name: str
-    error: str = ""
-    forward: Times | None = None
-    backward: Times | None = None
-    step: Times | None = None
-    host: Times | None = None
+    name: str  # of the work
+    error: str = ""  # empty, or why figures are missing
+    forward: Times | None = None  # None after an error, as the next ones
+    backward: Times | None = None  # likewise
+    step: Times | None = None  # forward and backward
+    host: Times | None = None  # seconds until the host had queued a step
+    # Largest deviation of the first step's outputs from the first work's, divided by the largest
+    # value; None if it has none to compare.
     difference: float | None = None
+    # Read and written by forward; None where products take the time.
     forward_bytes: int | None = None
-    backward_bytes: int | None = None
+    backward_bytes: int | None = None  # likewise, by backward
+    # The most that a step allocated beside what was there before; None on a CPU.
     peak_bytes: int | None = None
 
     def numbers(self) -> dict[str, float]:
@@ -82,25 +72,16 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A forward and its backward.
+    """A forward and its backward."""
 
-    Attributes:
-        forward: Returns what the others get.
-        backward: Of all gradients.
-        outputs: Tensors of a result, to compare; None if there are none.
-        finish: Called after each step.
-        traffic: Bytes that forward and backward read and write.
-        name: Of the work.
-        error: Why it cannot run.
-    """
-
-    forward: Callable[[], Any] = _nothing
-    backward: Callable[[Any], Any] = _nothing
+    forward: Callable[[], Any] = _nothing  # returns what the others get
+    backward: Callable[[Any], Any] = _nothing  # of all gradients
+    # Tensors of a result, to compare; None if there are none.
     outputs: Callable[[Any], Sequence[Tensor]] | None = None
-    finish: Callable[[], Any] = _nothing
-    traffic: tuple[int, int] | None = None
-    name: str = ""
-    error: str = ""
+    finish: Callable[[], Any] = _nothing  # called after each step
+    traffic: tuple[int, int] | None = None  # bytes that forward and backward read and write
+    name: str = ""  # of the work
+    error: str = ""  # why it cannot run
 
 
 def attempts(builds: Mapping[str, Callable[[], Work]]) -> list[Work]:
