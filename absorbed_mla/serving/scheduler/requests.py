@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
+import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
     DynamicInferenceEvent,
@@ -15,7 +17,9 @@ from megatron.core.inference.inference_request import (
     DynamicInferenceRequestRecord,
     Status,
 )
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
+from absorbed_mla.serving.request_record import RequestRecord
 from absorbed_mla.serving.request_results import Progress, progress_of
 from absorbed_mla.serving.sampling.sampler import RequestSampler, SampledRequest
 
@@ -180,6 +184,33 @@ class WaitingQueue:
         }.items():
             setattr(engine, ours, getattr(engine, ours) + getattr(context, theirs))
             setattr(context, theirs, 0)
+
+
+def enqueue(
+    engine: DynamicInferenceEngine,
+    number: int,
+    prompt: Sequence[int],
+    sampling: MegatronSamplingParams,
+) -> None:
+    """Add a request to Megatron's waiting queue, as its ``add_request`` does.
+
+    That puts the prompt on the device, from where its scheduler reads it again: both wait for the
+    step that runs there.
+    """
+    context = engine.context
+    request = DynamicInferenceRequest(
+        request_id=number,
+        # In a third of the time of torch.tensor: 0.4 ms less for 8,192 tokens.
+        prompt_tokens=torch.frombuffer(array("q", prompt), dtype=torch.int64),
+        block_size_tokens=context.block_size_tokens,
+        enable_prefix_caching=context.enable_prefix_caching,
+    )
+    # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
+    request.sampling_params = sampling
+    engine._add_request(request)
+    entry = engine.requests.get(number)
+    if entry is not None:
+        entry.record = RequestRecord.from_request(request)
 
 
 class RunningRequests:
