@@ -14,8 +14,7 @@ from megatron.core.inference.config import (
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from absorbed_mla.serving.option_checks import unmet_needs
-from absorbed_mla.serving.option_schema import documented
+from absorbed_mla.serving.option_schema import documented, unmet_needs
 from absorbed_mla.serving.options import EngineFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, block_bytes

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from absorbed_mla.options import FORMS, LATENT_CACHE_DTYPES
-from absorbed_mla.serving.option_checks import Options
-from absorbed_mla.serving.option_schema import GIVEN, like, option
+from absorbed_mla.serving.option_schema import GIVEN, Options, like, option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ON_ONE_RANK = {"decode_context_parallel": (False,)}

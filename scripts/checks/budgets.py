@@ -84,8 +84,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    Parser("budgets.py", __doc__).parse_args(argv)
-    lines, kept = report(ROOT)
+    parser = Parser("budgets.py", __doc__)
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="FOLDER", help="the repository to count"
+    )
+    lines, kept = report(parser.parse_args(argv).root)
     print("\n".join(lines))
     return 0 if kept else FAILED
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.option_checks import needed_words, needs_in
 from absorbed_mla.serving.option_flags import flag_of, switches_of
-from absorbed_mla.serving.option_schema import REQUIRED, Option, options_of
+from absorbed_mla.serving.option_schema import REQUIRED, Option, needed_words, needs_in, options_of
 from absorbed_mla.serving.options import CommonFields, EngineFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.cli import ServerOptions

@@ -15,7 +15,7 @@ from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import cache_shares, require_shared_cache
-from absorbed_mla.serving.option_checks import excluding
+from absorbed_mla.serving.option_schema import excluding
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.serving.scheduler.prefill_graphs import chosen_tokens
 

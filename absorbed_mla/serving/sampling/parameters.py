@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from absorbed_mla.serving.option_checks import Options
-from absorbed_mla.serving.option_schema import documented, option
+from absorbed_mla.serving.option_schema import Options, documented, option
 
 # Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:

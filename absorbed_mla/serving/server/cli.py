@@ -13,9 +13,8 @@ from pathlib import Path
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.option_checks import Options
 from absorbed_mla.serving.option_flags import add_flags, given_options
-from absorbed_mla.serving.option_schema import documented, option
+from absorbed_mla.serving.option_schema import Options, documented, option
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Seconds after which a thread gets its turn. The model's thread gives it away several times a step,

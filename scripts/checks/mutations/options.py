@@ -6,15 +6,15 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "bounds_of_options_are_not_checked": Mutation(
-        "absorbed_mla/serving/option_checks.py", "not one.accepts(value)", "False"
+        "absorbed_mla/serving/option_schema.py", "not one.accepts(value)", "False"
     ),
     "needs_of_options_are_not_checked": Mutation(
-        "absorbed_mla/serving/option_checks.py",
+        "absorbed_mla/serving/option_schema.py",
         "if _in_use(self, name) else ()",
         "if False else ()",
     ),
     "needs_by_the_engines_names_only": Mutation(
-        "absorbed_mla/serving/option_checks.py", "{one.of_engine or own: own for", "{own: own for"
+        "absorbed_mla/serving/option_schema.py", "{one.of_engine or own: own for", "{own: own for"
     ),
     "infinity_is_a_number": Mutation(
         "absorbed_mla/serving/option_schema.py", " and abs(value) < math.inf", ""
@@ -39,7 +39,7 @@ MUTATIONS = {
     ),
     "generated_texts_of_equal_prompts_are_equal": Mutation(
         "scripts/generation/arguments.py",
-        "SamplingParams, _SAMPLING, flags",
-        'SamplingParams, [*_SAMPLING, "seed"], flags',
+        "        SamplingParams,\n        _SAMPLING,\n",
+        '        SamplingParams,\n        [*_SAMPLING, "seed"],\n',
     ),
 }

@@ -19,9 +19,18 @@ import pytest
 
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.option_checks import Options, excluding, needs_in
 from absorbed_mla.serving.option_flags import add_flags, given_options, switches_of
-from absorbed_mla.serving.option_schema import GIVEN, REQUIRED, documented, like, option, options_of
+from absorbed_mla.serving.option_schema import (
+    GIVEN,
+    REQUIRED,
+    Options,
+    documented,
+    excluding,
+    like,
+    needs_in,
+    option,
+    options_of,
+)
 from absorbed_mla.serving.options import CommonFields, EngineFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.cli import ServerOptions
