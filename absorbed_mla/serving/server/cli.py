@@ -103,8 +103,7 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer, require_free
-    from absorbed_mla.serving.server.metrics import Metrics
-    from absorbed_mla.serving.server.service import Service
+    from absorbed_mla.serving.server.service import Metrics, Service
 
     require_free(own.host, own.port)
     name = own.served_model_name or model.resolve().name
