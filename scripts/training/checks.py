@@ -6,6 +6,8 @@ import argparse
 import importlib.util
 import os
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
 from console.outputs import require_writable
 from training.megatron_loop import ON_CPU, validate_args
 from training.options import flag_of, name_of, own_name_of
@@ -121,7 +123,8 @@ def complete(args: argparse.Namespace) -> None:
     if args.save and args.save_interval is None:
         args.save_interval = max(1, args.train_iters)
     if "--transformer-impl" not in given:
-        args.transformer_impl = _transformer_impl()
+        te = HAVE_TE and not ON_CPU
+        args.transformer_impl = "transformer_engine" if te else "local"
     if "--moe-token-dispatcher-type" not in given:
         # While generating, ranks that share experts have different numbers of tokens. And Megatron
         # refuses the other one with packs of different lengths, even without experts.
@@ -135,12 +138,6 @@ def complete(args: argparse.Namespace) -> None:
     args.use_cpu_initialization = args.use_cpu_initialization or ON_CPU
     if ON_CPU:
         args.distributed_backend = "gloo"
-
-
-def _transformer_impl() -> str:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return "transformer_engine" if HAVE_TE and not ON_CPU else "local"
 
 
 def _device(args: argparse.Namespace) -> Rules:
@@ -200,6 +197,11 @@ def _training(args: argparse.Namespace) -> Rules:
     decay, warmup = args.lr_decay_iters, args.lr_warmup_iters
     text = f"--lr-decay-iters must be above --lr-warmup-iters {warmup}, got {decay}"
     yield decay <= warmup, text
+    yield (
+        args.use_distributed_optimizer and not HAVE_TE,
+        "--use-distributed-optimizer needs TransformerEngine, without which Megatron does not "
+        "resume such a run",
+    )
     full, granularity = args.recompute_granularity == "full", args.recompute_granularity
     method, layers = args.recompute_method, args.recompute_num_layers
     yield (

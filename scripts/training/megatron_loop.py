@@ -46,6 +46,7 @@ from megatron.training.arguments import (  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 _HOST_DATA_ITERATORS = training.build_train_valid_test_data_iterators
+_HOST_SET_UP = training.setup_model_and_optimizer
 
 
 def validate_args(args: argparse.Namespace) -> None:
@@ -85,7 +86,7 @@ def set_up(args: argparse.Namespace, model_config: object) -> tuple:
     """
     config = pretrain_cfg_container_from_args(args, model_config)
     with _host(args):
-        [model], optimizer, scheduler = training.setup_model_and_optimizer(
+        [model], optimizer, scheduler = _set_up(
             ModelType.encoder_or_decoder,
             cfg_container=config,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -143,6 +144,7 @@ def _host(args: argparse.Namespace, **places: Callable) -> Iterator[None]:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **_address())
     places["build_train_valid_test_data_iterators"] = _data_iterators
     places["initialize_megatron"] = _initialize
+    places["setup_model_and_optimizer"] = _set_up
     if ON_CPU:
         places["set_jit_fusion_options"] = places["report_memory"] = _nothing
     replaced = [(training, name, function) for name, function in places.items()]
@@ -188,6 +190,16 @@ def _initialize(**options: object) -> None:
     ]
     with _replaced(one_gpu if ON_CPU else []):
         initialize_megatron(**options)
+
+
+def _set_up(*arguments: object, **options: object) -> tuple:
+    """Megatron's, whose refusals are mistakes in the command line."""
+    try:
+        return _HOST_SET_UP(*arguments, **options)
+    except (AssertionError, ImportError) as error:
+        if not str(error):
+            raise
+        raise ValueError(f"Megatron refuses these options: {error}") from error
 
 
 def _data_iterators(datasets: Callable) -> tuple:

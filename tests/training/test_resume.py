@@ -130,3 +130,10 @@ def test_a_run_that_diverges_ends(uninterrupted, train):
     [line] = error.splitlines()
     assert line.startswith("train.py: error: the gradient norm is ")
     assert line.endswith("; lower --lr or set --clip-grad")
+
+
+def test_what_megatron_refuses_is_a_mistake(uninterrupted, train):
+    options = "--optimizer muon --muon-num-ns-steps 0"
+    error = train(uninterrupted, f"{_RUN} --data text.txt {options}", expect=2)
+    [line] = error.splitlines()
+    assert line.startswith("train.py: error: Megatron refuses these options: ")

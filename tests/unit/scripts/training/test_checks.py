@@ -74,6 +74,9 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
         (["--seed", "0"], 1, "--seed must be at least 1, got 0"),
         (["--lr-decay-iters", "5"], 1, "must be above --lr-warmup-iters 10, got 5"),
         (["--async-save"], 1, "--async-save"),
+        pytest.param(
+            ["--use-distributed-optimizer"], 1, "needs TransformerEngine", marks=needs.no_gpu
+        ),
         (["--save-interval", "5"], 1, "--save-interval needs --save"),
         (["--finetune"], 1, "--finetune needs --load"),
         (["--context-parallel-size", "0"], 1, "--context-parallel-size must be at least 1, got 0"),
