@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
+import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
     DynamicInferenceEvent,
@@ -15,6 +17,7 @@ from megatron.core.inference.inference_request import (
     DynamicInferenceRequestRecord,
     Status,
 )
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
 from absorbed_mla.serving.megatron_engine.engine import (
     PREFIX_COUNTERS,
@@ -22,8 +25,10 @@ from absorbed_mla.serving.megatron_engine.engine import (
     can_schedule_chunk,
     can_schedule_prompt,
     check_stop_words,
+    queue_request,
     run_coroutine,
 )
+from absorbed_mla.serving.request_record import RequestRecord
 from absorbed_mla.serving.request_results import Progress, progress_of
 from absorbed_mla.serving.sampling.sampler import RequestSampler, SampledRequest
 
@@ -183,6 +188,33 @@ class WaitingQueue:
         for total, counter in PREFIX_COUNTERS.items():
             setattr(engine, total, getattr(engine, total) + getattr(context, counter))
             setattr(context, counter, 0)
+
+
+def enqueue(
+    engine: DynamicInferenceEngine,
+    number: int,
+    prompt: Sequence[int],
+    sampling: MegatronSamplingParams,
+) -> None:
+    """Add a request to Megatron's waiting queue, as its ``add_request`` does.
+
+    That puts the prompt on the device, from where its scheduler reads it again: both wait for the
+    step that runs there.
+    """
+    context = engine.context
+    request = DynamicInferenceRequest(
+        request_id=number,
+        # In a third of the time of torch.tensor: 0.4 ms less for 8,192 tokens.
+        prompt_tokens=torch.frombuffer(array("q", prompt), dtype=torch.int64),
+        block_size_tokens=context.block_size_tokens,
+        enable_prefix_caching=context.enable_prefix_caching,
+    )
+    # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
+    request.sampling_params = sampling
+    queue_request(engine)(request)
+    entry = engine.requests.get(number)
+    if entry is not None:
+        entry.record = RequestRecord.from_request(request)
 
 
 class RunningRequests:

@@ -16,7 +16,9 @@ from absorbed_mla.serving.request_results import (
     Progress,
     Result,
 )
+from absorbed_mla.serving.sampling.device_sampler import SampledRequest
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row
 from tests.support.engine import engine_of, generating_model, prompt
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 9, 7, 12))]
@@ -140,6 +142,18 @@ def test_a_failure_in_the_first_step(changes, ahead):
     assert (results[failing].finish, results[failing].tokens) == ("error", [])
     assert results[failing].error == NON_FINITE_LOGITS
     assert (results[running].finish, results[running].tokens) == ("length", right.tokens)
+
+
+def test_flags_that_the_scheduler_asks_for(monkeypatch):
+    """They stay on the device; the CPU gets them with the tokens, and the engine's are others."""
+    sampler, logits = RequestSampler(), torch.tensor([[0.5, 1.0], [torch.nan, 1.0]])
+    rows = [_Row(SampledRequest(PARAMS["greedy"], 0, [], number=i), 0) for i in range(2)]
+    with sampler.missing_on_device() as missing, monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", None)
+        assert sampler._drawn(logits, rows).tolist() == [1, 0]
+    assert [flags.tolist() for flags in missing] == [[False, True]] and not sampler.failed()
+    sampler._drawn(logits, rows)
+    assert sampler.failed() == {1: 0} and not sampler.failed()
 
 
 def test_an_engine_goes_on():
