@@ -1,4 +1,4 @@
-"""Interfaces of the implementations: attention over chosen keys, and the indexer's work.
+"""Interfaces of the DSA backends: sparse attention over top-k keys, and the indexer's work.
 
 An implementation is a file in ``dsa/backends`` (an entry of ``SPARSE_BACKENDS``) or in
 ``dsa/indexer_backends`` (``INDEXER_BACKENDS``). None of it uses autograd but the loss.

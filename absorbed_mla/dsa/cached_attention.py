@@ -1,4 +1,4 @@
-"""Attention of new tokens over the cached keys that were chosen for them."""
+"""Sparse attention of new tokens over the top-k keys of a paged cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse attention in the ``core_attention`` slot: its indexer, what it chooses, how it learns."""
+"""DeepSeek Sparse Attention in Megatron's ``core_attention`` slot, with its indexer and loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that an indexer learns from: how far its scores are from the attention's choice.
+"""The indexer's loss: KL divergence of its scores from the attention's probabilities.
 
 DeepSeek-V3.2 (arXiv:2512.02556), section 2.1: for every query, KL(p || softmax(I)), where p is the
 sum over heads of the attention's probabilities, normalised and detached, and I are the indexer's

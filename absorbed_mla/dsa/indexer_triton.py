@@ -1,4 +1,4 @@
-"""Pieces of the indexer's loss by the ``triton`` kernels, called like those they replace."""
+"""Parts of the indexer's loss by the ``triton`` kernels, called like those they replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a chunk of queries is compared with: all that it sees, or those chosen for it.
+"""Key subsets of a chunk of queries: the top-k keys chosen for it, or all that it sees.
 
 A subset is a few queries and P keys for each; what is computed with it never holds more than a
 chunk of scores. All of it is plain PyTorch, without autograd.

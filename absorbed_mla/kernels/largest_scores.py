@@ -1,4 +1,4 @@
-"""Kernel of ``core_attention.largest_scores``: the scores again, of tiles whose LSE is large."""
+"""Kernel of the max logits of QK-clip: scores are computed again for tiles whose LSE is large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward of attention over chosen keys: the launch of its kernels.
+"""Launcher of the sparse attention backward over chosen keys.
 
 One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic

@@ -1,4 +1,4 @@
-"""What an indexer learns: the attention's probabilities, summed over heads.
+"""KL target of the indexer: the attention's probabilities, summed over heads.
 
 Scores of a tile are computed for one head after the other (visible keys) or for some heads of one
 query (chosen keys), turned into probabilities by the LSE, and added up in registers: no more than

@@ -1,4 +1,4 @@
-"""The best keys of every query in the total order (score, then lower index).
+"""Radix select of the top-k keys of every query in the total order (score, then lower index).
 
 A program has the scores of one query and reads them twice. First, place by place modulo the number
 of groups, into the largest of every group: there are at least twice as many groups as keys to

@@ -1,4 +1,4 @@
-"""What keys get from all entries of lists, added up in a fixed order.
+"""Deterministic scatter-add: what keys get from all entries of lists, in a fixed order.
 
 What the entries of some tiles get is written to a buffer of parts. A table says for every key and
 tile where the tile's list has the key, if it has; of each key's column a short list of these places

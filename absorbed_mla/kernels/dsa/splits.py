@@ -1,4 +1,4 @@
-"""Few tokens: their keys are split over programs, whose results are merged by their LSE.
+"""Split-KV of few tokens: keys are split over programs, whose results are merged by LSE.
 
 A tile of 64 rows takes all keys of a token, one block after the other; 32 tokens of 16 heads would
 keep 32 of 132 multiprocessors busy. The number of splits depends on shapes alone, and results are

@@ -1,4 +1,4 @@
-"""Backward of attention over the latent on Hopper GPUs: the launch of its kernels."""
+"""Launcher of the Hopper backward of attention over the latent, with atomics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared memory of the backward kernel: operands, and the copies that fill them."""
+"""Shared storage of the backward kernel: operands, and the copies that fill them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

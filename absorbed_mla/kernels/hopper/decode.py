@@ -1,4 +1,4 @@
-"""Attention over a paged latent cache on Hopper GPUs: the launch of the decode kernel."""
+"""Launcher of the Hopper decode kernels: attention over a paged latent cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode kernel of parity mode, where programs go through all keys of a tile, piece by piece.
+"""The decode kernel of parity mode: a program adds up fixed KV splits of a tile, one by one.
 
 Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, but for the end of a
 piece (pieces.py): there outputs, denominators and references begin anew, and the output is added to

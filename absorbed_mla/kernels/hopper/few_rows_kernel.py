@@ -1,4 +1,4 @@
-"""The decode kernel for few rows over a cache in FP8: keys are the rows of its products.
+"""The decode kernel for few query rows over an FP8 cache: keys are the rows of its products.
 
 A tile has 16 or 32 rows (heads of the new tokens of a request), where decode_kernel.py has 64, of
 which few heads would leave most empty. A product of a warpgroup has 64 rows at least, so these are

@@ -1,4 +1,4 @@
-"""The training forward of parity mode on Hopper GPUs: sequences as requests over a cache.
+"""The Hopper training forward of parity mode in fixed KV splits: sequences as paged requests.
 
 Of at most ``PIECE`` keys it is that of forward.py. Longer sequences are attended to as the decode
 kernels attend to a prompt, piece by piece, over latents and k_rope side by side.

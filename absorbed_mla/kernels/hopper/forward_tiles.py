@@ -1,4 +1,4 @@
-"""The tiles that a program, one for each multiprocessor, computes one after the other."""
+"""Persistent tile scheduler: the tiles that a program computes one after the other."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""FP8 rows on their way to the products of few rows: a ring of pieces that warps decode.
+"""FP8 rows for few query rows: a ring of column chunks in shared memory that warps decode.
 
 Rows are those of ``absorbed_mla/fp8_latents.py``, and so are the bits. A piece is the 128 columns
 of a block of 64 keys that share their scales, 8 KiB. The copy engine keeps the ring full, so that

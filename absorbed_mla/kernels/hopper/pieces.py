@@ -1,4 +1,4 @@
-"""Pieces of a tile's keys, and how their outputs are added up, in parity mode.
+"""Fixed KV splits (pieces) of parity mode, and how their outputs are added up.
 
 A token's keys are divided into pieces of ``PIECE`` keys, from its first key on, whatever else is in
 the batch. Each piece has an online softmax of its own, and outputs and LSE are added up one after

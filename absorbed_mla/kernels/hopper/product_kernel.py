@@ -1,4 +1,4 @@
-"""The product of many rows, each element summed in the order of invariant/parts.py.
+"""The Hopper GEMM of parity mode: each element is summed in the order of invariant/parts.py.
 
 A program computes one tile of 128 x 256 elements after another. The warps have three roles:
 

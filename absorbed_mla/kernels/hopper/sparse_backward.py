@@ -1,4 +1,4 @@
-"""Backward of attention over chosen keys on Hopper GPUs: the launch of its kernels."""
+"""Launcher of the Hopper sparse attention backward over chosen keys."""
 
 from __future__ import annotations
 

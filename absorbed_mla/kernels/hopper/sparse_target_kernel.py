@@ -1,4 +1,4 @@
-"""The target kernel: probabilities of chosen keys, summed over the heads of a query.
+"""The KL target kernel: probabilities of chosen keys, summed over the heads of a query.
 
 One program has one token and up to 128 of its heads, and goes through the token's keys, 64 at a
 time. A block is gathered once and used by one product for each head, so what the gather takes from

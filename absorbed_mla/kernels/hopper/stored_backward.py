@@ -1,4 +1,4 @@
-"""Backward of attention over the latent on Hopper GPUs by stored P and dS: always the same bits.
+"""Launcher of the deterministic Hopper backward, by stored P and dS: always the same bits.
 
 Some tokens at a time: a kernel stores P and dS in the dtype of the query, and three products of
 matrices, cuBLAS's, make dQ = dS K and add P^T dO + dS^T Q to the keys' gradients in fp32. What is

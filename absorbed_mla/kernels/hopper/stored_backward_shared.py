@@ -1,4 +1,4 @@
-"""The shared memory of the stored backward: a ring of chunks, what is stored, and barriers."""
+"""Shared storage of the stored backward: a ring of chunks, P and dS, and barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

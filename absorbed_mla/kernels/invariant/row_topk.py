@@ -1,4 +1,4 @@
-"""The first elements of a stable sort of short rows, such as a router's scores, in one launch."""
+"""Stable top-k of short rows, such as a router's scores, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of every token from the router's scores, in one pass over them."""
+"""Router top-k: the experts of every token from its scores, in one pass over them."""
 
 from __future__ import annotations
 

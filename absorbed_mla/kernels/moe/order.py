@@ -1,4 +1,4 @@
-"""The order of few choices by their experts: where each stands, by counting those before it."""
+"""Token permutation of few tokens: where each choice stands among those of its expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum of a token's experts, read where their rows lie."""
+"""Token unpermutation: the sum of a token's experts, read where their rows lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward: tiles of queries (heads of a request's new tokens), and cached keys of each.
+"""Paged attention forward: tiles of queries (heads of new tokens), and cached keys of each.
 
 The arithmetic is that of the training kernel, step by step: with the same block sizes and without
 splits, the result of a token is bitwise the same.

@@ -1,4 +1,4 @@
-"""Results of tokens in no request, as those that pad a step for a CUDA graph: 0, LSE -inf."""
+"""Clears results of padding tokens, which are in no request: 0, LSE -inf."""
 
 from __future__ import annotations
 

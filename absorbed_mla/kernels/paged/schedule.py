@@ -1,4 +1,4 @@
-"""Tables of the work of each program: its tokens and its keys, made on the device once a step.
+"""Scheduler metadata of paged attention: each program's tokens and keys, made once a step.
 
 A tile is some tokens of one request. All tiles one after the other are cut into parts
 (split_kv.py), each a range of tiles of which the first may begin, and the last may end, between two

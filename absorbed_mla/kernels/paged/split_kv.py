@@ -1,4 +1,4 @@
-"""Choose on the device where the keys of a batch are cut into parts, from the lengths of requests.
+"""Split-KV heuristic on the device: where keys are cut into parts, from requests' lengths.
 
 Programs of a part go through its keys one tile after the other, so that parts of equal work end
 together, however unequal the requests are. Every cut costs a start and combining, so where tiles of

@@ -1,4 +1,4 @@
-"""Keys and weights of tokens, as device functions.
+"""Sort keys and softmax weights of tokens, as device functions.
 
 A token's key is an int32 of the order of its logit: the bits of the logit in fp32, of which 16-bit
 logits need the first ones only. Its weight is its probability relative to that of the most likely

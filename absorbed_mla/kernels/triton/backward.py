@@ -1,4 +1,4 @@
-"""Backward in two kernels, without atomics: dQ over keys, then d(latent), d(k_rope) over queries.
+"""The ``triton`` backward in two kernels, without atomics: dQ over keys, then dKV over queries.
 
 Probabilities are computed again from the LSE (FlashAttention, arXiv:2205.14135), once in each
 kernel: 7680 FLOP per pair and head at C = 512, R = 64 where 5504 are needed, for the same bits in
