@@ -23,8 +23,6 @@ The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (
 Output:
 
     3.1 s  prefill n=16 b=1 q=512 context=32768: attention 310, whole 420, bare 480, ratio 0.88
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ with the same recomputation. The dimensions are DeepSeek-V3's; GPUs compute in b
 float32. Only if one rank alone fails in the middle of a step, the run ends after 120 s. Output:
 
     9.1 s  ours p2p expanded sbhd S=16384 n=128 (expanded, cudnn): forward_ms 11.2, step_ms 34.1
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
