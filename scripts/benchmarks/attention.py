@@ -22,12 +22,9 @@ where backward is the five products S, dP, dV, dQ, dK; recomputation inside a ke
 The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
 --device cpu with small dimensions). The most important cases come first, because --time-limit
 leaves out the last ones: layers with recomputation, layers without, attention alone; each with
-small inputs before large ones. If a case fails, its row has the error, and the others are measured.
-Results are written after every case. Output:
+small inputs before large ones. Output:
 
     12.3 s  ours recompute n=16 S=8192 sbhd (expanded, cudnn): step_ms 7.1, step of megatron's 0.95
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

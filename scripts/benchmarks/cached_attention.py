@@ -20,11 +20,9 @@ beside a cache that is all on the device, and beside the time that the link betw
 needs for the bytes, (offloaded keys) * (kv_lora_rank + rope) * width.
 
 The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script).
-If a case fails, its row has the error, and the others are measured. Output:
+Output:
 
     3.1 s  prefill n=16 b=1 q=512 context=32768: attention 310, whole 420, bare 480, ratio 0.88
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -10,13 +10,9 @@ it measures step time (of the slowest rank, from when all ranks begin), memory a
 each rank sends. Bytes per token are for each of a rank's tokens and each other rank: with S tokens
 on n ranks, sent / (S / n * (n - 1)). Each row is compared with Megatron's layer on the same input
 with the same recomputation. The dimensions are DeepSeek-V3's; GPUs compute in bfloat16, CPUs in
-float32. If a case fails (out of memory, or unsupported), its row has the error, and the others are
-measured; only if one rank alone fails in the middle of a step, the run ends after 120 s. Results
-are written after every case. Output:
+float32. Only if one rank alone fails in the middle of a step, the run ends after 120 s. Output:
 
     9.1 s  ours p2p expanded sbhd S=16384 n=128 (expanded, cudnn): forward_ms 11.2, step_ms 34.1
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ Megatron's, or the host's time where that is longer. "difference" is of outputs 
 weights, from those of the first work. Written after every case:
 
     12.3 s  cp=4 sbhd S=16384 n=128: all_gather:cudnn 30.1 ms (0.95), megatron 31.7 ms
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

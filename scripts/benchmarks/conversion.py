@@ -15,7 +15,7 @@ Checkpoints are deleted after use; the work folder needs about 2.4 times the lar
 
     70.2 s  hf → absorbed at 5.03 GB: ratio 0.81, peak_mb 1032, own_mb 410, bound_mb 2932
 
-The exit code is 1 if a bound is missed; the last line of the output is JSON.
+The exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations

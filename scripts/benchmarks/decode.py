@@ -39,8 +39,6 @@ of all turns, and what a tenth of them are below and above (low, high). Output:
 
     1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22
     1.9 s  ours, hopper n=128 b=128 kv=8192 s_q=1 block=64: us 484, .., ratio 0.89, low 0.88, ..
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

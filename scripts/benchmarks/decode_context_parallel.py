@@ -18,8 +18,6 @@ latents are on one rank only (give --batch 32,64 on 2 ranks). A request of 8k to
 holds 12k in the mean: --context 12k is its step. Output:
 
     30.1 s  shared, 64 requests of 8k: step_ms 5.2, tokens_per_second 12300, cache_gib 0.6
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ with one for the whole step ("loop"), each in default and in parity mode. Output
 
 step_ms is from one report of tokens to the next, host_ms the part of it in which the host does not
 wait for the device, device_ms the time of the step's graph, replayed without the host. The exit
-code is 1 if a row has an error, such as tokens that differ; the last line of the output is JSON.
+code is 1 if a row has an error, such as tokens that differ.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ PyTorch's own weights are rounded otherwise: "equal" is the share of requests to
 same token. Output:
 
     12.3 s  top_p, flat logits, 32 requests: ours_us ..., torch_us ..., ratio ..., equal 1
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

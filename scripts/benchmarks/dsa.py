@@ -21,8 +21,6 @@ FlashMLA is the library in vLLM's wheel, see ``peers/sparse.py``; TileLang the k
 Megatron-Core, see ``peers/tilelang.py``. Output:
 
     1.9 s  forward n=128 kv=8192 random: FlashMLA: ms 3.85, tflops 607, difference 0.002
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ compared with the reference's in fp32 over the same keys; "agreement" is the par
 request's choice that scores in fp32 have, too. Output:
 
     1.9 s  sparse, hopper n=128 b=32 kv=8192: us 95.1, select_us 50.2, attend_us 40.3
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ step allocates at most beside weights and input. The indexer learns from the cho
 --loss-coefficient is 0. Hadamard transforms are off: Megatron needs a package for them. Output:
 
     1.9 s  n=128 S=8192: sparse 31250.0 us, dense 40210.5 us
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

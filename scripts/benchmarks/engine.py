@@ -20,7 +20,7 @@ CUDA graphs are the host's bookkeeping only. Output:
 
     30.1 s  ours, eager: tokens_per_second 2100, steps 310, mixed_steps 120, ..., same 200, ties 0
 
-The exit code is 1 if ours is wrong; the last line of the output is JSON.
+The exit code is 1 if ours is wrong.
 """
 
 from __future__ import annotations

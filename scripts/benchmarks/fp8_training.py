@@ -15,7 +15,7 @@ stay in the folder. Output:
 
     95.0 s  absorbed fp8 blockwise: loss 1.812, loss of bf16's 1.0004, tokens_per_second 71000
 
-The exit code is 1 if a run failed or is further off; the last line of the output is JSON.
+The exit code is 1 if a run failed or is further off.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ while the host queues a turn; "host" is what the host takes to queue a step. "di
 outputs with those of the first work. Megatron's kernels are tuned over --block-heads.
 
     12.3 s  query n=16 S=4096: ours 14.1 us, megatron's fused RoPE 15.2 us, copy 12.0 us
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ Every tile, whole and in parts, must give the rows the bits that they have among
 "changed" counts what does not, and makes the exit code 1. Output:
 
     9.1 s  proj, 32 rows: ours: us ..., tbps ..., tflops ..., ratio ..., changed 0
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ FlashAttention-3 (forward only, ``qv``) is vLLM's, as a package or as the librar
 value. Output:
 
     3.1 s  forward n=16 S=8192: ours, hopper: queued 650 TFLOP/s, called 610 TFLOP/s
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ its HTTP. Without ``--model``, a tiny model with random weights runs. Output:
 
     95.1 s  parity mode: tokens_per_second 310, first_token_p50_ms 60, ..., equal 1000, different 0
 
-The exit code is 1 if anything is wrong; the last line of the output is JSON.
+The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ of_computed the share of the computed prefix's time. In rows of host memory copy
 a step's copies while nothing else runs, and decode_ms of the row "device" that of a step without
 them: the longer of both is the least that decode_ms can be. start_ms is the engine's start, which
 reads all weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has
-an error, such as blocks that were not found; the last line of the output is JSON.
+an error, such as blocks that were not found.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Output:
 
     95.0 s  absorbed (expanded, cudnn): iteration_ms 300, tokens_per_second 54613, mfu 0.32
 
-The exit code is 1 if a run failed; the last line of the output is JSON.
+The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. 
 
     3.1 s  cost hopper n=16 S=8192 sbhd log flat: forward_ms 4.2, ..., step_ratio 1.002
 
-The exit code is 1 if a maximum is wrong, or an fp32 copy ("copies_off") is not its weight's. The
-last line of the output is JSON.
+The exit code is 1 if a maximum is wrong, or an fp32 copy ("copies_off") is not its weight's.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ request, which a busy host delays by milliseconds.
 
 --profile measures none of this: it says where the time of our steps goes, of those that decode and
 of those that read prompts, on the host and on the GPU: of `ours`, of `ours-parity`, or of both, as
---implementations says. The exit code is 1 if a row has an error; the last line of the output is
-JSON.
+--implementations says. The exit code is 1 if a row has an error.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ of equal requests is reported. Output:
 
     60.1 s  1 requests, 2 drafts: tokens_per_second 310, speedup 1.71, accepted 0.64, equal 1
 
-The exit code is 1 if tokens differ in parity mode; the last line of the output is JSON.
+The exit code is 1 if tokens differ in parity mode.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ host  until the host had queued one
 Ours and Megatron's are measured --rounds times in turns. Output:
 
     14.2 s  ours, graphs, recomputed n=16 S=4096: step 5.16 ms, host 0.75 ms
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations

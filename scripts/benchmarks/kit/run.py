@@ -32,6 +32,12 @@ else:
     torch = lazy("torch")
 
 
+EPILOG = """
+The file is written after every case. A case that cannot run or fails has the reason in its row, and
+the others are measured. The last line of the output is JSON.
+"""
+
+
 class Benchmark:
     """Cases, and how one is measured; what a case raises is the error of its row.
 
@@ -146,7 +152,7 @@ class Benchmark:
             ValueError: After wrong input.
         """
         # Not __doc__ in the body of the class, which is the class's own.
-        parser = Parser(cls.script(), sys.modules[cls.__module__].__doc__ or "")
+        parser = Parser(cls.script(), sys.modules[cls.__module__].__doc__ or "", EPILOG)
         argv = sys.argv[1:] if argv is None else argv
         arguments.add_options(parser, cls.options)
         if cls.quick is not None:
