@@ -94,8 +94,8 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         stacked = any(map(_STACKED_LAYERS.fullmatch, self._weights))
         layout = MegatronLayout.recognise(map(_pattern, self._weights))
         number = common.get("iteration")
-        is_release = type(number) is not int or number <= 0
-        self.layout = describe(layout, stacked, None if is_release else number)
+        iteration = number if type(number) is int and number > 0 else None
+        self.layout = describe(layout, stacked, iteration)
 
     def whole_tensors(self) -> dict[str, LazyTensor]:
         """Split what is stacked; see the base class."""
