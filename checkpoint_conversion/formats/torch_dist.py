@@ -87,16 +87,15 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         common, states = self._read_common(storage), states_in_use(storage)
         both = [self.stored[name].shape[:1] for name in VOCABULARY if name in self.stored]
         rows = max(sum(both, ()), default=0)
-        saved, number = common.get("args"), common.get("iteration")
-        args = vars(saved) if isinstance(saved, argparse.Namespace) else {}
-        self.describe_model(args, count_mtp_layers(self._weights), rows, states)
+        self.describe_model(arguments(common), count_mtp_layers(self._weights), rows, states)
         self.left_alone = self._left_alone(storage, states)
         absorbed = has_absorbed_blocks(self._weights, self.config)
         self.format = "absorbed" if absorbed else "megatron"
         stacked = any(map(_STACKED_LAYERS.fullmatch, self._weights))
         layout = MegatronLayout.recognise(map(_pattern, self._weights))
-        is_release = type(number) is not int or number <= 0
-        self.layout = describe(layout, stacked, None if is_release else number)
+        number = common.get("iteration")
+        iteration = number if type(number) is int and number > 0 else None
+        self.layout = describe(layout, stacked, iteration)
 
     def whole_tensors(self) -> dict[str, LazyTensor]:
         """Split what is stacked; see the base class."""
@@ -191,6 +190,12 @@ def read_common_state(
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder}: the common state is no dict")
     return content
+
+
+def arguments(common: Mapping[str, object]) -> Mapping[str, object]:
+    """The arguments of the training that saved a checkpoint; empty if it holds none."""
+    args = common.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
 
 
 def states_in_use(storage: Storage) -> dict[str, int]:
