@@ -58,6 +58,7 @@ def test_the_conversion_understands_what_is_saved(name):
     assert vars(config) == {
         **vars(expected),
         "model": config.model,
+        "model_type": config.model_type,
         "hugging_face": config.hugging_face,
     }
     assert config.dtype == torch.bfloat16
