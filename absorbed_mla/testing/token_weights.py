@@ -21,7 +21,7 @@ def kernel_weights(logits: Tensor, numbers: Tensor) -> Tensor:
 
     Args:
         logits: bf16, fp16 or fp32 [rows, vocabulary] without NaN, last axis contiguous.
-        numbers: float64 [6, rows], see ``generation.drawing``.
+        numbers: float64 [6, rows], see ``serving.sampling.device_sampler``.
     """
     weights = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
     most = logits.amax(-1).float()

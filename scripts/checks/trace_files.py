@@ -6,7 +6,7 @@
       attention -> unsupported -> ...
     decode             12 files, ...
     LLM decode step    20 files, ...
-    server request     35 files, ...
+    server request     34 files, ...
 
 A file is entered when one of its functions is called; the depth is the largest number of functions
 of the package that wait for each other. All run on the CPU with the reference backend: a training
@@ -261,13 +261,12 @@ def _server_request(llm) -> Trace:
     """A request of four tokens to ``/v1/completions``, in the server's and the model's thread."""
     from absorbed_mla.serving.server import service
     from absorbed_mla.serving.server.app import build_app
-    from absorbed_mla.serving.server.metrics import Metrics
 
     while llm.has_unfinished_requests():
         llm.step()
     # Between two requests it looks whether the model's processes are there.
     service._CHECK = 60.0
-    metrics, trace = Metrics(), Trace()
+    metrics, trace = service.Metrics(), Trace()
     model = service.Service(llm, metrics, lambda: None)
     app = build_app(model, metrics, "model", None)
     threading.setprofile(trace)

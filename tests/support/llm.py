@@ -194,8 +194,7 @@ def serving(api_key: str | None = None) -> Iterator[Served]:
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
-    from absorbed_mla.serving.server.metrics import Metrics
-    from absorbed_mla.serving.server.service import Service
+    from absorbed_mla.serving.server.service import Metrics, Service
 
     runner, deaths = FakeRunner(), []
     llm = fake_llm(runner)

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
@@ -29,6 +28,7 @@ from absorbed_mla.serving.server.protocol import (
 )
 from absorbed_mla.serving.server.service import (
     MakePrompt,
+    Metrics,
     ModelFailed,
     RequestStream,
     Service,

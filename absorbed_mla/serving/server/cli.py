@@ -158,8 +158,7 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer, require_free
-    from absorbed_mla.serving.server.metrics import Metrics
-    from absorbed_mla.serving.server.service import Service
+    from absorbed_mla.serving.server.service import Metrics, Service
 
     require_free(args.host, args.port)
     name = args.served_model_name or args.model.resolve().name

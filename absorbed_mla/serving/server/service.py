@@ -1,4 +1,4 @@
-"""Runs one ``LLM`` in a thread, for any number of asynchronous callers."""
+"""The service: runs one ``LLM`` in a thread, for any number of asynchronous callers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.metrics import Metrics
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
 # Seconds that the end of the server waits for a step.
 _LONGEST_STEP = 10.0
-
+# Bounds of the buckets of histograms.
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 # Makes a prompt; called in the model's thread, which owns the tokenizer.
 MakePrompt = Callable[[LLM], Prompt]
@@ -285,6 +288,67 @@ class Service:
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
+
+
+class Metrics:
+    """What ``/metrics`` shows, in Prometheus' text format.
+
+    Counters of one server; written by the model's thread, read by any.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        made = {"registry": self._registry, "namespace": "absorbed_mla"}
+        self._requests = Counter("requests", "Requests that have ended", ["finish_reason"], **made)
+        self._prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
+        self._generated = Counter("generated_tokens", "Tokens generated", **made)
+        self._running = Gauge("outputs_running", "Outputs that run or wait", **made)
+        self._first = Histogram(
+            "first_token_seconds", "From request to first token", buckets=_SECONDS, **made
+        )
+        self._whole = Histogram(
+            "request_seconds", "From request to its end", buckets=_SECONDS, **made
+        )
+        # When requests that run began, and how many of their tokens are counted.
+        self._began: dict[str, float] = {}
+        self._counted: dict[str, int] = {}
+
+    def begin(self, request_id: str) -> None:
+        """A request was queued."""
+        self._began[request_id] = time.monotonic()
+
+    def observe(self, outputs: Sequence[RequestOutput], num_running: int) -> None:
+        """A step has run.
+
+        Args:
+            outputs: That have grown or ended.
+            num_running: Outputs that run or wait.
+        """
+        now, generated = time.monotonic(), 0
+        for output in outputs:
+            name = output.request_id
+            count = sum([len(one.token_ids) for one in output.outputs])
+            before = self._counted.get(name, 0)
+            self._counted[name] = count
+            generated += count - before
+            if count and not before:
+                self._first.observe(now - self._began.setdefault(name, now))
+                self._prompt_tokens.inc(len(output.prompt_token_ids))
+            if output.finished:
+                self._end(output, now)
+        self._generated.inc(generated)
+        self._running.set(num_running)
+
+    def _end(self, output: RequestOutput, now: float) -> None:
+        name = output.request_id
+        self._whole.observe(now - self._began.pop(name, now))
+        for one in output.outputs:
+            self._requests.labels(one.finish_reason).inc()
+        del self._counted[name]
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
 
 
 def require_no_failure(updates: Iterable[Update]) -> None:

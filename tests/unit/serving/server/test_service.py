@@ -9,8 +9,7 @@ import pytest
 
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.metrics import Metrics
-from absorbed_mla.serving.server.service import Service
+from absorbed_mla.serving.server.service import Metrics, Service
 
 
 class CountingLLM:
