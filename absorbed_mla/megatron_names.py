@@ -30,15 +30,15 @@ class MegatronName:
     Attributes:
         owner: Dotted path of the class or module.
         name: Of the attribute.
-        versions: Releases that have it, of those that were looked through.
         replaced_by: What takes its place; ``""``: it is called, read or written only.
+        versions: Releases that have it, of those that were looked through.
         or_else: The name of other releases; ``""``: there is none.
     """
 
     owner: str
     name: str
-    versions: tuple[str, ...] = EVERY
     replaced_by: str = ""
+    versions: tuple[str, ...] = EVERY
     or_else: str = ""
 
     def missing_in(self, owner: object) -> str:
@@ -69,7 +69,7 @@ class MegatronName:
 
 def names(owner: str, words: str, versions: tuple[str, ...] = EVERY) -> tuple[MegatronName, ...]:
     """The names in ``words``, which blanks separate, of one class or module."""
-    return tuple(MegatronName(owner, word, versions) for word in words.split())
+    return tuple(MegatronName(owner, word, versions=versions) for word in words.split())
 
 
 @dataclass(frozen=True)
@@ -125,29 +125,19 @@ ROUTING = f"{_CORE}.transformer.moe.router"
 BUILDER = "megatron.training.models.gpt"
 
 PP_LAYER_OFFSET = MegatronName(ATTENTION, "_get_pp_layer_offset_for_inference")
-ALLOCATE_MEMORY = MegatronName(
-    CONTEXT, "_allocate_memory_buffer", replaced_by="memory for what the package caches"
-)
-INITIALIZE_STEP = MegatronName(
-    CONTEXT, "initialize_attention_state", replaced_by="the same; then blocks get their places"
-)
-ALLOCATE_BLOCKS = MegatronName(
-    ALLOCATOR, "allocate_memory_blocks", replaced_by="the same; then blocks are known as empty"
-)
-GET_RNG_STATE = MegatronName(RANDOM, "_get_cuda_rng_state", replaced_by="the CPU's state")
-SET_RNG_STATE = MegatronName(RANDOM, "_set_cuda_rng_state", replaced_by="the CPU's state")
-SHARE_STORAGE = MegatronName(RANDOM, "_get_share_storage", replaced_by="a copy without a compiler")
-IS_CUDA = MegatronName(COMMUNICATION, "_is_cuda", replaced_by="no check")
-MOVE_COUNTS = MegatronName(DISPATCHER, "maybe_move_tensor_to_cpu", replaced_by="no move")
+ALLOCATE_MEMORY = MegatronName(CONTEXT, "_allocate_memory_buffer", "memory of this package")
+INITIALIZE_STEP = MegatronName(CONTEXT, "initialize_attention_state", "the same; blocks get places")
+ALLOCATE_BLOCKS = MegatronName(ALLOCATOR, "allocate_memory_blocks", "the same; they are empty")
+GET_RNG_STATE = MegatronName(RANDOM, "_get_cuda_rng_state", "the CPU's state")
+SET_RNG_STATE = MegatronName(RANDOM, "_set_cuda_rng_state", "the CPU's state")
+SHARE_STORAGE = MegatronName(RANDOM, "_get_share_storage", "a copy without a compiler")
+IS_CUDA = MegatronName(COMMUNICATION, "_is_cuda", "no check")
+MOVE_COUNTS = MegatronName(DISPATCHER, "maybe_move_tensor_to_cpu", "no move")
 MUON_REGISTRY = MegatronName(OPTIMIZERS, "_EMERGING_OPTIMIZERS")
-ROLL_TENSOR = MegatronName(PREDICTION, "roll_tensor", replaced_by="a shift for padded packs")
-EXPERT_BIAS = MegatronName(ROUTER, "_apply_expert_bias", replaced_by="one that takes a mask")
-CHOOSE_EXPERTS = MegatronName(
-    ROUTING, "topk_routing_with_score_function", replaced_by="a choice by the model's options"
-)
-MTP_BLOCK_SPEC = MegatronName(
-    BUILDER, "mtp_block_spec", SINCE_0_19, replaced_by="the spec of absorbed MLA"
-)
+ROLL_TENSOR = MegatronName(PREDICTION, "roll_tensor", "a shift for padded packs")
+EXPERT_BIAS = MegatronName(ROUTER, "_apply_expert_bias", "one that takes a mask")
+CHOOSE_EXPERTS = MegatronName(ROUTING, "topk_routing_with_score_function", "a choice by options")
+MTP_BLOCK_SPEC = MegatronName(BUILDER, "mtp_block_spec", "the spec of absorbed MLA", SINCE_0_19)
 
 # The layer cannot do without these: it runs under Megatron's own engine and training loop as well,
 # where nobody else tells it the offset of its stage, gives contexts the memory, or lets padded

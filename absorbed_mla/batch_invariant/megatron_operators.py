@@ -23,7 +23,7 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def _operator(name: str, replaced_by: str, versions: tuple[str, ...] = EVERY) -> MegatronName:
-    return MegatronName(_KERNELS, name, versions, replaced_by)
+    return MegatronName(_KERNELS, name, replaced_by, versions)
 
 
 MM = _operator("mm_batch_invariant", "products.mm")
@@ -33,11 +33,11 @@ TE_RMS_NORM = _operator("BatchInvariantRMSNormFn", "norms.TERMSNorm")
 TE_NORMALIZATION = _operator(
     "_te_apply_normalization_patched", "norms.apply_normalization", SINCE_0_19
 )
-REDUCE = MegatronName(_MAPPINGS, "_reduce", replaced_by="collectives.reduce_in_rank_order")
+REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_in_rank_order")
 REDUCE_SCATTER = MegatronName(
     _MAPPINGS,
     "_reduce_scatter_along_first_dim",
-    replaced_by="collectives.reduce_scatter_in_rank_order",
+    "collectives.reduce_scatter_in_rank_order",
 )
 
 SUMS = Need("batch-invariant mode", REFUSED, (REDUCE, REDUCE_SCATTER))

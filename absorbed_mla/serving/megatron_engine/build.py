@@ -34,7 +34,7 @@ from absorbed_mla.megatron_names import ALLOCATOR, CONTEXT, Need
 from absorbed_mla.serving.data_parallel_attention.mlp import with_groups
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.controller import make_no_texts, replace_sampler
+from absorbed_mla.serving.megatron_engine.controller import make_no_texts
 from absorbed_mla.serving.megatron_engine.names import (
     ANY_ENGINE,
     CONTROLLER,
@@ -43,6 +43,7 @@ from absorbed_mla.serving.megatron_engine.names import (
     PREFIX_CACHE_DIR,
     PREFIX_CACHING,
     RESUMING,
+    SAMPLER,
     VIEW,
 )
 from absorbed_mla.serving.model_ranks import require_divided
@@ -93,7 +94,8 @@ def host_engine(
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
     _require(needs, {CONTROLLER: controller})
-    replace_sampler(controller, sampler)
+    # It chooses one of its own by name, and has no argument for another.
+    SAMPLER.replace(controller, sampler)
     make_no_texts(controller)
     host = DynamicInferenceEngine(controller, context)
     _require(needs, {ENGINE: host})

@@ -9,13 +9,12 @@ import logging
 from operator import attrgetter
 from typing import Any
 
-from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
 
 from absorbed_mla.log_once import log_once
-from absorbed_mla.serving.megatron_engine.names import CONTROLLER, DETOKENIZE, NO_TEXTS, SAMPLER
+from absorbed_mla.serving.megatron_engine.names import CONTROLLER, DETOKENIZE, NO_TEXTS
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,6 @@ def log_probs_of_step(controller: TextGenerationController) -> dict[str, Any]:
             top = controller._dynamic_step_calculate_top_n_logprobs(scores)
             found["top_n_logprobs"] = top
     return found
-
-
-def replace_sampler(controller: TextGenerationController, sampler: Sampling) -> None:
-    """Have the controller sample by another sampler: it chooses one of its own, by name."""
-    SAMPLER.replace(controller, sampler)
 
 
 def make_no_texts(controller: TextGenerationController) -> None:

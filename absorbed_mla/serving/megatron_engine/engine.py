@@ -6,13 +6,7 @@ written in C, and a step has no Python frame for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
-
-from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.inference_request import DynamicInferenceRequest
-
-from absorbed_mla.serving.megatron_engine.names import STOP_WORDS
 
 # (request): queue it, without the copies of Megatron's ``add_request``.
 queue_request = attrgetter("_add_request")
@@ -39,16 +33,3 @@ PREFIX_COUNTERS = {
     "_prefill_tokens_computed": "prefix_cache_prefill_computed_tokens",
     "_prefill_tokens_skipped": "prefix_cache_prefill_skipped_tokens",
 }
-
-
-def replace_stop_word_check(
-    engine: DynamicInferenceEngine,
-    check: Callable[[DynamicInferenceRequest], tuple[bool, int]],
-) -> None:
-    """Have Megatron's steps ask ``check`` whether a request ends.
-
-    Args:
-        engine: Megatron's.
-        check: Of a request with new tokens: whether it ends, and how many tokens were removed.
-    """
-    STOP_WORDS.replace(engine, check)

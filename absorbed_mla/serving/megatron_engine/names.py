@@ -29,62 +29,42 @@ MLP = "megatron.core.transformer.mlp.MLP"
 LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"
 
 # Engine
-SAMPLER = MegatronName(CONTROLLER, "_sampling", replaced_by="the sampler of this package")
-DETOKENIZE = MegatronName(CONTROLLER, "detokenize", replaced_by="no text: results are tokens")
+SAMPLER = MegatronName(CONTROLLER, "_sampling", "this package's")
+DETOKENIZE = MegatronName(CONTROLLER, "detokenize", "no text")
 STOP_WORDS = MegatronName(
     ENGINE,
     "_check_stop_words_for_request_post_append",
-    replaced_by="an end at the first stop token, with drafts",
+    "the first stop token, with drafts",
 )
 # Context
-RESUME = MegatronName(
-    CONTEXT, "resume_paused_requests", replaced_by="one that counts cached blocks as free"
-)
-EVICT_PAUSED = MegatronName(
-    CONTEXT, "evict_overflow_paused_requests", replaced_by="eviction until a request can run"
-)
-UPDATE_REQUESTS = MegatronName(
-    CONTEXT, "update_requests", replaced_by="the same; then drafts get the blocks of their tables"
-)
-CHECK_AVAILABILITY = MegatronName(
-    CONTEXT, "check_availability", replaced_by="the same, after blocks were read from the folder"
-)
+RESUME = MegatronName(CONTEXT, "resume_paused_requests", "counts cached blocks as free")
+EVICT_PAUSED = MegatronName(CONTEXT, "evict_overflow_paused_requests", "until one can run")
+UPDATE_REQUESTS = MegatronName(CONTEXT, "update_requests", "then places drafts")
+CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
 # Allocator
-REGISTER = MegatronName(
-    ALLOCATOR, "register_kv_block_hashes", replaced_by="registration of each block once"
-)
-EVICT_CACHED = MegatronName(
-    ALLOCATOR, "evict_lru_blocks", replaced_by="eviction of several blocks together"
-)
-DEREGISTER = MegatronName(
-    ALLOCATOR, "_deregister_blocks", replaced_by="the same, after blocks were written to the folder"
-)
-ACTIVE_COUNT = MegatronName(ALLOCATOR, "active_count", UNTIL_0_19)
+REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "registers a block once")
+EVICT_CACHED = MegatronName(ALLOCATOR, "evict_lru_blocks", "evicts several together")
+DEREGISTER = MegatronName(ALLOCATOR, "_deregister_blocks", "writes the folder first")
+ACTIVE_COUNT = MegatronName(ALLOCATOR, "active_count", versions=UNTIL_0_19)
 POOL = (
-    MegatronName(ALLOCATOR, "total_count", UNTIL_0_19, or_else="pool_size"),
-    MegatronName(ALLOCATOR, "total_avail", UNTIL_0_19, or_else="pool_avail"),
+    MegatronName(ALLOCATOR, "total_count", versions=UNTIL_0_19, or_else="pool_size"),
+    MegatronName(ALLOCATOR, "total_avail", versions=UNTIL_0_19, or_else="pool_avail"),
 )
 # Controller
-PREPARE_STEP = MegatronName(
-    CONTROLLER, "_dynamic_step_context_init", replaced_by="one that pads prefills to CUDA graphs"
-)
-RUN_MODEL = MegatronName(
-    CONTROLLER, "_dynamic_step_forward_logits", replaced_by="CUDA graphs of whole prefills"
-)
+PREPARE_STEP = MegatronName(CONTROLLER, "_dynamic_step_context_init", "pads prefills to graphs")
+RUN_MODEL = MegatronName(CONTROLLER, "_dynamic_step_forward_logits", "graphs of prefills")
 KERNELS_OF_DRAFTS = (
-    MegatronName(CONTROLLERS, "verify_speculative_tokens", replaced_by="Megatron's in PyTorch"),
-    MegatronName(CONTROLLERS, "prepare_next_forward_pass", replaced_by="Megatron's in PyTorch"),
+    MegatronName(CONTROLLERS, "verify_speculative_tokens", "Megatron's in PyTorch"),
+    MegatronName(CONTROLLERS, "prepare_next_forward_pass", "Megatron's in PyTorch"),
 )
 # Layers
 SUMS_OF_LAYERS = (
-    MegatronName(LAYER, "self_attn_bda", replaced_by="a sum with the norm behind it"),
-    MegatronName(LAYER, "mlp_bda", replaced_by="a sum with the norm behind it"),
+    MegatronName(LAYER, "self_attn_bda", "a sum with the norm behind it"),
+    MegatronName(LAYER, "mlp_bda", "a sum with the norm behind it"),
 )
 
-LAYER_GRAPHS = MegatronName(
-    LAYER, "cudagraph_manager", replaced_by="nothing, while a whole step is captured"
-)
-ACTIVATION = MegatronName(MLP, "activation_func", replaced_by="SwiGLU in one kernel")
+LAYER_GRAPHS = MegatronName(LAYER, "cudagraph_manager", "nothing, in a full graph")
+ACTIVATION = MegatronName(MLP, "activation_func", "SwiGLU in one kernel")
 
 ANY_ENGINE = Need(
     "Engine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
-from absorbed_mla.serving.megatron_engine.engine import replace_stop_word_check
+from absorbed_mla.serving.megatron_engine.names import STOP_WORDS
 
 
 def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
@@ -30,4 +30,4 @@ def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
                 return True, behind
         return False, 0
 
-    replace_stop_word_check(host, check)
+    STOP_WORDS.replace(host, check)
