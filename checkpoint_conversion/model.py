@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -209,7 +208,7 @@ class ModelConfig:
         fields.raise_problems(_SUMMARY)
         return result
 
-    @functools.cached_property
+    @property
     def model(self) -> ModelType:
         """The declaration of its model type."""
         return model_of(self.model_type)

@@ -6,6 +6,7 @@ DeepSeek-V3, whose names of fields and tensors are those of the converter's tabl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -189,7 +190,8 @@ def convertible() -> dict[str, ModelType]:
     return {model.name: model for model in MODELS if isinstance(model, ModelType)}
 
 
-def model_of(name: object) -> ModelType:
+@functools.cache
+def model_of(name: str) -> ModelType:
     """The model type of a model that is known to be convertible."""
     model = declared(name)
     assert isinstance(model, ModelType), name

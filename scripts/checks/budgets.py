@@ -55,7 +55,7 @@ class Budget:
 
 BUDGETS = (
     Budget("absorbed_mla", "lines", 52_500, 46_000),
-    Budget("checkpoint_conversion", "lines", 10_700, 9_000),
+    Budget("checkpoint_conversion", "lines", 10_850, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 34_500, 14_000),
     Budget("tests", "lines", 72_200, 52_000),
