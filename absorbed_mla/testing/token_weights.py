@@ -21,7 +21,7 @@ def kernel_weights(logits: Tensor, parameters: Tensor) -> Tensor:
 
     Args:
         logits: bf16, fp16 or fp32 [rows, vocabulary] without NaN, last axis contiguous.
-        parameters: float64 [6, rows], see ``serving/sampling/draw.py``.
+        parameters: float64 [6, rows], see ``serving/sampling/device_sampler.py``.
     """
     weights = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
     most = logits.amax(-1).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Places in the table: the order of ``serving/sampling/draw.py``.
+# Places in the table: the order of ``serving/sampling/device_sampler.py``.
 TEMPERATURE, RANDOM, MIN_P, TOP_K, TOP_P, SAMPLED = (tl.constexpr(i) for i in range(6))
 
 

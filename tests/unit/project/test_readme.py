@@ -116,7 +116,7 @@ def test_converter_commands_have_options_that_exist():
 
 def test_server_commands_have_options_that_exist():
     commands = [w for w in words_of(("bash", "console")) if w[0] == "absorbed-mla-serve"]
-    assert [server_cli._parser().parse_args(words[1:]).model.name for words in commands]
+    assert [server_cli.build_parser().parse_args(words[1:]).model.name for words in commands]
 
 
 def test_links_and_paths_lead_somewhere():
