@@ -40,7 +40,7 @@ from checkpoint_conversion.planning import (
 )
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
-from checkpoint_conversion.routing_notes import only_megatrons
+from checkpoint_conversion.router_comparison import only_megatrons
 from checkpoint_conversion.target_folder import (
     TargetFolder,
     check_places,

@@ -43,8 +43,8 @@ from checkpoint_conversion.model import (
 from checkpoint_conversion.model_type import of_arguments
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from checkpoint_conversion.rotary import Rotary, check_scaling, read_rotary_args
+from checkpoint_conversion.router_comparison import ignored_notes, routing_notes
 from checkpoint_conversion.routing import ROUTER_OPTIONS, read_routing_args, routing_args
-from checkpoint_conversion.routing_notes import ignored_notes, routing_notes
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6

@@ -63,7 +63,7 @@ class AttentionBackend(Protocol):
         rates: Measured TFLOP/s in bf16, forward and backward, by the name of the GPU. ``"gpu"`` and
             ``"cpu"`` are relative rates on every other machine; 1 where they are not given.
         searches_max_logits: Whether it computes scores again for the largest ones
-            (``largest_scores.py``), rather than record them in forward.
+            (``max_logits.py``), rather than record them in forward.
         reads_device_spans: Whether its forward takes ``DeviceSpans``.
     """
 

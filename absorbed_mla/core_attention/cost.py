@@ -125,7 +125,7 @@ _SEARCH_RATES = {"NVIDIA H200": 510.0}
 def search_seconds(dims: MLADims, work: Work, machine: str) -> float:
     """Estimated time to compute the scores of the expanded form again; see :func:`seconds`.
 
-    That is the most that a search for the largest ones takes (``largest_scores.py``).
+    That is the most that a search for the largest ones takes (``max_logits.py``).
     """
     products = dims.num_heads_per_rank * work.pairs * dims.qk_head_dim
     return 2e-12 * products / _SEARCH_RATES.get(machine, 1.0)

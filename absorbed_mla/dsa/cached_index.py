@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from absorbed_mla.dsa.backend import IndexerBackend
-from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import InferenceStep
 

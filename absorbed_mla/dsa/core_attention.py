@@ -27,11 +27,11 @@ from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.implementations import SparseImplementations
 from absorbed_mla.dsa.index_sharing import LayerSelection, Selected
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sequence_parallel import SequenceParallelIndexer
 from absorbed_mla.dsa.sparse_reference import latent_inputs
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.dsa.unused_indexer import with_zero_gradients
 from absorbed_mla.inference.step import InferenceStep

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.hadamard import hadamard_transform
-from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.norm import mark_parameter
 from absorbed_mla.rope import apply_rope
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import KeySubset, head_groups, turns
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.sparse_reference import masked_scores, probabilities
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.once_differentiable import once_differentiable
 
 

@@ -11,10 +11,10 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.backend import SparseBackend
 from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.selection_triton import triton_index_scores
-from absorbed_mla.dsa.types import IndexVectors
 
 
 class TritonHeadSum:

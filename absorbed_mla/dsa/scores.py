@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import KeySubset, head_groups
-from absorbed_mla.dsa.types import IndexVectors
 
 
 def index_scores(

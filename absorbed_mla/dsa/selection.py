@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import (
     CHUNK_ELEMENTS,
     CHUNK_QUERIES,
@@ -17,7 +18,6 @@ from absorbed_mla.dsa.key_subset import (
     visible_keys,
 )
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.types import IndexVectors
 
 
 @torch.no_grad()

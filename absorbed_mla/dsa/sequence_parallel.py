@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
-from absorbed_mla.dsa.types import IndexVectors
 
 
 class SequenceParallelIndexer(NamedTuple):

@@ -1,4 +1,4 @@
-"""The indexer's scores in plain PyTorch, to the bit those of the query and the key alone.
+"""Indexer scores in plain PyTorch, bitwise the same whatever else is in the batch.
 
 For parity mode: training, prefill and decode then select the same keys. As in
 ``core_attention.tiled_reference`` every query has products of its own, of one shape, over tiles of
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import TILE_KEYS, padded_rows, row_products
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
-from absorbed_mla.dsa.types import IndexVectors
 
 
 def tiled_index_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The FP8 format e4m3: three bits of mantissa and no infinity (arXiv:2209.05433)."""
+"""Conversion to and from e4m3, FP8 with three mantissa bits and no infinity (arXiv:2209.05433)."""
 
 from __future__ import annotations
 

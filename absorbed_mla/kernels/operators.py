@@ -315,15 +315,15 @@ def sparse_attention_cached(
 ) -> tuple[Tensor, Tensor]:
     """As ``sparse_attention_forward`` of queries [T, N, ..] over slots of a cache [slots, 1, ..].
 
-    The chosen positions int32 [T, topk] and the rest are those of ``kernels/dsa/cached_lists.py``.
+    The chosen positions int32 [T, topk] and the rest are those of ``kernels/dsa/topk_slots.py``.
     With ``scales``, which ``hopper`` does not take, slots are FP8 rows in the parts of
     ``fp8_latents.Fp8Parts``.
     """
     places = query_starts, query_lengths, block_table, block_size, of_block, of_position
     folder, prefix = _SPARSE[kernel]
     module = _kernel_module(folder, f"{prefix}forward")
-    lists = _kernel_module("dsa", "cached_lists")
-    lists_of = partial(lists.cached_lists, chosen, lists.Places(*places))
+    lists = _kernel_module("dsa", "topk_slots")
+    lists_of = partial(lists.topk_slots, chosen, lists.Places(*places))
     with torch.cuda.device_of(q_content):
         operands = q_content.unsqueeze(1), q_rope.unsqueeze(1), latent, k_rope
         fp8 = {} if scales is None else {"scales": scales}

@@ -1,4 +1,4 @@
-"""The optimizer hook: steps on orthogonalisation groups in place of the weights that have them."""
+"""Optimizer hook of Muon: K and V up-projections are orthogonalised as the option says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from absorbed_mla.log_once import log_once
 from absorbed_mla.megatron_names import MUON_REGISTRY, OPTIMIZERS
+from absorbed_mla.muon.kv_up_attributes import ATTRIBUTE, KVUp, KVUpPart, kv_up_weights
 from absorbed_mla.muon.orthogonalization_groups import orthogonalization_groups
-from absorbed_mla.muon.parameter_attributes import ATTRIBUTE, KVUp, KVUpPart, kv_up_weights
 from absorbed_mla.muon.step import Step
 
 logger = logging.getLogger(__name__)

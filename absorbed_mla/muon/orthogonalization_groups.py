@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from absorbed_mla.muon.parameter_attributes import KVUp
+from absorbed_mla.muon.kv_up_attributes import KVUp
 
 
 class Combined:

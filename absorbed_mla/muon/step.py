@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from absorbed_mla.muon.kv_up_attributes import ATTRIBUTE
 from absorbed_mla.muon.momentum_view import MomentumView, joined_states, store_states
 from absorbed_mla.muon.orthogonalization_groups import (
     Combined,
     OrthogonalizationGroup,
     not_together,
 )
-from absorbed_mla.muon.parameter_attributes import ATTRIBUTE
 from absorbed_mla.muon.rank_pairs import RankPairs, data_parallel_group
 
 # The weights of an entry, None for those that this rank's optimizer has not, and their group.

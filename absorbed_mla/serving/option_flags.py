@@ -1,4 +1,4 @@
-"""Flags of command lines, from the declaration of options."""
+"""Command-line flags generated from the declaration of options."""
 
 from __future__ import annotations
 

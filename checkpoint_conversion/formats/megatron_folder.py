@@ -27,14 +27,14 @@ from checkpoint_conversion.checkpoint_folder import (
 )
 from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.vocabulary import check_padding
+from checkpoint_conversion.formats.vocabulary_padding import check_padding
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face, without_tied_head
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.router_comparison import refuse_another_router
 from checkpoint_conversion.routing import GROUP_SCORE, NORMALISED
-from checkpoint_conversion.routing_notes import refuse_another_router
 from checkpoint_conversion.source import Source
 
 AUXILIARY = "hugging_face"

@@ -257,7 +257,7 @@ class DrawingBenchmark(kit.Benchmark):
         if params.is_greedy:
             return logits.argmax(-1)
         from absorbed_mla.serving.sampling.device_sampler import draw_by_weights
-        from absorbed_mla.testing.token_weights import kernel_weights
+        from absorbed_mla.testing.token_probabilities import kernel_weights
 
         weights = kernel_weights(logits, numbers)
         return draw_by_weights(logits.float(), weights, numbers, filters=params.has_filters)

@@ -12,8 +12,8 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.router_comparison import refuse_another_router
 from checkpoint_conversion.routing import ROUTER_OPTIONS
-from checkpoint_conversion.routing_notes import refuse_another_router
 from checkpoint_conversion.verify import verify
 from tests.conversion.released import RELEASED
 from tests.conversion.support import (

@@ -14,8 +14,8 @@ from checkpoint_conversion.megatron_args import (
     to_megatron_args,
 )
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.router_comparison import routing_notes
 from checkpoint_conversion.routing import options_of, read_routing
-from checkpoint_conversion.routing_notes import routing_notes
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
 from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, tiny_config
 from tests.support.refusal import refusal

@@ -126,7 +126,7 @@ def search_kernel() -> None:
     """The scores again, at the widths of the expanded form."""
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.core_attention.masks.tiles import query_tiles
-    from absorbed_mla.kernels.largest_scores import QUERIES, largest_scores
+    from absorbed_mla.kernels.max_logits import QUERIES, largest_scores
 
     q = torch.zeros(TOKENS, 1, HEADS, 192, dtype=BF16)
     tiles = query_tiles([Span(0, TOKENS, 0, TOKENS, 0)], QUERIES)
@@ -251,8 +251,8 @@ def choice_over_a_cache() -> None:
 def index_kernels() -> None:
     """Scores and choice of an indexer."""
     from absorbed_mla.core_attention.masks.spans import Span, Spans
+    from absorbed_mla.dsa.index_vectors import IndexVectors
     from absorbed_mla.dsa.selection_triton import triton_select
-    from absorbed_mla.dsa.types import IndexVectors
 
     query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
     index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
@@ -280,10 +280,10 @@ def loss_kernels() -> None:
     """Target and gradients of an indexer's loss, over visible and over chosen keys."""
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.dsa import indexer_triton
+    from absorbed_mla.dsa.index_vectors import IndexVectors
     from absorbed_mla.dsa.indexer_backends.hopper import HopperHeadSum
     from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
     from absorbed_mla.dsa.sparse_reference import latent_inputs
-    from absorbed_mla.dsa.types import IndexVectors
 
     shapes = [(HEADS, KV_LORA_RANK), (HEADS, ROPE), (KV_LORA_RANK + ROPE,)]
     *queries, kv = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes)

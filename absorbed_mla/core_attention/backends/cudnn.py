@@ -22,9 +22,9 @@ from absorbed_mla.core_attention.backends.reference import (
     reference_one_pair,
     reference_one_pair_gradient,
 )
-from absorbed_mla.core_attention.largest_scores import record_by_search, why_not_search
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.max_logits_search import record_by_search, why_not_search
 from absorbed_mla.core_attention.merge import merge_into
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 

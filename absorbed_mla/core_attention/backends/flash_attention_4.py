@@ -16,9 +16,9 @@ from absorbed_mla.core_attention.backend import (
     AttentionRequest,
     why_not_fused,
 )
-from absorbed_mla.core_attention.largest_scores import record_by_search, why_not_search
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import VarlenCall, varlen_calls
+from absorbed_mla.core_attention.max_logits_search import record_by_search, why_not_search
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 

@@ -6,9 +6,9 @@ from functools import partial
 
 from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.batch_invariant_indexer import InvariantIndexer
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.indexer_triton import TRITON_PIECES
-from absorbed_mla.dsa.invariant_indexer import InvariantIndexer
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
 from absorbed_mla.dsa.sparse_kernels import dense_request
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.fp8_rows import fp8_query
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_backends.triton import TritonBackend
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
-from absorbed_mla.dsa.types import IndexVectors
 
 # Columns of the least product of FP8.
 _LEAST_WIDTH = 32

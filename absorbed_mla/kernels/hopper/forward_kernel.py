@@ -73,10 +73,10 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     clear_rows,
     load_queries,
 )
-from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
 from absorbed_mla.kernels.hopper.ring import empty_position, ring_position
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.tile_scheduler import ProgramTiles
 
 LN_2 = gl.constexpr(math.log(2))
 # Registers of each thread of a role. At launch three warpgroups (the load role's warp counts as

@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
-from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.tile_scheduler import count_turns, dealt
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
 from absorbed_mla.kernels.triton_private import aggregate
 

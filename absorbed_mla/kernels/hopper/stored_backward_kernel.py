@@ -41,7 +41,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E, read_statistics
-from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.ring import wait_empty, wait_full
 from absorbed_mla.kernels.hopper.stored_backward_shared import (
@@ -57,6 +56,7 @@ from absorbed_mla.kernels.hopper.stored_backward_shared import (
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.hopper.tile_scheduler import ProgramTiles
 
 # Columns of P and of dS that are made at a time.
 HALF = gl.constexpr(KEYS // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from absorbed_mla.serving.executor.cache_size import engine_options
+from absorbed_mla.serving.executor.engine_options import engine_options
 from absorbed_mla.serving.executor.local import LocalRunner
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import Replicas, require_layout, require_shared_cache

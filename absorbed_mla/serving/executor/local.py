@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.cache_size import engine_options
 from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.engine_options import engine_options
 from absorbed_mla.serving.executor.process_groups import join
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress

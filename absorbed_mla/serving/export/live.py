@@ -26,8 +26,8 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_router
 from checkpoint_conversion.routing import ROUTER_OPTIONS
-from checkpoint_conversion.routing_notes import only_megatrons, refuse_another_router
 
 _NONE = "The model's config describes none that can be exported:"
 _ANOTHER_ROUTER = (

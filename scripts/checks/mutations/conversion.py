@@ -51,17 +51,17 @@ MUTATIONS = {
         "return first.narrow(dim, start, length)",
     ),
     "tokens_of_the_own_config_are_dropped": Mutation(
-        "checkpoint_conversion/formats/vocabulary.py",
+        "checkpoint_conversion/formats/vocabulary_padding.py",
         "    if CONFIG in auxiliary:\n",
         "    if False:\n",
     ),
     "tokens_of_the_arguments_are_dropped": Mutation(
-        "checkpoint_conversion/formats/vocabulary.py",
+        "checkpoint_conversion/formats/vocabulary_padding.py",
         'args.get("vocab_size")',
         'args.get("")',
     ),
     "any_number_of_rows_is_padding": Mutation(
-        "checkpoint_conversion/formats/vocabulary.py",
+        "checkpoint_conversion/formats/vocabulary_padding.py",
         "0 < multiple * tp <= padding",
         "0 < multiple * tp < 0",
     ),

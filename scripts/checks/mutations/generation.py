@@ -461,7 +461,7 @@ MUTATIONS = {
         "            pass",
     ),
     "prompts_in_no_graphs_by_default": Mutation(
-        "absorbed_mla/serving/executor/cache_size.py",
+        "absorbed_mla/serving/executor/engine_options.py",
         "prefill_graph_tokens=chosen_tokens(model, sizes)",
         "prefill_graph_tokens=0",
     ),

@@ -216,7 +216,7 @@ MUTATIONS = {
         "",
     ),
     "forward_tiles_dealt_twice": Mutation(
-        "absorbed_mla/kernels/hopper/forward_tiles.py",
+        "absorbed_mla/kernels/hopper/tile_scheduler.py",
         "gl.where(turn % 2 == 0, program, programs - 1 - program)",
         "gl.where(turn % 2 == 0, program, programs - 1)",
     ),

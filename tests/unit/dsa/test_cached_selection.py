@@ -9,10 +9,10 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa import cached_selection
 from absorbed_mla.dsa.cached_keys import CachedRows
 from absorbed_mla.dsa.cached_selection import select_cached
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.scores import index_scores
 from absorbed_mla.dsa.selection import select
 from absorbed_mla.dsa.tiled_scores import tiled_cached_scores, tiled_index_scores
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import RowLengths
 from tests.support.inference import PagedStep

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests.oracle_dsa import kl_of_rows, masked_softmax
 from tests.support import world

@@ -13,9 +13,9 @@ import torch
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import choose_implementation
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import visible_keys
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from tests.oracle_dsa import OracleDSA
@@ -29,7 +29,7 @@ from tests.unit.dsa.test_kernel_backends import ON_DEVICE
 pytest.importorskip("triton")
 
 with triton_interpreter():
-    from absorbed_mla.dsa.invariant_indexer import invariant_scores
+    from absorbed_mla.dsa.batch_invariant_indexer import invariant_scores
     from absorbed_mla.kernels.dsa import cached_scores, forward, invariant_forward
 
 DEVICE = ON_DEVICE.device

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from tests.support import needs
 from tests.support.backends import triton_interpreter

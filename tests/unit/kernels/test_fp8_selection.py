@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
-from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import INDEXER_BACKENDS
 from tests.support.backends import triton_interpreter

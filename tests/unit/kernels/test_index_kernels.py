@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.selection import best_keys, select
-from absorbed_mla.dsa.types import IndexVectors
 from tests.support.backends import triton_interpreter
 from tests.support.combinations import grid
 from tests.support.hostile import poisoned_memory

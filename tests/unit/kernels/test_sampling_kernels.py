@@ -12,7 +12,7 @@ from tests.support.drawing import drawn, kept, table_of
 with triton_interpreter():
     from absorbed_mla.kernels.sampling import argmax, draw
     from absorbed_mla.kernels.sampling.vocabulary_blocks import BLOCK as WHOLE
-    from absorbed_mla.testing.token_weights import kernel_weights
+    from absorbed_mla.testing.token_probabilities import kernel_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of a program: few, to have several in a small vocabulary.

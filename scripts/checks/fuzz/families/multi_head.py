@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from absorbed_mla.core_attention.largest_scores import query_tile_table
 from absorbed_mla.core_attention.latent_kernels import key_tile_table
 from absorbed_mla.core_attention.latent_kernels import query_tile_table as whole_table
+from absorbed_mla.core_attention.max_logits_search import query_tile_table
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, Draw
@@ -109,7 +109,7 @@ def _search_config(draw: Draw) -> SearchConfig:
 def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
     """Exact above the threshold; elsewhere a bound that is not above it, or what was there."""
     # Loaded where it runs: it imports Triton.
-    from absorbed_mla.kernels.largest_scores import QUERIES, largest_scores
+    from absorbed_mla.kernels.max_logits import QUERIES, largest_scores
 
     multi_head = Config(config.width, 16, config.heads, config.dtype, False)
     spans, (q, k, _), (given_q, given_k, _) = _operands(multi_head, draw)
@@ -160,7 +160,7 @@ FAMILIES = (
     ),
     Family(
         "largest-scores",
-        ("kernels.largest_scores._largest_kernel",),
+        ("kernels.max_logits._largest_kernel",),
         _search_config,
         _search,
         share=0.6,

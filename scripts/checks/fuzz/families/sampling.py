@@ -157,7 +157,7 @@ def may_be_drawn(
 
 def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
     """What the kernels keep for themselves: shares of the most likely token's probability."""
-    from absorbed_mla.testing.token_weights import kernel_weights
+    from absorbed_mla.testing.token_probabilities import kernel_weights
 
     rows = max(1, min(draw.length(draw.limit(64, 6), 16), _NUMBERS // config.vocabulary))
     logits = _logits(config, draw, rows).nan_to_num(0.0, 1.0, -5.0)
@@ -195,6 +195,10 @@ FAMILIES = (
         _run,
     ),
     Family(
-        "token-weights", ("testing.token_weights._weights_kernel",), _config, _weights, share=0.3
+        "token-weights",
+        ("testing.token_probabilities._weights_kernel",),
+        _config,
+        _weights,
+        share=0.3,
     ),
 )

@@ -216,7 +216,7 @@ _LISTS = (_COUNT, _UNITE, f"{_DSA}.splits._merge_kernel")
 _SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
 _DELTA = "kernels.triton.backward_kernels.delta_kernel"
 _FORWARD = f"{_DSA}.forward._forward_kernel"
-_CACHED = (f"{_DSA}.cached_lists._slots_kernel", f"{_DSA}.splits._merge_kernel")
+_CACHED = (f"{_DSA}.topk_slots._slots_kernel", f"{_DSA}.splits._merge_kernel")
 FAMILIES = (
     Family(
         "sparse-triton",

@@ -33,7 +33,7 @@ from tests.support.backends import multiply_in_one_order, triton_interpreter
 
 with triton_interpreter():
     import absorbed_mla.kernels.invariant.matrix_product
-    import absorbed_mla.testing.token_weights  # noqa: F401
+    import absorbed_mla.testing.token_probabilities  # noqa: F401
     from absorbed_mla.kernels.sampling import draw
 
 

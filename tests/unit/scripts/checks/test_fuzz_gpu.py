@@ -131,7 +131,7 @@ FAULTS = {
         lambda found: (found + 1) % 2,
     ),
     "token-weights": (
-        "absorbed_mla.testing.token_weights.kernel_weights",
+        "absorbed_mla.testing.token_probabilities.kernel_weights",
         lambda found: found + (found // 100),
     ),
 }
@@ -185,7 +185,7 @@ def test_parts_of_tokens():
 @needs.no_gpu
 @pytest.mark.no_cover
 def test_a_large_score_that_is_missed_is_found(small, monkeypatch):
-    module = importlib.import_module("absorbed_mla.kernels.largest_scores")
+    module = importlib.import_module("absorbed_mla.kernels.max_logits")
     right = module.largest_scores
 
     def wrong(q, k, lse, of_heads, *rest):

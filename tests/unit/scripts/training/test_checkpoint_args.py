@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from absorbed_mla.deepseek_router import DeepSeekRouter
 from absorbed_mla.options import ROUTER_OPTIONS
-from checkpoint_conversion.formats.vocabulary import check_padding
+from checkpoint_conversion.formats.vocabulary_padding import check_padding
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED

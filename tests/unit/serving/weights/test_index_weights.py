@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
-from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.weights.load import load_model, open_model

@@ -1,4 +1,4 @@
-"""Options of an engine that depend on its model: tokens of the cache, who shares it, and graphs."""
+"""Engine options derived from the model: KV-cache tokens, ranks sharing them, CUDA graphs."""
 
 from __future__ import annotations
 

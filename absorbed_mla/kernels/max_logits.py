@@ -1,4 +1,4 @@
-"""Kernel of the max logits of QK-clip: scores are computed again for tiles whose LSE is large."""
+"""Kernel of QK-clip's max logits: computes QK scores again in tiles with a large LSE only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameter attribute that names a weight's orthogonalisation group."""
+"""The attribute of K and V up-projection weights: what Muon orthogonalises as one matrix."""
 
 from __future__ import annotations
 

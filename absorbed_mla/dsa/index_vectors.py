@@ -1,4 +1,4 @@
-"""Index vectors: what an indexer computes from its input."""
+"""The indexer's projections of its input: index queries, index keys and head weights."""
 
 from __future__ import annotations
 

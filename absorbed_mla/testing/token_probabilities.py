@@ -1,4 +1,4 @@
-"""Softmax weights of tokens as the sampling kernels compute them, for tests of the kernels.
+"""Token probabilities, not normalised, as the sampling kernels compute them; for tests.
 
 Imported where Triton's interpreter may be.
 """

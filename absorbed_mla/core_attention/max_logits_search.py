@@ -1,4 +1,4 @@
-"""The largest score of every head, found by a search, for backends that return the LSE alone.
+"""Max logits of every head, found by a search, for backends that return the LSE alone.
 
 With n scores in a row, max <= LSE <= max + log(n). Rows whose LSE is below a score that was already
 found, or below the threshold, are left out; the scores of the others are computed again. So the
@@ -42,7 +42,7 @@ def record_by_search(q: Tensor, k: Tensor, lse: Tensor, rules: ScoreRules) -> No
     threshold = rules.max_logits.threshold
     if _by_kernel(q, heads):
         # Loaded where it runs: elsewhere the package does without Triton.
-        kernel = importlib.import_module("absorbed_mla.kernels.largest_scores")
+        kernel = importlib.import_module("absorbed_mla.kernels.max_logits")
         table = query_tile_table(rules.spans, kernel.QUERIES, q.device)
         kernel.largest_scores(q, k, lse, heads, table, rules.scale, threshold)
     else:

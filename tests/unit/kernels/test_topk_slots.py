@@ -29,10 +29,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOPK, WIDTH = 12, 48
 
 with triton_interpreter():
-    from absorbed_mla.kernels.dsa import cached_lists as module
     from absorbed_mla.kernels.dsa import forward, invariant_forward  # noqa: F401
     from absorbed_mla.kernels.dsa import key_lists as lists_module
     from absorbed_mla.kernels.dsa import splits as splits_module
+    from absorbed_mla.kernels.dsa import topk_slots as module
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def test_slots_and_counts(name, splits):
     for tokens in (1,) if splits > 1 else (1, 4):
         expected = lists_module.key_lists(slots, len(cached.rows), tokens, splits)
         with poisoned_memory():
-            found = module.cached_lists(
+            found = module.topk_slots(
                 chosen, places_of(cached, rows), len(cached.rows), tokens, splits
             )
         if tokens == 1:
@@ -133,7 +133,7 @@ def test_tokens_in_no_row_have_no_keys():
     case = Case(loose=1)
     cached, rows, chosen = CachedRows(case.cache()), case.rows(), case.chosen()
     chosen[-1] = torch.arange(TOPK)
-    found = module.cached_lists(chosen, places_of(cached, rows), len(cached.rows), 1, 2)
+    found = module.topk_slots(chosen, places_of(cached, rows), len(cached.rows), 1, 2)
     assert (found.entries[-1] == -1).all() and not found.counts[-1].any()
     assert not found.open_counts[-1].any() and found.counts[:-1].all(1).any()
 
@@ -143,7 +143,7 @@ def test_nothing_to_do(tokens, topk, requests):
     chosen = torch.zeros(tokens, topk, dtype=torch.int32, device=DEVICE)
     numbers = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
     places = module.Places(numbers, numbers, numbers[:, None], 16, 16, 1)
-    found = module.cached_lists(chosen, places, 16, 1)
+    found = module.topk_slots(chosen, places, 16, 1)
     assert found.counts.shape == (tokens, 1) and not found.counts.any()
 
 

@@ -1,4 +1,4 @@
-"""Persistent tile scheduler: the tiles that a program computes one after the other."""
+"""The persistent tile scheduler: tiles that a program computes one after the other."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import largest_scores as search
+from absorbed_mla.core_attention import max_logits_search as search
 from absorbed_mla.core_attention.backends.reference import reference_forward
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
@@ -25,7 +25,7 @@ from tests.support.hostile import amid_nan
 pytest.importorskip("triton")
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
-    from absorbed_mla.kernels import largest_scores as kernels
+    from absorbed_mla.kernels import max_logits as kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE, HEADS, BATCH = 0.3, 4, 2

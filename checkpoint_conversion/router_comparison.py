@@ -1,4 +1,4 @@
-"""Notes on a model's routing, one line each, and the errors of two that differ."""
+"""Comparison of MoE router settings: notes what is ignored, raises where models differ."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from absorbed_mla.log_once import times_logged
-from absorbed_mla.serving.executor import cache_size
+from absorbed_mla.serving.executor import engine_options
 from absorbed_mla.serving.executor.live_model import runner_of
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.scheduler import prefill_graphs
@@ -21,18 +21,18 @@ REFUSED = ValueError("tensor_parallel_size is 1")
 def chosen(monkeypatch, caplog):
     """What is chosen for so much room, and the logged reason."""
     model = generating_model(num_layers=1)
-    monkeypatch.setattr(cache_size, "require_shared_cache", lambda model, drafts: None)
+    monkeypatch.setattr(engine_options, "require_shared_cache", lambda model, drafts: None)
 
     def choose(room, **options):
         asked = []
         monkeypatch.setattr(
-            cache_size, "_fitting_tokens", lambda model, given: asked.append(given) or room
+            engine_options, "_fitting_tokens", lambda model, given: asked.append(given) or room
         )
         given = LLMOptions(**{"decode_context_parallel": "auto", "max_num_seqs": 10, **options})
         times_logged.cache_clear()
         caplog.clear()
-        with caplog.at_level(logging.INFO, cache_size.logger.name):
-            found = cache_size._with_sharing_chosen(model, given, 128)
+        with caplog.at_level(logging.INFO, engine_options.logger.name):
+            found = engine_options._with_sharing_chosen(model, given, 128)
         assert all(one.decode_context_parallel is False for one in asked)
         return found.decode_context_parallel, caplog.text
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_shared(chosen, monkeypatch):
     def refuse(model, drafts):
         raise REFUSED
 
-    monkeypatch.setattr(cache_size, "require_shared_cache", refuse)
+    monkeypatch.setattr(engine_options, "require_shared_cache", refuse)
     shared, logged = chosen(0)
     assert shared is False and str(REFUSED) in logged
 
@@ -98,7 +98,7 @@ def captured(monkeypatch):
 def graph_tokens(model, **options) -> tuple[int, bool]:
     """Of the engine's options, and whether Megatron captures such steps; equal for a live model."""
     given = LLMOptions(**{"cuda_graphs": True, **options})
-    sizes = cache_size.engine_options(model, given, 128, None)
+    sizes = engine_options.engine_options(model, given, 128, None)
     runner, _ = runner_of(model, None, {"cuda_graphs": True, "max_model_len": 128, **options})
     assert runner.options().prefill_graph_tokens == sizes.prefill_graph_tokens
     host = sizes.to_host(model.config, 1, 1)
@@ -139,10 +139,10 @@ def test_graphs_of_prompts_need_graphs(captured):
 
 
 def test_graphs_of_prompts_go_without_a_shared_cache(captured, monkeypatch):
-    monkeypatch.setattr(cache_size, "require_shared_cache", lambda model, drafts: None)
-    monkeypatch.setattr(cache_size, "_fitting_tokens", lambda model, given: 64)
+    monkeypatch.setattr(engine_options, "require_shared_cache", lambda model, drafts: None)
+    monkeypatch.setattr(engine_options, "_fitting_tokens", lambda model, given: 64)
     given = LLMOptions(cuda_graphs=True, decode_context_parallel="auto")
-    sizes = cache_size.engine_options(captured, given, 128, None)
+    sizes = engine_options.engine_options(captured, given, 128, None)
     assert sizes.decode_context_parallel and sizes.prefill_graph_tokens == 0
 
 

@@ -1,4 +1,4 @@
-"""Key lists of a paged cache: positions of tokens' requests become slots, which are counted.
+"""Kernel that maps top-k positions to KV-cache slots by the block table, and counts them.
 
 One launch does what a decode step otherwise spends a dozen on: it finds the row of every token,
 looks the blocks of its chosen positions up, and counts the slots of every split.
@@ -38,7 +38,7 @@ class Places(NamedTuple):
     of_position: int
 
 
-def cached_lists(
+def topk_slots(
     chosen: Tensor, places: Places, num_keys: int, tokens: int, splits: int = 1
 ) -> KeyLists:
     """As ``key_lists``, of positions in place of keys.

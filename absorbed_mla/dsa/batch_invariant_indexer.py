@@ -1,4 +1,4 @@
-"""The Triton kernels of the indexer in parity mode: one kernel computes scores for all of it.
+"""Batch-invariant Triton kernels of the indexer: all its scores come from one kernel.
 
 It reads index keys from a cache, some tokens and a block of keys at a time, and gives a score the
 same bits whatever the other tokens are.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.indexer_triton import TRITON_PIECES
 from absorbed_mla.dsa.key_subset import VisibleKeys
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
-from absorbed_mla.dsa.types import IndexVectors
 
 
 def invariant_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:
