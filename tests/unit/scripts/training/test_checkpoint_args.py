@@ -57,7 +57,6 @@ def test_the_conversion_understands_what_is_saved(name):
     config = from_megatron_args(saved(f"--preset {name} --bf16"))
     assert vars(config) == {
         **vars(expected),
-        "model": config.model,
         "model_type": config.model_type,
         "hugging_face": config.hugging_face,
     }
