@@ -33,7 +33,7 @@ from benchmarks.qk_clip import QKClipBenchmark as QKClip
 from benchmarks.serving import ServingBenchmark as Serving
 from benchmarks.training_graphs import GraphsBenchmark as TrainingGraphs
 
-DOCS = Path(__file__).resolve().parents[4] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "measurements"
 COUNT, SECONDS = (
     "expected a whole number above 0",
     "expected a number of seconds above 0, got 'nan'",
