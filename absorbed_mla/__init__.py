@@ -12,7 +12,7 @@ The stages of one layer, and where each is:
     -> linear_proj
 
 ``naive.py`` has the same equations straight from the paper. ``inference/`` is the attention over
-cached latents, ``generation/`` makes text with Megatron's engine, ``checkpoint/`` reads and writes
+cached latents, ``serving/`` makes text with Megatron's engine, ``checkpoint/`` reads and writes
 standard MLA's state dicts and checkpoints, ``specs/absorbed_mla_layer_specs.py`` puts the attention
 into Megatron's layers.
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention
     from absorbed_mla.checkpoint.state_dict import to_absorbed_state_dict, to_standard_state_dict
     from absorbed_mla.dims import MLADims
-    from absorbed_mla.generation.sampling import SamplingParams
-    from absorbed_mla.llm.llm import LLM
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+    from absorbed_mla.serving.llm import LLM
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 __version__ = "0.1.0"  # and in checkpoint_conversion
 __all__ = [
@@ -46,12 +46,12 @@ __all__ = [
     "to_standard_state_dict",
 ]
 _MODULES = {
-    "LLM": "llm.llm",
+    "LLM": "serving.llm",
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
     "MLADims": "dims",
-    "SamplingParams": "generation.sampling",
+    "SamplingParams": "serving.sampling.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",
     "to_standard_state_dict": "checkpoint.state_dict",
 }

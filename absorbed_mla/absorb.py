@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import is_enabled
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _HeadProduct(torch.autograd.Function):
         return found.view(*x.shape[:3], weight.shape[-1])
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)

@@ -21,7 +21,6 @@ from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
-from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
 from absorbed_mla.graph_capture import (
     captures_attention,
@@ -29,13 +28,14 @@ from absorbed_mla.graph_capture import (
     refuse_uncapturable_config,
     with_gradients_of,
 )
-from absorbed_mla.host_interface import HostInterface
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
 from absorbed_mla.linear import own_output, refuse_sharded_alone
+from absorbed_mla.megatron_interface import MegatronInterface
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.norm import has_few_rows
 from absorbed_mla.offloading import StageOffloading, on_device
+from absorbed_mla.once_differentiable import refuse_graph_of_gradients
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import (
     AbsorbedMLASelfAttentionSubmodules,
@@ -56,7 +56,7 @@ from absorbed_mla.unsupported import (
 )
 
 
-class AbsorbedMLASelfAttention(HostInterface):
+class AbsorbedMLASelfAttention(MegatronInterface):
     """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     hidden_states -> projections -> absorb -> rope -> [context parallel] -> core attention

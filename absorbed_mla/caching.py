@@ -1,4 +1,4 @@
-"""The one way in which this package remembers what it has computed: on the object it came from."""
+"""Memoisation: what is computed from an object is kept on that object."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategy import group_of_call
-from absorbed_mla.inference.token_shares import gather
+from absorbed_mla.inference.prefill_context_parallel import gather
 from absorbed_mla.sequences import SequenceLayout
 
 _megatrons_roll = getattr(host, "roll_tensor", None)

@@ -1,4 +1,4 @@
-"""Outputs that Megatron frees after the forward pass and lets be computed again in backward."""
+"""Outputs of Megatron's ``CheckpointWithoutOutput``, which are computed again in backward."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.dims import yarn_mscale
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 ROPE_TYPES = ("rope", "yarn")
 
@@ -200,7 +200,7 @@ class _RotateTail(torch.autograd.Function):
         return x
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         # With create_graph=True the incoming gradient is part of a graph and must not change.
         grad = grad.clone() if grad.requires_grad else grad.contiguous()

@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel ranks in the order of the ranks.
+"""Tensor-parallel sums in rank order, whatever algorithm NCCL would take.
 
 Ring algorithms start the sum of each chunk of the buffer at another rank. With more than two ranks
 the result of a token would then depend on its place in the buffer.

@@ -2,7 +2,7 @@
 
 They are this package's. On a GPU Megatron's mode
 (``megatron.core.transformer.custom_layers.batch_invariant_kernels``) installs them, see
-``host_operators.py``, beside a few of its own; for the CPU Megatron has none.
+``megatron_operators.py``, beside a few of its own; for the CPU Megatron has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import collectives, host_operators
+from absorbed_mla.batch_invariant import collectives, megatron_operators
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
@@ -47,7 +47,7 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
     """
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        host_operators.enable()
+        megatron_operators.enable()
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
     collectives.sum_in_rank_order()
@@ -57,7 +57,7 @@ def disable_batch_invariant_mode(device_type: str | None = None) -> None:
     """Undo :func:`enable_batch_invariant_mode`."""
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        host_operators.disable()
+        megatron_operators.disable()
     if device_type in _replaced:
         _replaced.pop(device_type)._destroy()
     if not _replaced:

@@ -13,7 +13,7 @@ from megatron.core.transformer.custom_layers import batch_invariant_kernels as m
 from torch import Tensor
 
 from absorbed_mla.batch_invariant.products import DTYPES
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 # Passes on to TransformerEngine what it does not compute. Older versions lack it.
 _HOST_NORMALIZATION = getattr(megatron, "_te_apply_normalization_patched", None)
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
         return result.view(x.shape)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_enabled
 from absorbed_mla.options import AbsorbedMLAOptions
 
-# Of a config whose model has grouped experts (absorbed_mla/experts).
+# Of a config whose model has grouped experts (absorbed_mla/serving/experts).
 _IN_ORDER = "absorbed_mla_experts_in_order"
 _BACKENDS = ("auto", "hopper", "triton", "reference")
 # Option -> (accepted values, why others are refused).

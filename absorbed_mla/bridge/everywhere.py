@@ -1,4 +1,4 @@
-"""Importing this gives absorbed MLA to every provider that Megatron-Bridge makes.
+"""Import hook for Megatron-Bridge: every provider that it makes gets absorbed MLA.
 
 For programs that build the provider themselves, such as verl and NeMo-RL: of DeepSeek-V2,
 DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash.

@@ -1,4 +1,4 @@
-"""Keeping Megatron's attributes of parameters when ``load_state_dict`` replaces the parameters.
+"""Megatron's parameter attributes, kept when ``load_state_dict`` replaces the parameters.
 
 Megatron sets attributes on a parameter that say how its gradient is reduced
 (``sequence_parallel``, ``allreduce``, ``tensor_model_parallel``, ...), here called marks. With

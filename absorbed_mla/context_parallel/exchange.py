@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.key_source import KeyBlock
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 
 class LatentExchange(ABC):
@@ -105,6 +105,6 @@ class _Start(torch.autograd.Function):
         return kv.view_as(kv)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, placeholder: Tensor):
         return ctx.exchange.finish_gradient().to(ctx.dtype), None

@@ -1,4 +1,4 @@
-"""Latent attention as one step of autograd: one query, keys from any source, one softmax."""
+"""The autograd function of latent attention, over keys from any source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:

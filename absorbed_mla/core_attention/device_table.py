@@ -1,4 +1,4 @@
-"""Tables of integers that the host makes and kernels read."""
+"""Integer tables that the CPU makes and kernels read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend ``hopper`` in parity mode, whose training forward has the bits of its decode."""
+"""The backend ``hopper`` in parity mode: training forward and decode have the same bits."""
 
 from __future__ import annotations
 

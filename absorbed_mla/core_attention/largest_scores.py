@@ -1,4 +1,4 @@
-"""The largest score of every head, for backends that return the LSE alone.
+"""The largest score of every head, found by a search, for backends that return the LSE alone.
 
 With n scores in a row, max <= LSE <= max + log(n). Rows whose LSE is below a score that was already
 found, or below the threshold, are left out; the scores of the others are computed again. So the

@@ -1,4 +1,4 @@
-"""What the backends ``hopper`` and ``triton`` have in common: this package's kernels of the latent.
+"""Base class of the backends ``hopper`` and ``triton``: attention over the latent.
 
 Which query sees which key goes to the kernels as tile tables (``masks/tiles.py``), which are made
 once for the spans of a call and kept on the device.

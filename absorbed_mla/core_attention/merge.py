@@ -1,4 +1,4 @@
-"""Attention over a set of keys from attention over parts of it."""
+"""Merging attention outputs over disjoint sets of keys by their LSE."""
 
 from __future__ import annotations
 

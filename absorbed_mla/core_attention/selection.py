@@ -1,4 +1,4 @@
-"""Which form runs on which backend."""
+"""The choice of form and backend of an attention call."""
 
 from __future__ import annotations
 

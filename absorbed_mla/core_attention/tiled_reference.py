@@ -1,4 +1,4 @@
-"""Absorbed attention in plain PyTorch whose result for a token depends on its own keys alone.
+"""Batch-invariant absorbed attention in plain PyTorch.
 
 Every token has products of its own, of one shape, over tiles of keys in their order, counted from
 the first key of its sequence; what it does not see adds exact zeros. So a token gets the same bits

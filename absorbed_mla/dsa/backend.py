@@ -18,7 +18,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.support import Support
+from absorbed_mla.dsa.key_subset import Support
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.log_once import log_once

@@ -10,8 +10,8 @@ from torch import Tensor
 from absorbed_mla.core_attention.types import AttentionOutput
 from absorbed_mla.dsa.backend import SparseBackend
 from absorbed_mla.dsa.cached_keys import CachedRows
+from absorbed_mla.dsa.key_subset import chosen_keys
 from absorbed_mla.dsa.sparse_reference import SparseForward, compute_dtype, latent_inputs
-from absorbed_mla.dsa.support import chosen_keys
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backends.reference import last_keys
 from absorbed_mla.inference.rows import Rows

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import TILE_KEYS
 from absorbed_mla.dsa.cached_keys import CachedRows
+from absorbed_mla.dsa.key_subset import CHUNK_ELEMENTS, ChosenKeys
 from absorbed_mla.dsa.scores import index_scores
 from absorbed_mla.dsa.selection import best_of, first_keys
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.backends.reference import last_keys
 from absorbed_mla.inference.rows import Rows

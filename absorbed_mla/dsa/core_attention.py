@@ -23,16 +23,16 @@ from absorbed_mla.core_attention.key_source import WholeKeySource
 from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
+from absorbed_mla.dsa.aux_loss import report_loss
 from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
 from absorbed_mla.dsa.cached_attention import OverCachedKeys
 from absorbed_mla.dsa.cached_index import CachedIndex
+from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
+from absorbed_mla.dsa.index_sharing import LayerSelection
 from absorbed_mla.dsa.indexer import Indexer
-from absorbed_mla.dsa.recomputation import is_never_recomputed
-from absorbed_mla.dsa.reported_loss import report_loss
-from absorbed_mla.dsa.sharing import LayerSelection
+from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
-from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.dsa.unused_indexer import with_zero_gradients

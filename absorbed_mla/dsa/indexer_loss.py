@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.key_subset import Support, head_groups, turns
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.sparse_reference import masked_scores, probabilities
-from absorbed_mla.dsa.support import Support, head_groups, turns
 from absorbed_mla.dsa.types import IndexVectors
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.once_differentiable import once_differentiable
 
 
 class HeadSum:
@@ -142,7 +142,7 @@ class _IndexerLoss(torch.autograd.Function):
         return found
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad):
         scaled = (kept * grad for kept in ctx.saved_tensors)
         return None, None, *(g.to(d) for g, d in zip(scaled, ctx.dtypes))

@@ -12,8 +12,8 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.backend import SparseBackend
 from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
 from absorbed_mla.dsa.indexer_loss import LossPieces
+from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.selection_triton import triton_index_scores
-from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 
@@ -31,7 +31,7 @@ class TritonHeadSum:
 
     def __call__(self, support: VisibleKeys | ChosenKeys) -> Tensor:
         """See ``HeadSum``."""
-        from absorbed_mla.kernels.dsa.target import visible_target
+        from absorbed_mla.kernels.dsa.kl_target import visible_target
 
         lse = self.lse
         if lse is None:
@@ -54,7 +54,7 @@ class TritonHeadSum:
         self, operands: tuple[Tensor, Tensor, Tensor, Tensor], lse: Tensor, chosen: Tensor
     ) -> Tensor:
         """As ``kernels.dsa.target.chosen_target``."""
-        from absorbed_mla.kernels.dsa.target import chosen_target
+        from absorbed_mla.kernels.dsa.kl_target import chosen_target
 
         return chosen_target(operands, lse, chosen, self.scale)
 

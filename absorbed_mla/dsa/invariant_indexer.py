@@ -14,8 +14,8 @@ from torch import Tensor
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.indexer_triton import TRITON_PIECES
+from absorbed_mla.dsa.key_subset import VisibleKeys
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
-from absorbed_mla.dsa.support import VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 

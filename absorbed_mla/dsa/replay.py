@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
-from absorbed_mla.dsa.sharing import Selected
+from absorbed_mla.dsa.index_sharing import Selected
 
 # By the name of a layer's core attention in the model: its selection in every forward. int32
 # [S_q, B, topk], or None where every query had all keys that it sees. Of a forward with an
@@ -28,7 +28,7 @@ def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Select
     A selection has the queries of this context-parallel rank, and indices on the axis of the keys
     of all ranks; it is equal on all tensor-parallel ranks. Recomputation in backward is no forward.
     A forward of generation is one; its selections cannot be replayed as they are, for those of an
-    engine's requests see ``absorbed_mla.generation.selections``.
+    engine's requests see ``absorbed_mla.serving.selections``.
 
     Args:
         model: Or its chunks, under a virtual pipeline. Its layers that have an indexer are

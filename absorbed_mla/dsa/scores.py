@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from absorbed_mla.dsa.support import Support, head_groups
+from absorbed_mla.dsa.key_subset import Support, head_groups
 from absorbed_mla.dsa.types import IndexVectors
 
 

@@ -9,8 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.dsa.key_subset import (
+    CHUNK_ELEMENTS,
+    CHUNK_QUERIES,
+    VisibleKeys,
+    turns,
+    visible_keys,
+)
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, CHUNK_QUERIES, VisibleKeys, turns, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.dsa.key_subset import CHUNK_QUERIES, VisibleKeys
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.support import CHUNK_QUERIES, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 # Scores of 256 queries and 4096 keys are 64 tiles, for 132 multiprocessors.

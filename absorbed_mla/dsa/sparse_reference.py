@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.support import Support, chosen_keys, head_groups
-from absorbed_mla.first_order import first_order_only
+from absorbed_mla.dsa.key_subset import Support, chosen_keys, head_groups
+from absorbed_mla.once_differentiable import once_differentiable
 
 SparseForward = Callable[[AttentionInputs, Tensor, float], AttentionOutput]
 
@@ -56,7 +56,7 @@ class _SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q_content, q_rope, kv, chosen, out, lse = ctx.saved_tensors
         if grad_out is None:

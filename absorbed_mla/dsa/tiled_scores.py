@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import TILE_KEYS, padded_rows, row_products
-from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
+from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 

@@ -1,6 +1,19 @@
-"""Generation from a live model with Megatron-Core's dynamic inference engine.
+"""Names of ``absorbed_mla.serving`` under which the engine was known before.
 
-``engine.py`` is the entry point; ``sampling.py`` and ``options.py`` are its parameters and
-``requests.py`` what it returns. Nothing here copies or converts weights, so the same model can be
-trained, generate, and be trained again.
+``engine``, ``options``, ``sampling`` and ``selections`` are importable from here as ever.
 """
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_MODULES = {
+    "engine": "engine",
+    "options": "engine_options",
+    "sampling": "sampling.parameters",
+    "selections": "selections",
+}
+
+for _name, _place in _MODULES.items():
+    sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"absorbed_mla.serving.{_place}")

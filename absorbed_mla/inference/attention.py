@@ -23,19 +23,19 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
-from absorbed_mla.inference.interleaved import InterleavedAttention
+from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
+from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
 from absorbed_mla.inference.paged_kernels import training_request
-from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.segments import (
+from absorbed_mla.inference.prefill_context_parallel import TokenShares
+from absorbed_mla.inference.row_groups import (
     ALL_ABSORBED,
     Segment,
     is_cheaper_expanded,
     rows_of,
     segments,
 )
+from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
-from absorbed_mla.inference.token_shares import TokenShares
-from absorbed_mla.inference.whole_prompts import OwnKeys, WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.rope import RotaryTable
@@ -54,7 +54,7 @@ class CachedAttention:
     Rows with few new tokens (decode, speculative tokens) run absorbed over the paged latent. Rows
     with many run expanded: over their own tokens, and over the cached context in chunks, merged by
     LSE. The cost model decides for each row by itself, so that no row is decompressed because of
-    another. In a CUDA graph only whole prompts may run expanded (``whole_prompts.py``).
+    another. In a CUDA graph only whole prompts may run expanded (``full_prefill.py``).
 
     Backends and the kind of cache are chosen when they are first needed, and kept until something
     else is requested.
@@ -307,7 +307,7 @@ class CachedAttention:
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
         if step.ranks is not None:
-            backend = InterleavedAttention(backend, step.ranks)
+            backend = DecodeContextParallelAttention(backend, step.ranks)
         for part in step.parts():
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:

@@ -1,4 +1,4 @@
-"""Memory for an indexer's keys in a ``DynamicInferenceContext``, in the blocks of the latents.
+"""The index-key cache of sparse attention, in the blocks of a ``DynamicInferenceContext``.
 
 A block of tokens has the same number in both memories, so the context's scheduler, allocator and
 prefix cache, which deal with numbers of blocks, hold for the index keys as they are.

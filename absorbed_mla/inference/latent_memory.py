@@ -1,4 +1,4 @@
-"""Memory for the latents of a batch: all on the device, or later positions in host memory."""
+"""Memory of a static batch's latents: all on the device, or later positions in CPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the latents of few new tokens and writes them into the cache, in one launch."""
+"""The fused write of new latents: norms, RoPE and cache in one launch, for few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of one step: their new tokens, and where their latents lie in the cache."""
+"""The paged metadata of a step: new tokens of each request, and the blocks of its latents."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
-from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
+from absorbed_mla.inference.full_prefill import WholePrompts
+from absorbed_mla.inference.prefill_context_parallel import TokenShares
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.token_shares import TokenShares
-from absorbed_mla.inference.whole_prompts import WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import LATENT_CACHES
 
@@ -94,7 +94,7 @@ class InferenceStep(Protocol):
     max_position: int
     block_size: int
     windowed: bool
-    ranks: CacheRanks | None
+    ranks: CacheShares | None
     shares: TokenShares | None
     whole_prompts: WholePrompts | None
     tables: DerivedTables

@@ -1,4 +1,4 @@
-"""What Muon orthogonalises as one matrix: the K and V up-projections combined, apart, or by head.
+"""Orthogonalisation of the K and V up-projections by Muon: combined, split, or by head.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that its update depends on
 which rows are one matrix. Standard MLA has K and V up-projections in one ``linear_kv_up_proj``;
@@ -8,7 +8,7 @@ an optimizer that follows it steps on the matrices that the option names instead
 
 from __future__ import annotations
 
-from absorbed_mla.muon.follow import follow_kv_up_marks, mark_kv_up
-from absorbed_mla.muon.marks import KVUp
+from absorbed_mla.muon.optimizer_hook import follow_kv_up_marks, mark_kv_up
+from absorbed_mla.muon.parameter_attributes import KVUp
 
 __all__ = ["KVUp", "follow_kv_up_marks", "mark_kv_up"]

@@ -1,4 +1,4 @@
-"""An optimizer's step in which matrices take the place of some weights."""
+"""An optimizer's step in which orthogonalisation groups take the place of some weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.marks import MARK
-from absorbed_mla.muon.matrices import Combined, Matrices, not_together
-from absorbed_mla.muon.partners import Partners, data_parallel_group
-from absorbed_mla.muon.rows import Rows, joined_states, store_states
+from absorbed_mla.muon.momentum_view import MomentumView, joined_states, store_states
+from absorbed_mla.muon.orthogonalization_groups import (
+    Combined,
+    OrthogonalizationGroup,
+    not_together,
+)
+from absorbed_mla.muon.parameter_attributes import ATTRIBUTE
+from absorbed_mla.muon.rank_pairs import RankPairs, data_parallel_group
 
 # The weights of an entry, None for those that this rank's optimizer has not, and their group.
 Found = tuple[list[Tensor | None], dict[str, Any]]
 # Attributes of a weight that a matrix made of it must not have.
-_OF_THE_WEIGHT = (MARK, "main_grad", "main_param")
+_OF_THE_WEIGHT = (ATTRIBUTE, "main_grad", "main_param")
 
 
 class Step:
@@ -31,9 +35,9 @@ class Step:
         entries: The matrices, and the model's weights that they are made of.
     """
 
-    def __init__(self, plain: Callable, entries: Sequence[Matrices]) -> None:
+    def __init__(self, plain: Callable, entries: Sequence[OrthogonalizationGroup]) -> None:
         self._plain, self._entries = plain, entries
-        self._partners: Partners | None = None
+        self._pairs: RankPairs | None = None
 
     def __call__(self, optimizer: Optimizer, closure: Callable | None) -> float | None:
         """The step.
@@ -46,7 +50,7 @@ class Step:
         groups = [dict(group) for group in optimizer.param_groups]
         group_of = {id(p): group for group in groups for p in group["params"]}
         found = [_find(entry, group_of) for entry in self._entries]
-        self._find_partners(optimizer, found)
+        self._find_rank_pairs(optimizer, found)
         held = {id(weight) for weights, _ in found for weight in weights if weight is not None}
         with _only([[p for p in g["params"] if id(p) not in held] for g in groups], optimizer):
             result = self._plain() if closure is None else self._plain(closure)
@@ -60,7 +64,7 @@ class Step:
                 self._step_on_matrices(optimizer, self._entries[number], rows, attributes, group)
         return result
 
-    def _find_partners(self, optimizer: Optimizer, found: list[Found]) -> None:
+    def _find_rank_pairs(self, optimizer: Optimizer, found: list[Found]) -> None:
         """At the first step, in which all data-parallel ranks take part."""
         pairs = {
             number: [weight is not None for weight in weights]
@@ -71,26 +75,26 @@ class Step:
         if group is None:
             if any(sum(present) == 1 for present in pairs.values()):
                 raise not_together()
-        elif self._partners is None and pairs:
+        elif self._pairs is None and pairs:
             device = self._entries[0].weights[0].device
-            self._partners = Partners(group, pairs, device)
+            self._pairs = RankPairs(group, pairs, device)
 
-    def _rows(self, optimizer: Optimizer, number: int, found: Found) -> list[Rows]:
+    def _rows(self, optimizer: Optimizer, number: int, found: Found) -> list[MomentumView]:
         """All rows of an entry, some of them perhaps another rank's."""
         own = {part: weight for part, weight in enumerate(found[0]) if weight is not None}
-        rows = [Rows.of(optimizer, weight) for weight in own.values()]
+        rows = [MomentumView.of(optimizer, weight) for weight in own.values()]
         entry = self._entries[number]
         if len(rows) < len(entry.weights) and isinstance(entry, Combined):
-            assert self._partners is not None
-            return self._partners.exchange(number, entry, next(iter(own)), rows[0])
+            assert self._pairs is not None
+            return self._pairs.exchange(number, entry, next(iter(own)), rows[0])
         return rows
 
     @torch.no_grad()
     def _step_on_matrices(
         self,
         optimizer: Optimizer,
-        entry: Matrices,
-        rows: list[Rows],
+        entry: OrthogonalizationGroup,
+        rows: list[MomentumView],
         attributes: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
@@ -116,7 +120,7 @@ class Step:
         store_states(entry, states, matrices[0].shape[0], rows)
 
 
-def _find(entry: Matrices, group_of: dict[int, dict[str, Any]]) -> Found:
+def _find(entry: OrthogonalizationGroup, group_of: dict[int, dict[str, Any]]) -> Found:
     weights: list[Tensor | None] = []
     for weight in entry.weights:
         # Megatron's fp32 copy of a parameter in bf16 takes its place.

@@ -1,4 +1,4 @@
-"""The weights that the kernels of a drawing give to tokens, which they keep for themselves.
+"""Sampling probabilities as the kernels compute them, for tests of the kernels.
 
 Imported where Triton's interpreter may be.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.sampling.numbers import TEMPERATURE, least_share, load_number
+from absorbed_mla.kernels.sampling.row_parameters import TEMPERATURE, least_share, load_number
 from absorbed_mla.kernels.sampling.weights import load_piece, weights_of
 
 _BLOCK = 1024

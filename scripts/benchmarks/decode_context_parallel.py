@@ -61,7 +61,7 @@ from console.ranks import world_size
 from console.script import leave
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.engine import Engine
+    from absorbed_mla.serving.engine import Engine
 
 # Steps that run before the clock does.
 WARM_UP = 3
@@ -217,7 +217,7 @@ class SharedBenchmark(GeneratingBenchmark):
 
     def measure(self, case: Case) -> Row:
         """Measure one case."""
-        from absorbed_mla.generation.cuda_graphs import deleting_graphs
+        from absorbed_mla.serving.scheduler.cuda_graphs import deleting_graphs
 
         with deleting_graphs(bool(self.args.num_cuda_graphs) and self.processes.on_gpu):
             self._enter(case.layout)
@@ -239,9 +239,9 @@ class SharedBenchmark(GeneratingBenchmark):
         self._groups = groups
 
     def _measure(self, case: Case) -> Row:
-        from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
-        from absorbed_mla.generation.engine import Engine
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.serving.engine import Engine
+        from absorbed_mla.serving.engine_options import EngineOptions
+        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
 
         args, own = self.args, case.layout == "own"
         # The first requests decode while the prompts of the others are read.
@@ -274,7 +274,7 @@ class SharedBenchmark(GeneratingBenchmark):
 
     def _decode(self, engine: Engine, case: Case, most: int) -> list[float]:
         """Seconds of steps in which every request decodes; each generates ``most`` tokens."""
-        from absorbed_mla.generation.sampling import SamplingParams
+        from absorbed_mla.serving.sampling.parameters import SamplingParams
 
         words = Random(self.args.seed)
         ranks, waiting = self.processes, set()

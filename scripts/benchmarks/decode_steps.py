@@ -42,8 +42,8 @@ from console.parser import Parser
 from console.script import leave
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.serving.engine import Engine
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 MODES = ("default", "parity")
 LOOPS = ("megatron", "loop")
@@ -253,9 +253,9 @@ class StepsBenchmark(GeneratingBenchmark):
     def _open(self, mode: str) -> None:
         """Make the model and the engine of a mode."""
         from absorbed_mla.batch_invariant import batch_invariant_mode
-        from absorbed_mla.generation.cuda_graphs import deleting_graphs
-        from absorbed_mla.generation.engine import Engine
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.serving.engine import Engine
+        from absorbed_mla.serving.engine_options import EngineOptions
+        from absorbed_mla.serving.scheduler.cuda_graphs import deleting_graphs
 
         self._opened.close()
         self._engine, on_gpu = None, self.processes.on_gpu
@@ -279,7 +279,7 @@ class StepsBenchmark(GeneratingBenchmark):
         self._opened.callback(self._engine.close)
 
     def _params(self, case: Case, number: int) -> SamplingParams:
-        from absorbed_mla.generation.sampling import SamplingParams
+        from absorbed_mla.serving.sampling.parameters import SamplingParams
 
         tokens = self.args.longest_output
         return SamplingParams(max_tokens=tokens, seed=number, **DRAWS[case.draws])

@@ -55,7 +55,7 @@ from console.script import leave
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 DRAWS = {
     "greedy": {"temperature": 0.0},
@@ -141,7 +141,7 @@ class Inputs(NamedTuple):
     Attributes:
         params: Of every request.
         logits: bf16 [R, vocabulary].
-        numbers: fp64 [6, R], see ``absorbed_mla/generation/drawing.py``.
+        numbers: fp64 [6, R], see ``absorbed_mla/serving/sampling/draw.py``.
         expected: Tokens that our kernels must draw, int64 [R]; None where they cannot run.
     """
 
@@ -232,7 +232,7 @@ class DrawingBenchmark(Benchmark):
 
     def _calls(self, inputs: Inputs, requests: int) -> dict[str, Callable[[], Tensor]]:
         """A drawing for the first requests, by PyTorch and by us."""
-        from absorbed_mla.generation.drawing import draw_by_weights, weigh
+        from absorbed_mla.serving.sampling.draw import draw_by_weights, weigh
 
         params = inputs.params
         logits, numbers = inputs.logits[:requests], inputs.numbers[:, :requests]
@@ -245,8 +245,8 @@ class DrawingBenchmark(Benchmark):
 
         calls = {"torch": by_torch}
         if self.has_kernels:
+            from absorbed_mla.kernels.sampling.argmax import find_most_likely
             from absorbed_mla.kernels.sampling.draw import draw_tokens
-            from absorbed_mla.kernels.sampling.peaks import find_most_likely
 
             def ours() -> Tensor:
                 if params.is_greedy:
@@ -267,8 +267,8 @@ class DrawingBenchmark(Benchmark):
     def _new_inputs(self, draws: str, kind: str) -> Inputs:
         import torch
 
-        from absorbed_mla.generation.sampler import SampledRequest, draw_numbers
-        from absorbed_mla.generation.sampling import SamplingParams
+        from absorbed_mla.serving.sampling.parameters import SamplingParams
+        from absorbed_mla.serving.sampling.sampler import SampledRequest, draw_numbers
 
         args, params = self.args, SamplingParams(**DRAWS[draws])
         rows, vocabulary = max(args.requests), args.vocab_size
@@ -289,7 +289,7 @@ class DrawingBenchmark(Benchmark):
         """The tokens that are drawn by our kernels' weights."""
         if params.is_greedy:
             return logits.argmax(-1)
-        from absorbed_mla.generation.drawing import draw_by_weights
+        from absorbed_mla.serving.sampling.draw import draw_by_weights
         from absorbed_mla.testing.token_weights import kernel_weights
 
         weights = kernel_weights(logits, numbers)

@@ -9,9 +9,9 @@ import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.fp8_rows import fp8_query
+from absorbed_mla.dsa.key_subset import visible_keys
 from absorbed_mla.dsa.selection import select
 from absorbed_mla.dsa.selection_triton import ELEMENTS, chunk_queries, triton_index_scores
-from absorbed_mla.dsa.support import visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.registry import INDEXER_BACKENDS
 from benchmarks.kit.report import Times

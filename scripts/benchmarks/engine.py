@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.models.gpt import GPTModel
 
-    from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.generation.requests import Result
-    from absorbed_mla.generation.statistics import Statistics
+    from absorbed_mla.serving.engine import Engine
+    from absorbed_mla.serving.request_results import Result
+    from absorbed_mla.serving.statistics import Statistics
 
 IMPLEMENTATIONS = ("ours", "standard")
 # Requests that run first, so that kernels are compiled when the clock starts.
@@ -125,7 +125,7 @@ def tie(args: argparse.Namespace, dtype: torch.dtype) -> float:
 
 def generate(engine: Engine, requests: Sequence[Request]) -> list[Result]:
     """Run greedy requests together."""
-    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
     return engine.generate(
         [request.prompt for request in requests],
@@ -268,7 +268,7 @@ class EngineBenchmark(GeneratingBenchmark):
 
     def measure(self, case: Case) -> Row:
         """Measure one case."""
-        from absorbed_mla.generation.cuda_graphs import deleting_graphs
+        from absorbed_mla.serving.scheduler.cuda_graphs import deleting_graphs
 
         with deleting_graphs(case.graphs and self.processes.on_gpu), self._mode(case):
             return self._measure(case)
@@ -276,9 +276,9 @@ class EngineBenchmark(GeneratingBenchmark):
     def _measure(self, case: Case) -> Row:
         import torch
 
-        from absorbed_mla.generation.blocks import BLOCK_SIZE
-        from absorbed_mla.generation.engine import Engine
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.serving.engine import Engine
+        from absorbed_mla.serving.engine_options import EngineOptions
+        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
         on_gpu = self.processes.on_gpu
         if on_gpu:
@@ -325,9 +325,9 @@ class EngineBenchmark(GeneratingBenchmark):
 
     def _each_alone(self, model: GPTModel) -> list[list[int]]:
         """Tokens of every request in an engine without anything else, eager."""
-        from absorbed_mla.generation.blocks import BLOCK_SIZE
-        from absorbed_mla.generation.engine import Engine
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.serving.engine import Engine
+        from absorbed_mla.serving.engine_options import EngineOptions
+        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
         if self._alone is None:
             sizes = self._sizes()

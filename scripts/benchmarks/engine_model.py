@@ -45,9 +45,9 @@ def build(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-    from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
-    from absorbed_mla.generation.cuda_graphs import graph_fields, seed_generators
+    from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+    from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
+    from absorbed_mla.serving.scheduler.cuda_graphs import graph_fields, seed_generators
     from benchmarks.kit.layers import mla_config
 
     config = mla_config(
@@ -70,7 +70,7 @@ def build(
     spec, exchange = _spec(case, config, args.batch_invariant), None
     if case.divided:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
-        spec = divide_layers(spec, exchange)
+        spec = shard_layers(spec, exchange)
     model = GPTModel(
         config,
         transformer_layer_spec=spec,
@@ -79,7 +79,7 @@ def build(
         position_embedding_type="rope",
     )
     if exchange is not None:
-        divide_vocabulary(model, exchange)
+        shard_vocabulary(model, exchange)
     model.to(processes.device, dtype)
     with torch.no_grad():
         _fill(model, args.seed)

@@ -68,7 +68,7 @@ def scarce_blocks(requests: Sequence[Request], max_requests: int) -> int:
 
 
 def _blocks(tokens: int) -> int:
-    from absorbed_mla.generation.blocks import BLOCK_SIZE
+    from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
     return -(-tokens // BLOCK_SIZE)
 

@@ -184,9 +184,9 @@ class ExpertsBenchmark(Benchmark):
         )
 
     def _rows(self, inputs: Inputs):
-        from absorbed_mla.experts.rows import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 
-        return ExpertRows.of(inputs.chosen, self.args.experts)
+        return PermutedTokens.of(inputs.chosen, self.args.experts)
 
     def _choose(self, inputs: Inputs) -> dict[str, tuple]:
         import torch
@@ -198,7 +198,7 @@ class ExpertsBenchmark(Benchmark):
         limits = {"group_topk": most if fits else None}
 
         def ours() -> tuple[Tensor, Tensor]:
-            from absorbed_mla.kernels.experts.choice import choose_experts
+            from absorbed_mla.kernels.moe.choice import choose_experts
 
             found = groups if fits else None
             return choose_experts(
@@ -223,19 +223,19 @@ class ExpertsBenchmark(Benchmark):
         return {"torch": (megatron, by_expert), "ours": (ours, by_expert)}
 
     def _order(self, inputs: Inputs) -> dict[str, tuple]:
-        from absorbed_mla.experts.rows import ExpertRows
+        from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 
         chosen, experts = inputs.chosen, self.args.experts
 
-        def ours() -> ExpertRows:
-            from absorbed_mla.kernels.experts.order import order_by_expert
+        def ours() -> PermutedTokens:
+            from absorbed_mla.kernels.moe.order import order_by_expert
 
-            return ExpertRows(*order_by_expert(chosen, experts, 0))
+            return PermutedTokens(*order_by_expert(chosen, experts, 0))
 
-        def places(found: ExpertRows) -> list[Tensor]:
+        def places(found: PermutedTokens) -> list[Tensor]:
             return [found.places.double(), found.ends.double()]
 
-        sort = ExpertRows.by_sorting
+        sort = PermutedTokens.by_sorting
         return {"torch": (lambda: sort(chosen, experts), places), "ours": (ours, places)}
 
     def _into(self, inputs: Inputs) -> dict[str, tuple]:
@@ -245,12 +245,12 @@ class ExpertsBenchmark(Benchmark):
         return self._products(inputs, inputs.inner, self._weights_out_of)
 
     def _products(self, inputs: Inputs, x: Tensor, weights: Tensor) -> dict[str, tuple]:
-        from absorbed_mla.experts.product import of_many_rows
+        from absorbed_mla.serving.experts.product import of_many_rows
 
         ends = self._rows(inputs).ends
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.few_rows import few_rows_product
+            from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
 
             return few_rows_product(x, weights, ends)
 
@@ -274,7 +274,7 @@ class ExpertsBenchmark(Benchmark):
             return F.silu(gate).mul_(up).mul_(rows.choices_of(probs).unsqueeze(-1))
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.swiglu import swiglu
+            from absorbed_mla.kernels.moe.swiglu import swiglu
 
             return swiglu(x, probs, rows.choices, rows.ends)
 
@@ -287,7 +287,7 @@ class ExpertsBenchmark(Benchmark):
             return x.index_select(0, rows.places.flatten()).unflatten(0, rows.places.shape).sum(1)
 
         def ours() -> Tensor:
-            from absorbed_mla.kernels.experts.sums import summed
+            from absorbed_mla.kernels.moe.sums import summed
 
             return summed(x, rows.places, rows.ends)
 

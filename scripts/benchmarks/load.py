@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from absorbed_mla.llm.options import DTYPES
+from absorbed_mla.serving.llm_options import DTYPES
 from benchmarks.engine_requests import scarce_blocks
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count
@@ -143,8 +143,8 @@ class LoadBenchmark(Benchmark):
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         self._folder = args.model or _tiny_model(Path(folder), args.seed)
-        from absorbed_mla.llm.load import model_dtype, open_model
-        from absorbed_mla.llm.options import LLMOptions
+        from absorbed_mla.serving.llm_options import LLMOptions
+        from absorbed_mla.serving.weights.load import model_dtype, open_model
 
         checkpoint = open_model(self._folder)
         self._dtype = model_dtype(LLMOptions(dtype=args.dtype), checkpoint)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.serving.sampling.parameters import SamplingParams
 from benchmarks.engine_requests import PREFIXES
 
 if TYPE_CHECKING:

@@ -50,8 +50,8 @@ from console.parser import Parser
 from console.script import leave
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.inference.block_tiers import BlockTiers
+    from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
+    from absorbed_mla.serving.engine import Engine
 
 # In this order, of which each needs what the ones before left behind.
 PLACES = ("computed", "device", "disk", "disk, cold", "disk to host", "host")
@@ -231,8 +231,8 @@ class TiersBenchmark(GeneratingBenchmark):
         return found
 
     def _engine(self, context: int, folder: Path, *, in_host: bool) -> Engine:
-        from absorbed_mla.generation.engine import Engine
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.serving.engine import Engine
+        from absorbed_mla.serving.engine_options import EngineOptions
 
         length = context + self.args.suffix + self.args.tokens
         # Of two requests that share the prefix.
@@ -255,7 +255,7 @@ class TiersBenchmark(GeneratingBenchmark):
         """One request, whose suffix is of the place."""
         import torch
 
-        from absorbed_mla.generation.sampling import SamplingParams
+        from absorbed_mla.serving.sampling.parameters import SamplingParams
 
         def random(tokens: int, seed: int) -> list[int]:
             generator = torch.Generator().manual_seed(seed)
@@ -291,7 +291,7 @@ class TiersBenchmark(GeneratingBenchmark):
             disk_gbps=found * size / (times[0] - start) / 1e9 if found else None,
         )
 
-    def _copy_ms(self, tiers: BlockTiers) -> float:
+    def _copy_ms(self, tiers: OffloadedBlocks) -> float:
         """The best of some rounds over all layers, each a single copy."""
         sources = tiers.host[:, : tiers.num_streamed]
         target = sources[0].new_empty(sources.shape[1:], device=tiers.resident.device)

@@ -131,9 +131,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
 def _model(folder: Path, dtype: str, cache: str) -> GPTModel:
     import torch.distributed as dist
 
-    from absorbed_mla.llm.load import load_model, open_model
-    from absorbed_mla.llm.options import LLMOptions
-    from absorbed_mla.llm.ranks import join
+    from absorbed_mla.serving.executor.process_groups import join
+    from absorbed_mla.serving.llm_options import LLMOptions
+    from absorbed_mla.serving.weights.load import load_model, open_model
 
     options = LLMOptions(
         dtype=dtype, latent_cache_dtype=cache, tensor_parallel_size=1, form="absorbed"
@@ -146,7 +146,7 @@ def _model(folder: Path, dtype: str, cache: str) -> GPTModel:
 def _found(
     model: GPTModel, tokens: tuple[Tensor, Tensor], new_tokens: int, first: Found | None
 ) -> Found:
-    from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
+    from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 
     hidden = first.hidden if first else _hidden_states(model, tokens[0])
     layers = len(model.decoder.layers)
@@ -216,9 +216,9 @@ def _cached_logits(model: GPTModel, tokens: Tensor) -> Tensor:
 
 def _continuations(model: GPTModel, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """By the engine, greedily."""
-    from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.generation.options import EngineOptions
-    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.serving.engine import Engine
+    from absorbed_mla.serving.engine_options import EngineOptions
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
     sizes = EngineOptions(max_sequence_length=_PROMPT + new_tokens, max_requests=len(prompts))
     engine = Engine(model, sizes)

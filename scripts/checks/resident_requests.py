@@ -31,7 +31,7 @@ from console.parser import Parser
 from console.script import leave, run_script
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.engine import Engine
+    from absorbed_mla.serving.engine import Engine
 
 CACHES = ("model", "fp8")
 # Requests of the engine, more than fit. A step adds a prompt and a token to each of the others, so
@@ -96,8 +96,8 @@ def _engine(cache: str, tokens: int, buffer_gb: float) -> Engine:
     import torch
 
     from absorbed_mla import AbsorbedMLAOptions
-    from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.generation.options import EngineOptions
+    from absorbed_mla.serving.engine import Engine
+    from absorbed_mla.serving.engine_options import EngineOptions
     from tests.support.cases import TINY
     from tests.support.engine import generating_model
 

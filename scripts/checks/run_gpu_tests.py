@@ -7,7 +7,7 @@
 --gpus 1 runs tests/unit and, with one process, tests/distributed; more GPUs run tests/distributed
 with as many processes, and the unit tests that use several GPUs. What no GPU changes is left out:
 tests/conversion, tests/training, tests/readme, tests/old_megatron, and of tests/unit project,
-scripts, testing, llm/server and the files of CPU_ONLY in scripts/checks/gpu_tests/selection.py.
+scripts, testing, serving/server and the files of CPU_ONLY in scripts/checks/gpu_tests/selection.py.
 
 Compiling kernels takes most of the time of short tests, so files run in processes of their own at
 the same time, the longest first; those that disturb others run last, alone. What

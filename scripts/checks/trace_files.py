@@ -111,7 +111,7 @@ def _start_megatron() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
-    from absorbed_mla.generation.cpu import enable_cpu_inference
+    from absorbed_mla.serving.cpu_engine import enable_cpu_inference
 
     enable_cpu_inference()
     if not dist.is_initialized():

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.parser import Parser
 from training import arguments as trainer
 from training.options_named import given_options

@@ -9,8 +9,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
-from absorbed_mla.llm.tokenizers import Tokenizer
+from absorbed_mla.serving.scheduler.cuda_graphs import model_fields, seed_generators
+from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from training import distributed
 from training.checkpoint import load_weights
 from training.model import absorbed_gpt, build_config

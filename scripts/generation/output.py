@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
 
-from absorbed_mla.llm.outputs import CompletionOutput
+from absorbed_mla.serving.outputs import CompletionOutput
 
 _TITLE_WIDTH = 60
 

@@ -13,9 +13,13 @@ import torch.distributed as dist
 
 from absorbed_mla import LLM
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.generation.blocks import BLOCK_SIZE
-from absorbed_mla.llm.outputs import RequestOutput
-from absorbed_mla.llm.tokenizers import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
+from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
+from absorbed_mla.serving.tokenizers.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    open_tokenizer,
+)
 from console.script import FAILED
 from generation.arguments import errors_by_option
 from generation.model import check_model, load_model, vocab_size, warn_of_small_tokenizer

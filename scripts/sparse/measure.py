@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
-from absorbed_mla.dsa.recall import Recall, measure_recall
 from absorbed_mla.dsa.warm_up import INDEXER
+from absorbed_mla.testing.indexer_recall import Recall, measure_recall
 from benchmarks.kit import provenance
 from sparse.stages import Settings, Stage
 from training import distributed

@@ -42,7 +42,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
-        from absorbed_mla.llm.tokenizer_folder import load_tokenizer
+        from absorbed_mla.serving.tokenizers.folder import load_tokenizer
 
         if not Path(path).exists():
             raise ValueError(f"--tokenizer: there is no folder {path}")

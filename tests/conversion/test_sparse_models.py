@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.base import HfQuantizer
 
-from absorbed_mla.export.live import LiveCheckpoint, model_config, model_shards
-from absorbed_mla.export.shards import describe, gathered_tensors
+from absorbed_mla.serving.export.live import LiveCheckpoint, model_config, model_shards
+from absorbed_mla.serving.export.shards import describe, gathered_tensors
 from checkpoint_conversion import logits as logits_module
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.attention import AbsorbedMLASelfAttention
-from absorbed_mla.export import hf_weights
+from absorbed_mla.serving.export import hf_weights
 from tests.conversion.megatron_models import SAME
 from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
 from tests.distributed.test_converted_checkpoint import on_one_rank

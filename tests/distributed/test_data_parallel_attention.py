@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import (
-    divide_layers,
-    divide_vocabulary,
+from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import (
     exchange_of,
+    shard_layers,
+    shard_vocabulary,
 )
-from absorbed_mla.generation.cuda_graphs import delete_graphs, graph_fields
-from absorbed_mla.whole_step import whole_step
+from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs, graph_fields
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import WIDE
@@ -162,7 +162,7 @@ def test_counts_of_a_step_in_a_graph(monkeypatch):
     """Nothing is sent or read on the host: a replay would not do it again."""
     exchange = TokenExchange(world.tp_group())
     monkeypatch.setattr(dist, "all_gather_into_tensor", None)
-    with whole_step():
+    with full_cuda_graph():
         assert exchange.counts(5) == [5] * exchange.size
 
 
@@ -187,9 +187,9 @@ def test_refused():
             )
         with pytest.raises(ValueError, match=r"vocab_size must be a multiple of .* got 63"):
             model.vocab_size = 63
-            divide_vocabulary(model, exchange)
+            shard_vocabulary(model, exchange)
     block = get_absorbed_mla_decoder_block_spec(model.config, backend="local")
     with pytest.raises(ValueError, match="tensor_model_parallel_size must be 1 with"):
-        divide_layers(block, exchange)
+        shard_layers(block, exchange)
     with world.parallel(tp=1), pytest.raises(ValueError, match="expert_tensor_parallel_size must"):
-        divide_layers(block, exchange)
+        shard_layers(block, exchange)

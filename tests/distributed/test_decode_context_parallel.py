@@ -11,12 +11,16 @@ from megatron.core.inference.config import InferenceConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
-from absorbed_mla.inference import attention, interleaved, token_shares
+from absorbed_mla.inference import attention, prefill_context_parallel
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
-from absorbed_mla.inference.cache_ranks import CacheRanks
-from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
-from absorbed_mla.inference.interleaved_context import _cache_ranks
+from absorbed_mla.inference.decode_context_parallel import attention as dcp_attention
+from absorbed_mla.inference.decode_context_parallel.attention import (
+    DecodeContextParallelAttention,
+    SharedCachePart,
+)
+from absorbed_mla.inference.decode_context_parallel.context import _cache_ranks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
@@ -61,7 +65,7 @@ def alone(**fields):
 def test_crowded(form, monkeypatch):
     """Chunks, shared prefixes and a cache that is too small, beside one process."""
     # Few tokens in one exchange, and a context that is gathered in pieces.
-    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
     found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
     assert_same(found, alone())
@@ -113,8 +117,8 @@ def test_fp8_cache(sizes, form, monkeypatch):
     """Rows of another width; context-parallel ranks divide the prompts, too."""
     if world.size() != sizes.get("tp", 1) * sizes.get("cp", 1):
         pytest.skip("needs as many processes")
-    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     with world.parallel(**sizes):
         options = AbsorbedMLAOptions(form=form, context_chunk_size=48, **FP8)
         model = generating_model(options, context_parallel_size=sizes.get("cp", 1))
@@ -162,10 +166,10 @@ def test_attention(dtype, queries, keys):
     """Over the shares of all ranks, as over the whole cache, in the order of ranks to the bit."""
     case = PagedCase(queries, keys, heads=4, dtype=dtype, padding=3)
     q_content, q_rope, cache, rows, scale = case.inputs(world.device())
-    ranks = CacheRanks(world.tp_group())
+    ranks = CacheShares(world.tp_group())
     own_heads = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
     own = [x[:, own_heads] for x in (q_content, q_rope)]
-    backend = InterleavedAttention(REFERENCE, ranks)
+    backend = DecodeContextParallelAttention(REFERENCE, ranks)
     own_keys = share(cache, ranks.rank, ranks.size)
     out, lse = backend.forward(*own, own_keys, rows, scale)
 
@@ -184,10 +188,10 @@ def test_attention(dtype, queries, keys):
 def test_gathered_keys(start, end):
     case = PagedCase((1,), (40,), dtype=torch.float32)
     _, _, cache, rows, _ = case.inputs(world.device())
-    ranks = CacheRanks(world.tp_group())
+    ranks = CacheShares(world.tp_group())
     found = cache.new_empty(end - start, cache.shape[-1])
     own = share(cache, ranks.rank, ranks.size)
-    InterleavedPart(own, rows, ranks=ranks).gather(0, start, end, found)
+    SharedCachePart(own, rows, ranks=ranks).gather(0, start, end, found)
     places = torch.arange(start, end, device=cache.device)
     expected = cache[rows.block_table[0].long()[places // 16], places % 16]
     assert torch.equal(found, expected)
@@ -269,8 +273,8 @@ def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
     sp = sizes.pop("sp", False)
     if world.size() != sizes.get("tp", 1) * sizes["cp"]:
         pytest.skip("needs as many processes")
-    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     # Rows of both forms beside each other, where the layer chooses.
     monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
@@ -338,12 +342,12 @@ def test_drafts_are_refused_under_context_parallelism():
 @needs.processes(2)
 def test_divided_prompts_with_experts(monkeypatch):
     """Context-parallel ranks have some of the experts each, and send them their own tokens."""
-    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
     fields = {**MIXED, "moe_token_dispatcher_type": "alltoall"}
     with world.parallel(cp=2, expert_model_parallel_size=2):
         own = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
         model = generating_model(**fields, **own)
         divided = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
-        monkeypatch.setattr(token_shares, "LEAST_TOKENS", 10**6)
+        monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 10**6)
         whole = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
     assert_same(divided, whole)

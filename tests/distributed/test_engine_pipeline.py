@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.serving.sampling.parameters import SamplingParams
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED

@@ -22,9 +22,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from absorbed_mla import LLM, AbsorbedMLAOptions, SamplingParams
-from absorbed_mla.export import hf_weights
 from absorbed_mla.fp8 import dequantized
 from absorbed_mla.qk_clip import clip_qk
+from absorbed_mla.serving.export import hf_weights
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.distributed.test_fp8 import MLA, RECIPES
 from tests.support import needs, world

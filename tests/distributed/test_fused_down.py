@@ -25,7 +25,7 @@ from absorbed_mla.checkpoint.distributed import (
     load_model_weights,
     model_sharded_state_dict,
 )
-from absorbed_mla.export import hf_weights
+from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world

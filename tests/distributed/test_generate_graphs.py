@@ -15,8 +15,8 @@ from megatron.core.inference import utils as host_utils
 from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from absorbed_mla import cpu_host
-from absorbed_mla.generation.decode_loop.graphs import StepGraphs
-from absorbed_mla.generation.engine import Engine
+from absorbed_mla.serving.engine import Engine
+from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
 from tests.support import needs, world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
@@ -126,7 +126,7 @@ def steps():
 @pytest.fixture
 def from_the_host(monkeypatch):
     """``--cuda-graphs``, for which everything is done but the capture."""
-    module = "absorbed_mla.generation.cuda_graphs"
+    module = "absorbed_mla.serving.scheduler.cuda_graphs"
 
     def patch() -> None:
         monkeypatch.setattr(f"{module}.graph_fields", lambda scope: {})

@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import divide_layers
-from absorbed_mla.experts.experts import GroupedExperts
-from absorbed_mla.experts.layer import group_experts
-from absorbed_mla.experts.product import grouped_product
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import shard_layers
+from absorbed_mla.serving.experts.experts import GroupedExperts
+from absorbed_mla.serving.experts.layer import group_experts
+from absorbed_mla.serving.experts.product import grouped_product
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for
@@ -40,7 +40,7 @@ def undefined_rows(monkeypatch):
         found[ends[-1] :] = torch.nan
         return found
 
-    monkeypatch.setattr("absorbed_mla.experts.experts.grouped_product", product)
+    monkeypatch.setattr("absorbed_mla.serving.experts.experts.grouped_product", product)
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def divided_pair(**fields):
     models = []
     for spread in (lambda spec: spec, group_experts):
         spec = get_absorbed_mla_decoder_block_spec(config, backend=config.transformer_impl)
-        models.append(gpt_model(spec=spread(divide_layers(spec, exchange)), **fields).eval())
+        models.append(gpt_model(spec=spread(shard_layers(spec, exchange)), **fields).eval())
     models[1].load_state_dict(models[0].state_dict())
     return models, exchange
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
-from absorbed_mla.export import hf_weights
+from absorbed_mla.serving.export import hf_weights
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceWriter
 from checkpoint_conversion.mapping import hugging_face_shapes

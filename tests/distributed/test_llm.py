@@ -2,7 +2,7 @@
 
 Greedy tokens must be those of transformers' ``generate``; in parity mode a request's tokens must
 not depend on what runs beside it, and drafts must change nothing. One rank of the same engine is
-tested in tests/unit/generation, and in a process of its own in tests/unit/llm/test_workers.py.
+tested in tests/unit/serving, and in a process of its own in tests/unit/serving/executor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import dynamic_module_utils
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.batch_invariant import disable_batch_invariant_mode
-from absorbed_mla.llm.tokenizers import open_tokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture, make_model, save
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face

@@ -22,7 +22,7 @@ from megatron.core.optimizer.layer_wise_optimizer import (
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.muon.partners import Partners
+from absorbed_mla.muon.rank_pairs import RankPairs
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
@@ -259,9 +259,9 @@ def test_a_run_of_the_standard_goes_on(folder):
 def test_layer_wise(choice, monkeypatch):
     """Every matrix belongs to one data-parallel rank, and K and V of a layer to different ones."""
     exchanged = []
-    exchange = Partners.exchange
+    exchange = RankPairs.exchange
     monkeypatch.setattr(
-        Partners, "exchange", lambda *args: exchanged.append(args) or exchange(*args)
+        RankPairs, "exchange", lambda *args: exchanged.append(args) or exchange(*args)
     )
     with world.parallel(tp=1):
         expected = Training.of(choice, "duplicated", torch.bfloat16).run()

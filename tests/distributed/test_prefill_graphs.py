@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from absorbed_mla.generation.decode_loop.graphs import StepGraphs
-from absorbed_mla.generation.prefill_graphs import PrefillGraphs
-from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.inference.attention import CachedAttention
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.scheduler.prefill_graphs import PrefillGraphs
 from tests.support import needs
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tile_reference import TileReference
@@ -41,7 +41,7 @@ def test_same_tokens(monkeypatch, sequence_parallel, expands):
     model = generating_model(sequence_parallel=sequence_parallel)
     sizes = {"blocks": 40, "num_cuda_graphs": 2, "chunked_prefill": True, "step_tokens": 128}
     theirs, graphs = engine_of(model, **sizes), Padded(model)
-    name = "absorbed_mla.generation.engine.prefill_graphs"
+    name = "absorbed_mla.serving.engine.prefill_graphs"
     made = partial(PrefillGraphs, expands=expands)
     monkeypatch.setattr(name, lambda host, *_: made(host, graphs, 101))
     engine = engine_of(model, **sizes, prefill_graph_tokens=101)

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from absorbed_mla.dsa.replay import replay_selections
 from absorbed_mla.dsa.request_selections import training_selections
-from absorbed_mla.generation.selections import record_request_selections
+from absorbed_mla.serving.selections import record_request_selections
 from tests.distributed.test_engine_pipeline import STAGES
 from tests.support import needs, world
 from tests.support.dsa import TINY_DSA, dsa_fields

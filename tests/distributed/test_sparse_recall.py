@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
-from absorbed_mla.dsa.recall import selection_recall
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.testing.indexer_recall import selection_recall
 from tests.support import world
 
 

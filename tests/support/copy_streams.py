@@ -1,4 +1,4 @@
-"""Two streams that run as far apart as their events allow, for ``inference/staging_ring.py``."""
+"""Two streams that run as far apart as their events allow, for the staging buffers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from absorbed_mla.inference import staging_ring
-from absorbed_mla.inference.block_tiers import BlockTiers
+from absorbed_mla.inference.kv_offload import staging_buffers
+from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
 from absorbed_mla.inference.step import CachePart
 
 COPY, MAIN = 0, 1
@@ -83,12 +83,12 @@ class RecordedStreams:
 
 
 def record(monkeypatch) -> RecordedStreams:
-    """Have the next :class:`BlockTiers` use such streams, and its readers tell what they read."""
+    """Have the next :class:`OffloadedBlocks` use such streams, and record what is read."""
     streams = RecordedStreams()
-    monkeypatch.setattr(staging_ring, "streams_for", lambda memory, buffers: streams)
-    parts, swap = BlockTiers.parts, BlockTiers._swap
+    monkeypatch.setattr(staging_buffers, "streams_for", lambda memory, buffers: streams)
+    parts, swap = OffloadedBlocks.parts, OffloadedBlocks._swap
 
-    def recorded_parts(tiers: BlockTiers, *args) -> Iterator[CachePart]:
+    def recorded_parts(tiers: OffloadedBlocks, *args) -> Iterator[CachePart]:
         first = tiers.resident.shape[:2].numel()
         for part in parts(tiers, *args):
             table = part.rows.block_table
@@ -98,10 +98,10 @@ def record(monkeypatch) -> RecordedStreams:
             # What reads it is queued until the next part is asked for.
             streams.read(*buffers)
 
-    def recorded_swap(tiers: BlockTiers, *args) -> None:
+    def recorded_swap(tiers: OffloadedBlocks, *args) -> None:
         swap(tiers, *args)
         streams.moved()
 
-    monkeypatch.setattr(BlockTiers, "parts", recorded_parts)
-    monkeypatch.setattr(BlockTiers, "_swap", recorded_swap)
+    monkeypatch.setattr(OffloadedBlocks, "parts", recorded_parts)
+    monkeypatch.setattr(OffloadedBlocks, "_swap", recorded_swap)
     return streams

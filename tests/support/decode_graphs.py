@@ -9,13 +9,13 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.generation.cuda_graphs import (
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.scheduler.cuda_graphs import (
     delete_graphs,
     deleting_graphs,
     graph_fields,
     seed_generators,
 )
-from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support.cases import WIDE
 from tests.support.decode_loop import CASES, check, check_ahead
 from tests.support.engine import generating_model

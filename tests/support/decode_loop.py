@@ -9,11 +9,11 @@ import torch
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.generation.decode_loop.graphs import StepGraphs
-from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.engine import Engine
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.statistics import Statistics
 from tests.support.cases import WIDE
 from tests.support.engine import engine_of, generating_model, prompt
 

@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
-from absorbed_mla.generation.cuda_graphs import graph_fields
-from absorbed_mla.llm.whole_names import whole_names
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
+from absorbed_mla.serving.scheduler.cuda_graphs import graph_fields
+from absorbed_mla.serving.weights.global_names import global_parameter_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
@@ -56,8 +56,8 @@ def divided_model(
     fields = {"num_layers": 2, "cache_mla_latents": True, **fields, **sizes}
     config = config_for(mla, dtype, **fields)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-    built = gpt_model(mla=mla, dtype=dtype, spec=divide_layers(spec, exchange), **fields)
-    model = divide_vocabulary(built, exchange).to(world.device(), dtype).eval()
+    built = gpt_model(mla=mla, dtype=dtype, spec=shard_layers(spec, exchange), **fields)
+    model = shard_vocabulary(built, exchange).to(world.device(), dtype).eval()
     _copy(whole, model, exchange)
     return model
 
@@ -65,7 +65,7 @@ def divided_model(
 @torch.no_grad()
 def _copy(whole: Mapping[str, Tensor], model: GPTModel, exchange: TokenExchange) -> None:
     """Set this rank's part of the weights of a whole model."""
-    for name, weight in whole_names(model, dict(model.named_parameters())).items():
+    for name, weight in global_parameter_names(model, dict(model.named_parameters())).items():
         rank, size = exchange.rank, exchange.size
         if ".experts." in name:
             rank = parallel_state.get_expert_tensor_parallel_rank()

@@ -15,9 +15,9 @@ from torch import Tensor
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import self_attention_spans
 from absorbed_mla.dsa.indexer_loss import indexer_loss
+from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.selection import select
 from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_attention
-from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa

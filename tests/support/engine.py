@@ -11,14 +11,14 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.generation.blocks import BLOCK_SIZE
-from absorbed_mla.generation.cpu import enable_cpu_inference
-from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Result
-from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.cpu_engine import enable_cpu_inference
+from absorbed_mla.serving.engine import Engine
+from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.request_results import Result
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
+from absorbed_mla.serving.statistics import Statistics
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA

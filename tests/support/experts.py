@@ -6,8 +6,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.experts.layer import group_experts
-from absorbed_mla.experts.rows import ExpertRows
+from absorbed_mla.serving.experts.layer import group_experts
+from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED, gpt_model
@@ -57,7 +57,7 @@ def activations(monkeypatch, sequential, grouped, gate_and_up: Tensor) -> tuple[
     topk = 2
     chosen = torch.randint(4, (len(gate_and_up) // topk, topk), generator=generator).to(device)
     probs = torch.rand(chosen.shape, generator=generator).to(device)
-    rows = ExpertRows.of(chosen, 4)
+    rows = PermutedTokens.of(chosen, 4)
     expected, _ = expert(gate_and_up, rows.choices_of(probs))
     return grouped.experts._activated(gate_and_up.clone(), rows, probs), expected
 

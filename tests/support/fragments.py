@@ -12,7 +12,7 @@ from types import ModuleType
 # Calls whose keywords are compared, where a page does not import their names itself.
 KNOWN = {
     "AbsorbedMLAOptions": "absorbed_mla",
-    "EngineOptions": "absorbed_mla.generation.options",
+    "EngineOptions": "absorbed_mla.serving.engine_options",
     "LLM": "absorbed_mla",
     "SamplingParams": "absorbed_mla",
     "MLATransformerConfig": "megatron.core.transformer",
@@ -71,7 +71,7 @@ def _accepted(called: Callable) -> set[str]:
     parameters = inspect.signature(called).parameters.values()
     accepted = {one.name for one in parameters}
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        from absorbed_mla.llm.options import LLMOptions
+        from absorbed_mla.serving.llm_options import LLMOptions
 
         accepted |= _accepted(LLMOptions)
     return accepted

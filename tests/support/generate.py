@@ -17,7 +17,7 @@ from tests.support.auxiliary_losses import forget_auxiliary_losses
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 # Imported here and not by the command: Megatron's engine needs the real stderr on import.
-import absorbed_mla.llm.runner  # noqa: F401
+import absorbed_mla.serving.executor.local  # noqa: F401
 import generation.run  # noqa: F401
 import training.run  # noqa: F401
 from generation.entry import main

@@ -10,8 +10,8 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.generation.requests import Result
-from absorbed_mla.inference.host_buffers import drop_inference_buffers
+from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
+from absorbed_mla.serving.request_results import Result
 from tests.support import world
 from tests.support.engine import Request, by_whole_forwards, engine_of, generate, prompt
 

@@ -281,8 +281,8 @@ def loss_kernels() -> None:
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.dsa import indexer_triton
     from absorbed_mla.dsa.indexer_backends.hopper import HopperHeadSum
+    from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
     from absorbed_mla.dsa.sparse_reference import latent_inputs
-    from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
     from absorbed_mla.dsa.types import IndexVectors
 
     shapes = [(HEADS, KV_LORA_RANK), (HEADS, ROPE), (KV_LORA_RANK + ROPE,)]
@@ -356,12 +356,12 @@ def norm_kernels() -> None:
 
 def expert_kernels() -> None:
     """Of grouped experts, at DeepSeek-V3's routing, for few tokens and many."""
-    from absorbed_mla.kernels.experts.choice import choose_experts
-    from absorbed_mla.kernels.experts.few_rows import few_rows_product
-    from absorbed_mla.kernels.experts.logits import partial_logits
-    from absorbed_mla.kernels.experts.order import order_by_expert
-    from absorbed_mla.kernels.experts.sums import summed
-    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
+    from absorbed_mla.kernels.moe.choice import choose_experts
+    from absorbed_mla.kernels.moe.logits import partial_logits
+    from absorbed_mla.kernels.moe.order import order_by_expert
+    from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
+    from absorbed_mla.kernels.moe.sums import summed
+    from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
     logits, bias = torch.zeros(32, 256), torch.zeros(256)
     for softmax in (False, True):
@@ -403,8 +403,8 @@ def expert_kernels() -> None:
 
 def sampling_kernels() -> None:
     """The most likely tokens, and drawn ones, with filters and without."""
+    from absorbed_mla.kernels.sampling.argmax import find_most_likely
     from absorbed_mla.kernels.sampling.draw import draw_tokens
-    from absorbed_mla.kernels.sampling.peaks import find_most_likely
 
     for dtype in (BF16, torch.float32):
         logits, numbers = torch.zeros(32, 129280, dtype=dtype), torch.zeros(6, 32).double()

@@ -19,8 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.kernels import broadcast_k_rope, merging, operators, rotation
-from absorbed_mla.kernels.experts import choice, order, sums, swiglu
 from absorbed_mla.kernels.invariant import grouped_product
+from absorbed_mla.kernels.moe import choice, order, sums, swiglu
 from absorbed_mla.kernels.paged import gather, plan
 from tests.support.hopper_compiler import _H200, BF16, KV_LORA_RANK, ROPE
 

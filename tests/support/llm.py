@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from absorbed_mla import LLM, SamplingParams
-from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Result
-from absorbed_mla.generation.statistics import Statistics
-from absorbed_mla.llm.llm_engine import LLMEngine
-from absorbed_mla.llm.runner import Abort, Add
-from absorbed_mla.llm.tokenizers import ByteTokenizer
+from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.executor.local import Abort, Add
+from absorbed_mla.serving.llm_engine import LLMEngine
+from absorbed_mla.serving.request_results import Progress, Result
+from absorbed_mla.serving.statistics import Statistics
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 if TYPE_CHECKING:
-    from absorbed_mla.llm.server.http_server import HTTPServer
-    from absorbed_mla.llm.server.service import Service
+    from absorbed_mla.serving.server.http_server import HTTPServer
+    from absorbed_mla.serving.server.service import Service
 
 MAX_MODEL_LEN = 512
 # The model fails at prompts with this one's first byte, after the tokens that each of them wants
@@ -192,10 +192,10 @@ class Served:
 def serving(api_key: str | None = None) -> Iterator[Served]:
     """A server around a fake model, on a free port, in a thread."""
     # Machines without the server's packages test the rest.
-    from absorbed_mla.llm.server.app import build_app
-    from absorbed_mla.llm.server.http_server import HTTPServer
-    from absorbed_mla.llm.server.metrics import Metrics
-    from absorbed_mla.llm.server.service import Service
+    from absorbed_mla.serving.server.app import build_app
+    from absorbed_mla.serving.server.http_server import HTTPServer
+    from absorbed_mla.serving.server.metrics import Metrics
+    from absorbed_mla.serving.server.service import Service
 
     runner, deaths = FakeRunner(), []
     llm = fake_llm(runner)

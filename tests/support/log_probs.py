@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla import LLM, SamplingParams
-from absorbed_mla.llm.outputs import RequestOutput
+from absorbed_mla.serving.outputs import RequestOutput
 
 # Of the error of transformers' model in bf16: another order of roundings has another error. Models
 # that choose experts or keys differ most where rounding has made other choices, here or there.

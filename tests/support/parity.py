@@ -11,7 +11,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.inference.host_buffers import drop_inference_buffers
+from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA

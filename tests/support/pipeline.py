@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.llm.whole_names import whole_names
+from absorbed_mla.serving.weights.global_names import global_parameter_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
@@ -138,7 +138,9 @@ def weights(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     return {
         whole: parameter
         for chunk in chunks
-        for whole, parameter in whole_names(chunk, dict(chunk.named_parameters())).items()
+        for whole, parameter in global_parameter_names(
+            chunk, dict(chunk.named_parameters())
+        ).items()
     }
 
 

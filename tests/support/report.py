@@ -1,4 +1,4 @@
-"""Summary at the end of a run of all layers: the slowest tests, and why tests were skipped.
+"""Summary at the end of a run of all layers: slowest tests, failed ones, why tests were skipped.
 
 ``scripts/run_tests.sh`` has every layer's pytest write a file and then prints them together::
 
@@ -77,7 +77,7 @@ def record(config: pytest.Config) -> None:
 
 def summary(paths: Iterable[Path]) -> list[str]:
     """The lines to print; each file has the name of its layer."""
-    slow, skips = [], Counter()
+    slow, failed, skips = [], [], Counter()
     for path in paths:
         for line in path.read_text().splitlines():
             row = json.loads(line)
@@ -85,11 +85,15 @@ def summary(paths: Iterable[Path]) -> list[str]:
                 skips[row["reason"]] += 1
             else:
                 slow.append((row["seconds"], path.stem, row["test"]))
+            if row["outcome"] == "failed":
+                failed.append(f"  {path.stem}  {row['test']}: {row['reason']}")
     lines = []
     if slow:
         lines += ["slowest tests, with what they set up:"]
         for seconds, layer, test in sorted(slow, reverse=True)[:SLOWEST]:
             lines.append(f"{seconds:7.1f}s  {layer}  {test}")
+    if failed:
+        lines += ["failed tests:", *failed]
     if skips:
         lines += ["skipped tests, by what they say:"]
         lines += [f"{count:7}   {reason}" for reason, count in skips.most_common()]

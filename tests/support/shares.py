@@ -8,11 +8,11 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.inference.backend import PagedBackend
-from absorbed_mla.inference.cache_ranks import CacheRanks
-from absorbed_mla.inference.interleaved import InterleavedAttention
+from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 
 
-class RankAlone(CacheRanks):
+class RankAlone(CacheShares):
     """One of ``size`` ranks, which exchange nothing: it attends to its own keys."""
 
     parts = 1
@@ -45,7 +45,7 @@ def by_shares(
     """Attention over every rank's keys, merged from the first rank to the last, for some heads."""
     parts = []
     for rank in range(size):
-        one = InterleavedAttention(backend, RankAlone(rank, size))
+        one = DecodeContextParallelAttention(backend, RankAlone(rank, size))
         out, lse = one.forward(q_content, q_rope, share(cache, rank, size), rows, scale)
         parts.append((out[:, heads].to(lse.dtype), lse[:, heads].contiguous()))
     return functools.reduce(lambda total, part: merge(*total, *part), parts)

@@ -1,4 +1,4 @@
-"""Parts of the queries whose scores fit into memory."""
+"""Chunks of queries whose scores fit into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an attention mask says no more than the boundaries of the sequences do."""
+"""Attention masks that say no more than the boundaries of the sequences do."""
 
 from __future__ import annotations
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
-from absorbed_mla.inference.block_shares import require_shareable
-from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.full_cuda_graph import this_run
+from absorbed_mla.inference.decode_context_parallel.attention import SharedCachePart
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
+from absorbed_mla.inference.decode_context_parallel.support import require_shareable
+from absorbed_mla.inference.full_prefill import WholePrompts
 from absorbed_mla.inference.index_keys import index_keys
-from absorbed_mla.inference.interleaved import InterleavedPart
+from absorbed_mla.inference.prefill_context_parallel import TokenShares
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
-from absorbed_mla.inference.token_shares import TokenShares
-from absorbed_mla.inference.whole_prompts import WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.whole_step import this_run
 
 # Of one forward; its layers ask for a few, and some for each segment of rows.
 _MOST_TABLES = 256
@@ -239,7 +239,7 @@ class DynamicStep:
         if self.ranks is None:
             yield CachePart(self._cache(), self.rows)
         else:
-            yield InterleavedPart(self._cache(), self.rows, ranks=self.ranks)
+            yield SharedCachePart(self._cache(), self.rows, ranks=self.ranks)
 
     def _cache(self) -> Tensor:
         """The layer's rows on this rank, [blocks, block_size, C + R] or bytes of FP8 rows."""
@@ -252,8 +252,8 @@ def _reads_whole_prompts(context: Any) -> bool:
     return getattr(context, "reads_whole_prompts", False)
 
 
-def _ranks(context: Any) -> CacheRanks | None:
-    """Those that share the latents, in an ``interleaved_context``."""
+def _ranks(context: Any) -> CacheShares | None:
+    """Those that share the latents, in an ``decode_context_parallel_context``."""
     return getattr(context, "cache_ranks", None)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import in_use, to_device
-from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
@@ -63,7 +63,7 @@ class StaticStep:
         ValueError: If the new tokens do not fit into the context, or follow another model's.
     """
 
-    ranks: CacheRanks | None = None
+    ranks: CacheShares | None = None
     shares = None
     whole_prompts = None
 

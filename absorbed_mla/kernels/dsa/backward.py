@@ -3,8 +3,8 @@
 One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
 variant keeps what every entry of the lists gets in a buffer, for some tiles at a time, and adds it
-up key by key in the order of the tiles (``key_sums.py``): the same bits in every run, for a buffer
-of up to 2 GiB and one more writing and reading of it.
+up key by key in the order of the tiles (``scatter_add.py``): the same bits in every run, for a
+buffer of up to 2 GiB and one more writing and reading of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype
+from absorbed_mla.kernels.dsa.scatter_add import add_in_order, parts_dtype
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import key_lists
-from absorbed_mla.kernels.dsa.key_sums import add_in_order
-from absorbed_mla.kernels.dsa.positive import positive
-from absorbed_mla.kernels.dsa.quads import add_quads, adds_quads, for_quads
+from absorbed_mla.kernels.dsa.relu import positive
+from absorbed_mla.kernels.dsa.scatter_add import add_in_order
+from absorbed_mla.kernels.dsa.vector_atomics import add_quads, adds_quads, for_quads
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -83,7 +83,7 @@ def add_chosen_gradient(
         weights: As in the forward.
         chosen: As in the forward.
         relu: As in the forward.
-        deterministic: Whether keys are added to in a fixed order; see key_sums.py.
+        deterministic: Whether keys are added to in a fixed order; see scatter_add.py.
     """
     if not score_grad.numel():
         return

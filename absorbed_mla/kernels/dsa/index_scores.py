@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
-from absorbed_mla.kernels.dsa.positive import positive
+from absorbed_mla.kernels.dsa.relu import positive
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,

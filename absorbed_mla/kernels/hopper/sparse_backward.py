@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype
+from absorbed_mla.kernels.dsa.scatter_add import add_in_order, parts_dtype
 from absorbed_mla.kernels.hopper.key_rows import in_order
 from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
@@ -46,7 +46,7 @@ def sparse_backward(
         chosen: int32 [S_q, B, topk], -1 for none, anywhere.
         scale: Multiplies the scores.
         deterministic: Whether the result must be the same in every run, to the bit; see
-            key_sums.py.
+            scatter_add.py.
 
     Returns:
         Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,

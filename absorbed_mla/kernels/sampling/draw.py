@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.sampling.peaks import launch_peaks
-from absorbed_mla.kernels.sampling.pieces import PIECE, Pieces
-from absorbed_mla.kernels.sampling.place import launch_place
+from absorbed_mla.kernels.sampling.argmax import launch_peaks
+from absorbed_mla.kernels.sampling.inverse_cdf import launch_place
+from absorbed_mla.kernels.sampling.softmax_weights import launch_weighing
 from absorbed_mla.kernels.sampling.thresholds import launch_thresholds
-from absorbed_mla.kernels.sampling.weighing import launch_weighing
+from absorbed_mla.kernels.sampling.vocabulary_blocks import PIECE, Pieces
 
 
 def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool, piece: int = PIECE) -> Tensor:

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.sampling.counts import count_reaching, publish
-from absorbed_mla.kernels.sampling.numbers import (
+from absorbed_mla.kernels.sampling.histogram import count_reaching, publish
+from absorbed_mla.kernels.sampling.row_parameters import (
     SAMPLED,
     TEMPERATURE,
     TOP_K,
@@ -27,7 +27,7 @@ from absorbed_mla.kernels.sampling.numbers import (
     least_share,
     load_number,
 )
-from absorbed_mla.kernels.sampling.pieces import (
+from absorbed_mla.kernels.sampling.vocabulary_blocks import (
     COLUMNS,
     COUNTING_WARPS,
     HEAD,

@@ -16,7 +16,7 @@ class GeneratingBenchmark(Benchmark):
         super().__init__(args)
         arguments.use_device(args.device)
         warnings.filterwarnings("ignore")
-        from absorbed_mla.generation.cpu import enable_cpu_inference
+        from absorbed_mla.serving.cpu_engine import enable_cpu_inference
         from benchmarks.kit.processes import Processes
 
         enable_cpu_inference()

@@ -42,7 +42,7 @@ _VLLM = {
 _WITH_FOLDER = """
 import sys
 sys.path.append({!r})
-from absorbed_mla.llm.server.cli import main
+from absorbed_mla.serving.server.cli import main
 sys.exit(main())
 """
 _OUR_SERVER_NEEDS = (
@@ -238,7 +238,7 @@ def _server_command(
         program = ["-m", "vllm.entrypoints.cli.main", "serve"]
     elif folder is None:
         options = _our_flags(settings)
-        program = ["-m", "absorbed_mla.llm.server.cli"]
+        program = ["-m", "absorbed_mla.serving.server.cli"]
     else:
         options = _our_flags(settings)
         program = ["-c", _WITH_FOLDER.format(str(folder.resolve()))]

@@ -11,7 +11,7 @@ CPU_ONLY = (
     "project",
     "scripts",
     "testing",
-    "llm/server",
+    "serving/server",
     "context_parallel/test_choice.py",
     "context_parallel/test_layout.py",
     "core_attention/masks/test_device_spans.py",
@@ -20,10 +20,10 @@ CPU_ONLY = (
     "core_attention/masks/test_tiles.py",
     "core_attention/masks/test_varlen.py",
     "dsa/test_config.py",
-    "generation/test_options.py",
-    "generation/test_text.py",
-    "inference/test_staging_ring.py",
-    "inference/test_token_shares.py",
+    "serving/test_engine_options.py",
+    "serving/tokenizers/test_detokenizer.py",
+    "inference/test_staging_buffers.py",
+    "inference/test_prefill_context_parallel.py",
     "kernels/test_compiled_for_hopper.py",
     "kernels/test_gluon_emulation.py",
     "kernels/test_hopper_forward.py",
@@ -31,10 +31,10 @@ CPU_ONLY = (
     "kernels/test_launch.py",
     "kernels/test_registration.py",
     "kernels/test_tensor_map.py",
-    "llm/test_front.py",
-    "llm/test_runner.py",
-    "llm/test_tokenizer_folders.py",
-    "llm/test_tokenizers.py",
+    "serving/executor/test_dp_load_balancer.py",
+    "serving/executor/test_local.py",
+    "serving/tokenizers/test_folder.py",
+    "serving/tokenizers/test_tokenizers.py",
 )
 # They have a process of their own disturb the GPU. (Tests that measure memory measure that of their
 # process.)
@@ -53,7 +53,7 @@ DIVIDED = {
         "test_equals_the_reference",
         "test_pieces_of_one_request_and_of_many",
     ),
-    "tests/unit/llm/test_llm_gpu.py": (
+    "tests/unit/serving/test_llm_gpu.py": (
         "test_log_probs_of_transformers",
         "test_graphs_of_prompts",
         "test_experts",

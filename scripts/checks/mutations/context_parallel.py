@@ -41,27 +41,27 @@ MUTATIONS = {
         "keep",
     ),
     "divided_mlp_summed_twice": Mutation(
-        "absorbed_mla/data_parallel_attention/mlp.py",
+        "absorbed_mla/serving/data_parallel_attention/mlp.py",
         "        last.explicit_expert_comm = True",
         "        pass",
     ),
     "divided_tokens_keep_their_padding": Mutation(
-        "absorbed_mla/data_parallel_attention/exchange.py",
+        "absorbed_mla/serving/data_parallel_attention/exchange.py",
         "torch.cat([part[:count] for part, count in zip(parts, counts)])",
         "parts.flatten(0, 1)[: sum(counts)]",
     ),
     "divided_vocabulary_in_the_order_of_tokens": Mutation(
-        "absorbed_mla/data_parallel_attention/exchange.py",
+        "absorbed_mla/serving/data_parallel_attention/exchange.py",
         "found.transpose(0, 1).flatten(1)",
         "found.reshape(counts[self.rank], -1)",
     ),
     "divided_embedding_of_foreign_tokens": Mutation(
-        "absorbed_mla/data_parallel_attention/vocabulary.py",
+        "absorbed_mla/serving/data_parallel_attention/vocabulary.py",
         "found = found.masked_fill(elsewhere.unsqueeze(-1), 0)",
         "pass",
     ),
     "divided_experts_with_all_probabilities": Mutation(
-        "absorbed_mla/data_parallel_attention/dispatcher.py",
+        "absorbed_mla/serving/data_parallel_attention/dispatcher.py",
         "probs[:, own[0] : own[-1] + 1].T.flatten()",
         "probs[:, : len(own)].T.flatten()",
     ),
@@ -86,14 +86,16 @@ MUTATIONS = {
         "return rank_major",
     ),
     "prompts_of_few_tokens_divided": Mutation(
-        "absorbed_mla/inference/token_shares.py",
+        "absorbed_mla/inference/prefill_context_parallel.py",
         "if tokens < LEAST_TOKENS or tokens %",
         "if tokens %",
     ),
     "decode_steps_divided": Mutation(
-        "absorbed_mla/inference/token_shares.py", " or context.is_decode_only():", ":"
+        "absorbed_mla/inference/prefill_context_parallel.py", " or context.is_decode_only():", ":"
     ),
     "runs_of_a_rank_begin_at_zero": Mutation(
-        "absorbed_mla/inference/token_shares.py", "before += own.stop - own.start", "before += 0"
+        "absorbed_mla/inference/prefill_context_parallel.py",
+        "before += own.stop - own.start",
+        "before += 0",
     ),
 }

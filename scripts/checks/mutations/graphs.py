@@ -21,27 +21,27 @@ MUTATIONS = {
         "            pass",
     ),
     "megatrons_graphs_of_prompts": Mutation(
-        "absorbed_mla/generation/cuda_graphs.py",
+        "absorbed_mla/serving/scheduler/cuda_graphs.py",
         "not (pads_experts or whole_prefills)",
         "not pads_experts",
     ),
     "graphs_of_buffers_that_move": Mutation(
-        "absorbed_mla/generation/decode_loop/graphs.py",
+        "absorbed_mla/serving/scheduler/full_cuda_graphs.py",
         "(*self._model.parameters(), *self._model.buffers())",
         "tuple(self._model.parameters())",
     ),
     "graphs_of_another_contexts_tables": Mutation(
-        "absorbed_mla/generation/decode_loop/graphs.py",
+        "absorbed_mla/serving/scheduler/full_cuda_graphs.py",
         "buffers = context.memory_buffer.data_ptr(), context.gpu_view._buf.data_ptr()",
         "buffers = (context.memory_buffer.data_ptr(),)",
     ),
     "prefill_graphs_of_many_sizes": Mutation(
-        "absorbed_mla/generation/prefill_graphs.py",
+        "absorbed_mla/serving/scheduler/prefill_graphs.py",
         "count += max(_LEAST_STEP, power // 8)",
         "count += power // 8",
     ),
     "prefill_graphs_beyond_a_step": Mutation(
-        "absorbed_mla/generation/prefill_graphs.py",
+        "absorbed_mla/serving/scheduler/prefill_graphs.py",
         "return min(most, options.step_tokens)",
         "return most",
     ),

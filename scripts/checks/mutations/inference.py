@@ -31,7 +31,7 @@ MUTATIONS = {
         "part.gather(keys.row,",
     ),
     "segment_on_the_wrong_axis": Mutation(
-        "absorbed_mla/inference/segments.py",
+        "absorbed_mla/inference/row_groups.py",
         "starts - first if first else starts",
         "starts",
     ),
@@ -56,32 +56,32 @@ MUTATIONS = {
         "DynamicStep(context, 1, tokens, offset)",
     ),
     "shared_cache_owner_of_a_token": Mutation(
-        "absorbed_mla/inference/cache_ranks.py",
+        "absorbed_mla/inference/decode_context_parallel/layout.py",
         "(self.size - 1 - self.rank)) // self.size",
         "(self.size - 1)) // self.size",
     ),
     "shared_cache_writes_all_tokens": Mutation(
-        "absorbed_mla/inference/cache_ranks.py",
+        "absorbed_mla/inference/decode_context_parallel/layout.py",
         "torch.where(own, block, unused)",
         "block",
     ),
     "shared_cache_gathered_from_rank_0": Mutation(
-        "absorbed_mla/inference/interleaved.py",
+        "absorbed_mla/inference/decode_context_parallel/attention.py",
         ".roll(-(start % ranks.size), dims=0)",
         "",
     ),
     "shared_cache_memory": Mutation(
-        "absorbed_mla/inference/interleaved_context.py",
+        "absorbed_mla/inference/decode_context_parallel/context.py",
         "context.block_size_tokens = whole // context.cache_ranks.size",
         "pass",
     ),
     "divided_prompt_tokens_by_rank": Mutation(
-        "absorbed_mla/inference/token_shares.py",
+        "absorbed_mla/inference/prefill_context_parallel.py",
         "return parts.transpose(0, 1).flatten(0, 2)",
         "return parts.flatten(0, 2)",
     ),
     "divided_prompt_places_on_rank": Mutation(
-        "absorbed_mla/inference/token_shares.py",
+        "absorbed_mla/inference/prefill_context_parallel.py",
         "here = before + first - own.start",
         "here = before",
     ),
@@ -96,12 +96,16 @@ MUTATIONS = {
         "if begun and last is None and last is not owner:",
     ),
     "staged_copy_waits_for_no_reader": Mutation(
-        "absorbed_mla/inference/staging_ring.py", "self._streams.await_free(buffer)", "pass"
+        "absorbed_mla/inference/kv_offload/staging_buffers.py",
+        "self._streams.await_free(buffer)",
+        "pass",
     ),
     "staged_window_is_read_at_once": Mutation(
-        "absorbed_mla/inference/staging_ring.py", "self._streams.await_copied(self._taken)", "pass"
+        "absorbed_mla/inference/kv_offload/staging_buffers.py",
+        "self._streams.await_copied(self._taken)",
+        "pass",
     ),
     "staged_copies_before_blocks_move": Mutation(
-        "absorbed_mla/inference/staging_ring.py", "self._streams.begin()", "pass"
+        "absorbed_mla/inference/kv_offload/staging_buffers.py", "self._streams.begin()", "pass"
     ),
 }

@@ -16,7 +16,7 @@ MUTATIONS = {
         "require_own_packages()",
     ),
     "exported_activation": Mutation(
-        "absorbed_mla/export/live.py",
+        "absorbed_mla/serving/export/live.py",
         "if config.activation_func is not F.silu:",
         "if False:",
     ),

@@ -6,28 +6,28 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "grouped_experts_sums_of_other_ranks": Mutation(
-        "absorbed_mla/kernels/experts/sums.py", "mask=there & (place < end)", "mask=there"
+        "absorbed_mla/kernels/moe/sums.py", "mask=there & (place < end)", "mask=there"
     ),
     "swiglu_of_a_gate_not_rounded": Mutation(
-        "absorbed_mla/kernels/experts/swiglu.py",
+        "absorbed_mla/kernels/moe/swiglu.py",
         "_rounded(_silu_of_pytorch(gate, INTERPRETED), out_ptr, INTERPRETED)",
         "_silu_of_pytorch(gate, INTERPRETED)",
     ),
     "swiglu_without_megatrons_offset": Mutation(
-        "absorbed_mla/kernels/experts/swiglu.py", "(up + 0.0)", "up"
+        "absorbed_mla/kernels/moe/swiglu.py", "(up + 0.0)", "up"
     ),
     "grouped_experts_of_all_groups": Mutation(
-        "absorbed_mla/kernels/experts/choice.py",
+        "absorbed_mla/kernels/moe/choice.py",
         "tl.where(taken[:, None], key",
         "tl.where(there, key",
     ),
     "grouped_experts_order_of_tokens": Mutation(
-        "absorbed_mla/kernels/experts/order.py",
+        "absorbed_mla/kernels/moe/order.py",
         "other[None, :] < item[:, None]",
         "other[None, :] > item[:, None]",
     ),
     "router_logits_of_the_first_part": Mutation(
-        "absorbed_mla/kernels/experts/logits.py",
+        "absorbed_mla/kernels/moe/logits.py",
         "first = part * steps_of_part * SUMMANDS",
         "first = 0 * steps_of_part * SUMMANDS",
     ),
@@ -275,12 +275,12 @@ MUTATIONS = {
         "return -(-rows // tile.rows)",
     ),
     "grouped_experts_order_of_rows": Mutation(
-        "absorbed_mla/kernels/experts/sums.py",
+        "absorbed_mla/kernels/moe/sums.py",
         "place = tl.reduce(places, 0, tl.standard._elementwise_min)",
         "place = tl.load(places_ptr + token * CHOICES + CHOICES - 1 - choice)",
     ),
     "grouped_experts_rounded_at_last": Mutation(
-        "absorbed_mla/kernels/experts/sums.py",
+        "absorbed_mla/kernels/moe/sums.py",
         "total = narrow(total, out_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)",
         "pass",
     ),

@@ -51,7 +51,7 @@ MUTATIONS = {
         "(half.to(compute) for half in x.chunk(2, dim=-1))",
     ),
     "muon_rows_by_head": Mutation(
-        "absorbed_mla/muon/matrices.py",
+        "absorbed_mla/muon/orthogonalization_groups.py",
         "return [torch.cat(per_head, dim=1).flatten(0, 1)]",
         "return [torch.cat([part.flatten(0, 1) for part in per_head])]",
     ),
@@ -134,7 +134,7 @@ MUTATIONS = {
         "init_method=config.init_method",
     ),
     "second_derivatives_pruned": Mutation(
-        "absorbed_mla/first_order.py",
+        "absorbed_mla/once_differentiable.py",
         "return _refuse_derivatives(found, (*grads, *ctx.saved_tensors))",
         "return _refuse_derivatives(found, grads)",
     ),
@@ -162,7 +162,7 @@ MUTATIONS = {
         "out.copy_(result) if accumulate else",
     ),
     "operators_of_the_host_stay": Mutation(
-        "absorbed_mla/batch_invariant/host_operators.py",
+        "absorbed_mla/batch_invariant/megatron_operators.py",
         "        megatron.disable_batch_invariant_mode()\n        for name, ours",
         "        for name, ours",
     ),
@@ -210,7 +210,7 @@ MUTATIONS = {
         "",
     ),
     "generation_chooses_without_megatron": Mutation(
-        "absorbed_mla/experts/router.py",
+        "absorbed_mla/serving/experts/router.py",
         "        if self.options.chooses_experts:\n",
         "        if True:\n",
     ),

@@ -6,46 +6,48 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "bytes_shown_while_they_may_change": Mutation(
-        "absorbed_mla/generation/text.py", "_LONGEST_WAIT = 64", "_LONGEST_WAIT = 4"
+        "absorbed_mla/serving/tokenizers/detokenizer.py", "_LONGEST_WAIT = 64", "_LONGEST_WAIT = 4"
     ),
     "numbers_without_a_token_end_a_run": Mutation(
-        "absorbed_mla/generation/token_bytes.py",
+        "absorbed_mla/serving/tokenizers/token_bytes.py",
         "if token not in left_out and self._exists(token)",
         "if token not in left_out",
     ),
     "long_runs_that_are_no_text_are_shown_as_text": Mutation(
-        "absorbed_mla/generation/text.py", "self._is_text = _begins_text(data)", "pass"
+        "absorbed_mla/serving/tokenizers/detokenizer.py",
+        "self._is_text = _begins_text(data)",
+        "pass",
     ),
     "a_prompts_half_character_is_forgotten": Mutation(
-        "absorbed_mla/generation/text.py", "data = self._before + data", "pass"
+        "absorbed_mla/serving/tokenizers/detokenizer.py", "data = self._before + data", "pass"
     ),
     "added_tokens_are_names_of_bytes": Mutation(
-        "absorbed_mla/generation/token_bytes.py",
+        "absorbed_mla/serving/tokenizers/token_bytes.py",
         "bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()",
         "bytes(table[c] for c in name if c in table)",
     ),
     "token_bytes_without_the_space_before": Mutation(
-        "absorbed_mla/generation/token_bytes.py",
+        "absorbed_mla/serving/tokenizers/token_bytes.py",
         "(twice[len(once) :] if twice.startswith(once) else once)",
         "once",
     ),
     "stop_strings_held_back_are_missed": Mutation(
-        "absorbed_mla/llm/completion.py",
+        "absorbed_mla/serving/output_processor.py",
         "return\n            output",
         "pass\n            output",
     ),
     "log_probs_of_one_text_hide_each_other": Mutation(
-        "absorbed_mla/llm/server/logprobs.py",
+        "absorbed_mla/serving/server/logprobs.py",
         "if name is None or name in names else name)",
         "if name is None else name)",
     ),
     "chat_bytes_of_the_text": Mutation(
-        "absorbed_mla/llm/server/logprobs.py",
+        "absorbed_mla/serving/server/logprobs.py",
         "list(one.token_bytes),",
         'list((one.decoded_token or "").encode()),',
     ),
     "nan_draws_a_token": Mutation(
-        "absorbed_mla/generation/drawing.py",
+        "absorbed_mla/serving/sampling/draw.py",
         "tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)",
         "tokens",
     ),
@@ -55,41 +57,43 @@ MUTATIONS = {
         "logit == logit",
     ),
     "loop_takes_no_notice_of_failures": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py",
+        "absorbed_mla/serving/scheduler/overlap_scheduler.py",
         "                self._sampler.fail(number)\n",
         "                pass\n",
     ),
     "failures_of_the_step_after": Mutation(
-        "absorbed_mla/generation/decode_loop/device_step.py",
+        "absorbed_mla/serving/scheduler/device_step.py",
         "            self.drawn[:count].masked_fill_(self._sampler.take_missing(), -1)\n",
         "",
     ),
     "sampler_takes_no_notice_of_failures": Mutation(
-        "absorbed_mla/generation/sampler.py",
+        "absorbed_mla/serving/sampling/sampler.py",
         "if missing is not None and missing[1].any():",
         "if False:",
     ),
     "drafts_that_are_wrong_fail_a_request": Mutation(
-        "absorbed_mla/generation/failures.py",
+        "absorbed_mla/serving/sampling/non_finite_logits.py",
         "if place is not None and place < len(progress.tokens):",
         "if place is not None:",
     ),
     "failed_requests_keep_what_came_after": Mutation(
-        "absorbed_mla/generation/failures.py", "result.tokens[:count]", "result.tokens"
+        "absorbed_mla/serving/sampling/non_finite_logits.py",
+        "result.tokens[:count]",
+        "result.tokens",
     ),
     "failed_requests_run_on": Mutation(
-        "absorbed_mla/generation/engine.py",
+        "absorbed_mla/serving/engine.py",
         "        self._to_abort |= self._failures.numbers\n",
         "",
     ),
     "a_failure_is_an_answer": Mutation(
-        "absorbed_mla/llm/server/app.py", "                require_no_failure(done)\n", ""
+        "absorbed_mla/serving/server/app.py", "                require_no_failure(done)\n", ""
     ),
     "nan_in_json": Mutation(
-        "absorbed_mla/llm/server/logprobs.py", "if math.isnan(one.logprob):", "if False:"
+        "absorbed_mla/serving/server/logprobs.py", "if math.isnan(one.logprob):", "if False:"
     ),
     "top_p_leaves_a_token_too_many": Mutation(
-        "absorbed_mla/generation/drawing.py", "before >= limit", "before > limit"
+        "absorbed_mla/serving/sampling/draw.py", "before >= limit", "before > limit"
     ),
     "top_p_kernel_leaves_a_token_too_many": Mutation(
         "absorbed_mla/kernels/sampling/thresholds.py",
@@ -97,95 +101,97 @@ MUTATIONS = {
         "(goal.to(tl.float64) <= limit)",
     ),
     "min_p_leaves_out_a_tie": Mutation(
-        "absorbed_mla/generation/drawing.py", "~(shares >= min_p)", "~(shares > min_p)"
+        "absorbed_mla/serving/sampling/draw.py", "~(shares >= min_p)", "~(shares > min_p)"
     ),
     "min_p_kernel_leaves_out_a_tie": Mutation(
         "absorbed_mla/kernels/sampling/weights.py", "(share >= min_p)", "(share > min_p)"
     ),
     "threads_run_steps_at_once": Mutation(
-        "absorbed_mla/llm/llm_engine.py", "with interrupts_deferred(), self._lock:", "if True:"
+        "absorbed_mla/serving/llm_engine.py", "with interrupts_deferred(), self._lock:", "if True:"
     ),
     "one_thread_keeps_the_lock": Mutation(
-        "absorbed_mla/llm/exclusive.py",
+        "absorbed_mla/serving/exclusive.py",
         "            with self._waiting:\n",
         "            if True:\n",
     ),
     "first_call_to_end_puts_the_model_to_sleep": Mutation(
-        "absorbed_mla/llm/llm_engine.py",
+        "absorbed_mla/serving/llm_engine.py",
         "if self._woken_by_call and not self._requests.of_calls:",
         "if self._woken_by_call:",
     ),
     "ctrl_c_within_a_step": Mutation(
-        "absorbed_mla/llm/exclusive.py", "if not in_main or", "if True or not in_main or"
+        "absorbed_mla/serving/exclusive.py", "if not in_main or", "if True or not in_main or"
     ),
     "ctrl_c_for_ever": Mutation(
-        "absorbed_mla/llm/exclusive.py",
+        "absorbed_mla/serving/exclusive.py",
         "        if self.received is not None:\n",
         "        if False:\n",
     ),
     "interrupted_requests_run_on": Mutation(
-        "absorbed_mla/llm/requests.py",
+        "absorbed_mla/serving/llm_requests.py",
         "            self.abort(name)\n            self._requests.pop(name, None)\n",
         "            self._requests.pop(name, None)\n",
     ),
     "steps_take_outputs_of_calls": Mutation(
-        "absorbed_mla/llm/llm_engine.py", "name not in requests.of_calls", "True"
+        "absorbed_mla/serving/llm_engine.py", "name not in requests.of_calls", "True"
     ),
     "requests_of_calls_are_left_for_steps": Mutation(
-        "absorbed_mla/llm/requests.py",
+        "absorbed_mla/serving/llm_requests.py",
         "return any(name not in self.of_calls for",
         "return any(True for",
     ),
     "calls_report_what_they_aborted_to_steps": Mutation(
-        "absorbed_mla/llm/requests.py",
+        "absorbed_mla/serving/llm_requests.py",
         "self._aborted if one.request_id not in names",
         "self._aborted",
     ),
     "calls_wait_for_what_sleep_has_aborted": Mutation(
-        "absorbed_mla/llm/requests.py",
+        "absorbed_mla/serving/llm_requests.py",
         "left.items() if name in self.of_calls",
         "left.items() if False",
     ),
     "ids_are_given_twice": Mutation(
-        "absorbed_mla/llm/requests.py", "if not self._is_taken(one))", "if True)"
+        "absorbed_mla/serving/llm_requests.py", "if not self._is_taken(one))", "if True)"
     ),
     "calls_undo_wake": Mutation(
-        "absorbed_mla/llm/llm_engine.py",
+        "absorbed_mla/serving/llm_engine.py",
         "            self._woken_by_call = False\n            self._wake()\n",
         "            self._wake()\n",
     ),
     "ctrl_c_loses_outputs_of_a_step": Mutation(
-        "absorbed_mla/llm/llm_engine.py",
+        "absorbed_mla/serving/llm_engine.py",
         "requests.unclaimed = {one.request_id: one for one in grown} | requests.unclaimed",
         "pass",
     ),
     "ctrl_c_within_the_lock": Mutation(
-        "absorbed_mla/llm/llm_engine.py",
+        "absorbed_mla/serving/llm_engine.py",
         "            with self._exclusively():\n                grown = requests.claim",
         "            with self._lock:\n                grown = requests.claim",
     ),
     "ctrl_c_keeps_the_lock": Mutation(
-        "absorbed_mla/llm/exclusive.py",
+        "absorbed_mla/serving/exclusive.py",
         "                self._held.release()\n            raise\n",
         "                pass\n            raise\n",
     ),
     "processes_load_tokenizer_code_at_once": Mutation(
-        "absorbed_mla/llm/tokenizer_folder.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass"
+        "absorbed_mla/serving/tokenizers/folder.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass"
     ),
     "errors_of_ended_ranks_are_lost": Mutation(
-        "absorbed_mla/llm/workers.py",
+        "absorbed_mla/serving/executor/multiprocess.py",
         "error = self._reported(other)",
         "error = None",
     ),
     "causes_of_ended_ranks_are_lost": Mutation(
-        "absorbed_mla/llm/workers.py", "(rank, *range(self._world))", "(rank,)"
+        "absorbed_mla/serving/executor/multiprocess.py", "(rank, *range(self._world))", "(rank,)"
     ),
     "content_parts_as_python_has_them": Mutation(
-        "absorbed_mla/llm/conversations.py",
+        "absorbed_mla/serving/chat_messages.py",
         """return {**message, "content": "".join(map(_text_of, content))}""",
         "return message",
     ),
     "variables_of_the_template_are_dropped": Mutation(
-        "absorbed_mla/llm/conversations.py", "not in _NOT_HERE}, **variables}", "not in _NOT_HERE}}"
+        "absorbed_mla/serving/chat_messages.py",
+        "not in _NOT_HERE}, **variables}",
+        "not in _NOT_HERE}}",
     ),
 }

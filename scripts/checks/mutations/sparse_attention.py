@@ -27,7 +27,7 @@ MUTATIONS = {
         "absorbed_mla/dsa/selection.py", "(scores == last) & seen", "scores == last"
     ),
     "repeated_key_gradients": Mutation(
-        "absorbed_mla/dsa/support.py", ".index_add_(0, places", ".index_copy_(0, places"
+        "absorbed_mla/dsa/key_subset.py", ".index_add_(0, places", ".index_copy_(0, places"
     ),
     "parity_without_a_choice": Mutation(
         "absorbed_mla/dsa/core_attention.py",
@@ -59,12 +59,12 @@ MUTATIONS = {
         "absorbed_mla/dsa/core_attention.py", "lse if over_attended else None", "lse"
     ),
     "shared_selection_of_another_microbatch": Mutation(
-        "absorbed_mla/dsa/sharing.py",
+        "absorbed_mla/dsa/index_sharing.py",
         "latest.recomputation is not recomputation",
         "False",
     ),
     "recomputed_layer_chooses_again": Mutation(
-        "absorbed_mla/dsa/sharing.py",
+        "absorbed_mla/dsa/index_sharing.py",
         "found, kept = self._next_replayed(device), True",
         "found, kept = self._next_replayed(device), False",
     ),

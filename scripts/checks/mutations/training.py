@@ -30,13 +30,13 @@ MUTATIONS = {
         "pass",
     ),
     "frozen_warm_up_not_refused": Mutation(
-        "absorbed_mla/dsa/recomputation.py", "not any(ctx.needs_input_grad)", "False"
+        "absorbed_mla/dsa/checkpoint_scope.py", "not any(ctx.needs_input_grad)", "False"
     ),
     "muon_choice_dropped": Mutation(
-        "absorbed_mla/muon/follow.py", 'if layer.update != "auto":', "if False:"
+        "absorbed_mla/muon/optimizer_hook.py", 'if layer.update != "auto":', "if False:"
     ),
     "clipped_below_an_adapter": Mutation(
-        "absorbed_mla/host_interface.py", "    if others:\n", "    if False:\n"
+        "absorbed_mla/megatron_interface.py", "    if others:\n", "    if False:\n"
     ),
     "extra_state_of_a_wrapped_layer": Mutation(
         "absorbed_mla/checkpoint/sharded.py",
@@ -47,12 +47,12 @@ MUTATIONS = {
         "absorbed_mla/dsa/unused_indexer.py", "if held and torch.is_grad_enabled()", "if False"
     ),
     "recall_in_a_step_of_generation": Mutation(
-        "absorbed_mla/dsa/recall.py",
+        "absorbed_mla/testing/indexer_recall.py",
         "        layer.choose_cached_keys = _refuse_cached  # type",
         "        layer.choose_cached_keys = layer.choose_cached_keys  # type",
     ),
     "recall_of_one_ranks_heads": Mutation(
-        "absorbed_mla/dsa/recall.py",
+        "absorbed_mla/testing/indexer_recall.py",
         "            dist.all_reduce(mass, group=tp_group)",
         "            pass",
     ),

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor, nn
 
-from absorbed_mla.export import hf_weights
+from absorbed_mla.serving.export import hf_weights
 from benchmarks.kit.report import reason
 from checks.recipes import wrappers
 from checks.recipes.model import VOCAB, dtype_of, tokens_of_a_sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from absorbed_mla import LLM, SamplingParams
-from absorbed_mla.export import hf_weights
+from absorbed_mla.serving.export import hf_weights
 from checks.recipes.model import VOCAB
 from checks.recipes.recipe import Outcome, Recipe
 from tests.support import world

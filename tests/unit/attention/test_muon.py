@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.muon import follow_kv_up_marks
-from absorbed_mla.muon.marks import MARK
-from absorbed_mla.muon.matrices import Combined, matrices_of
+from absorbed_mla.muon.orthogonalization_groups import Combined, orthogonalization_groups
+from absorbed_mla.muon.parameter_attributes import ATTRIBUTE
 from tests.support import world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import PARAMETERS, Setup
@@ -242,7 +242,7 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was():
 def test_marks_are_kept_when_weights_are_replaced():
     attention = absorbed("per_head")
     attention.load_state_dict(copy.deepcopy(attention.state_dict()), assign=True)
-    marks = [getattr(matrices(attention)[name], MARK) for name in (K_UP, V_UP)]
+    marks = [getattr(matrices(attention)[name], ATTRIBUTE) for name in (K_UP, V_UP)]
     assert [mark.part for mark in marks] == [0, 1]
     assert marks[0].layer is marks[1].layer
     assert marks[0].layer.update == "per_head"
@@ -322,6 +322,6 @@ def test_a_megatron_without_muon(monkeypatch):
 
 def test_auto_is_combined():
     attention = absorbed("auto")
-    mark = getattr(attention.linear_k_up_proj.weight, MARK)
+    mark = getattr(attention.linear_k_up_proj.weight, ATTRIBUTE)
     weights = {0: attention.linear_k_up_proj.weight, 1: attention.linear_v_up_proj.weight}
-    assert [type(one) for one in matrices_of(mark.layer, weights)] == [Combined]
+    assert [type(one) for one in orthogonalization_groups(mark.layer, weights)] == [Combined]

@@ -20,8 +20,8 @@ from absorbed_mla.batch_invariant import (
     batch_invariant_mode,
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
-    host_operators,
     is_enabled,
+    megatron_operators,
     norms,
     products,
     te_gemm,
@@ -36,7 +36,7 @@ with triton_interpreter():
 
 BF16 = torch.bfloat16
 GPU = torch.device("cuda")
-NAMES = tuple(host_operators._OURS)
+NAMES = tuple(megatron_operators._OURS)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ class TestSwitch:
         assert not is_enabled(GPU)
         with batch_invariant_mode("cuda"):
             assert is_enabled(GPU) and megatron.is_batch_invariant_mode_enabled()
-            assert installed() == [*host_operators._OURS.values()]
+            assert installed() == [*megatron_operators._OURS.values()]
             enable_batch_invariant_mode("cuda")
         assert not megatron.is_batch_invariant_mode_enabled()
         assert installed() == theirs and products.mm not in theirs
@@ -74,7 +74,7 @@ class TestSwitch:
         calls = []
         monkeypatch.setattr(products, "DTYPES", ())
         monkeypatch.setitem(
-            host_operators._OURS,
+            megatron_operators._OURS,
             "mm_batch_invariant",
             lambda a, b: calls.append(a.shape) or products.mm(a, b),
         )

@@ -7,9 +7,9 @@ import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from absorbed_mla.dsa.indexer_loss import indexer_loss
+from absorbed_mla.dsa.key_subset import VisibleKeys, visible_keys
 from absorbed_mla.dsa.selection import best_keys, select
 from absorbed_mla.dsa.sparse_reference import latent_inputs
-from absorbed_mla.dsa.support import VisibleKeys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs, world

@@ -9,8 +9,8 @@ from torch import Tensor
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.indexer_loss import indexer_loss
+from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
-from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests.oracle_dsa import kl_of_rows, masked_softmax

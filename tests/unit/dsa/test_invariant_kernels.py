@@ -1,6 +1,6 @@
 """The kernels in parity mode: what they give a token does not depend on other tokens.
 
-Whole models: tests/unit/generation/test_sparse.py, on a GPU with these kernels.
+Whole models: tests/unit/serving/test_sparse.py, on a GPU with these kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import choose_implementation
+from absorbed_mla.dsa.key_subset import visible_keys
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.support import visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS

@@ -12,7 +12,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from absorbed_mla.core_attention.backends import triton as dense
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
-from absorbed_mla.dsa.support import chosen_keys, visible_keys
+from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from tests.oracle_dsa import OracleDSA, OracleLoss
 from tests.support import needs, world
@@ -33,8 +33,8 @@ with triton_interpreter():
         index_chosen,
         index_gradient,
         index_scores,
+        kl_target,
         radix_select,
-        target,
     )
 
 REQUEST = SparseRequest(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
+from absorbed_mla.dsa.key_subset import VisibleKeys
 from absorbed_mla.dsa.selection import best_keys, select
-from absorbed_mla.dsa.support import VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.dsa import sparse_reference, support
+from absorbed_mla.dsa import key_subset, sparse_reference
 from absorbed_mla.dsa.sparse_reference import sparse_attention
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 from tests.oracle_dsa import masked_softmax
@@ -63,7 +63,7 @@ def test_against_a_mask(inputs, topk, elements, with_lse, monkeypatch):
     """Output, LSE and all gradients, whatever the size of a chunk; queries are other tokens."""
 
     def chosen_keys(indices, width):
-        return support.chosen_keys(indices, width, elements)
+        return key_subset.chosen_keys(indices, width, elements)
 
     monkeypatch.setattr(sparse_reference, "chosen_keys", chosen_keys)
     chosen = random_selection(topk)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
+from absorbed_mla.dsa.key_subset import VisibleKeys, visible_keys
 from absorbed_mla.dsa.scores import index_scores
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.support import VisibleKeys, visible_keys
 from absorbed_mla.dsa.tiled_scores import tiled_index_scores
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout

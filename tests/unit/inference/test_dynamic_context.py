@@ -15,11 +15,11 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
-from absorbed_mla.generation.cpu import enable_cpu_inference
 from absorbed_mla.inference.caches.dynamic import DynamicStep
 from absorbed_mla.inference.context_config import context_config
 from absorbed_mla.registry import PAGED_BACKENDS
+from absorbed_mla.serving.cpu_engine import enable_cpu_inference
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, block_bytes
 from tests.support import world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.generation.requests import Result
+from absorbed_mla.serving.request_results import Result
 from tests.support.cases import TINY
 from tests.support.engine import generating_model
 from tests.support.generation import (

@@ -103,7 +103,8 @@ def test_no_context():
     hidden = torch.zeros(1, 1, TINY.hidden, dtype=torch.float64, device=world.device())
     with refusal(
         "inference_context must be able to keep latents, got ToyContext",
-        "dynamic: it needs a DynamicInferenceContext; static: it needs a StaticInferenceContext",
+        "dynamic: it needs a DynamicInferenceContext",
+        "offloaded: it needs an OffloadingContext; static: it needs a StaticInferenceContext",
     ):
         layer(hidden, None, inference_context=ToyContext())
 

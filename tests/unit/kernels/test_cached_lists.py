@@ -10,8 +10,8 @@ from torch import Tensor
 
 from absorbed_mla.dsa.cached_attention import attend_cached
 from absorbed_mla.dsa.cached_keys import CachedRows
+from absorbed_mla.dsa.key_subset import chosen_keys
 from absorbed_mla.dsa.sparse_reference import sparse_forward
-from absorbed_mla.dsa.support import chosen_keys
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backends.reference import last_keys

@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from absorbed_mla.deepseek_router import topk_routing
-from absorbed_mla.experts.rows import ExpertRows
+from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 from tests.support.backends import triton_interpreter
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
-    from absorbed_mla.kernels.experts.choice import choose_experts
-    from absorbed_mla.kernels.experts.few_rows import few_rows_product
-    from absorbed_mla.kernels.experts.logits import partial_logits
-    from absorbed_mla.kernels.experts.order import order_by_expert
-    from absorbed_mla.kernels.experts.sums import summed
-    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
+    from absorbed_mla.kernels.moe.choice import choose_experts
+    from absorbed_mla.kernels.moe.logits import partial_logits
+    from absorbed_mla.kernels.moe.order import order_by_expert
+    from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
+    from absorbed_mla.kernels.moe.sums import summed
+    from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
@@ -75,7 +75,7 @@ def test_gated(dtype):
 def test_sums(dtype, first):
     """Also where experts of other ranks were chosen: their rows hold anything."""
     chosen = torch.stack([torch.randperm(8)[:3] for _ in range(11)]).to(DEVICE)
-    rows = ExpertRows.of(chosen, 8 if first is None else 4, first)
+    rows = PermutedTokens.of(chosen, 8 if first is None else 4, first)
     x = random(33, 72, dtype=dtype)
     x[int(rows.ends[-1]) :] = torch.nan
     expected = x.double().nan_to_num()[rows.places].sum(1)
@@ -87,7 +87,7 @@ def test_sums(dtype, first):
 def test_sums_one_by_one(dtype, topk):
     """As adding rows to zeros, each rounded, which ``index_add_`` does."""
     chosen = torch.stack([torch.randperm(8)[:topk] for _ in range(11)]).to(DEVICE)
-    rows = ExpertRows.of(chosen, 8)
+    rows = PermutedTokens.of(chosen, 8)
     x = random(11 * topk, 72, dtype=dtype)
     expected = x.new_zeros(11, 72)
     for row, token in enumerate(rows.tokens.tolist()):
@@ -270,8 +270,8 @@ def test_order(tokens, count, first):
     experts = count if first is None else 16
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.randint(experts, (tokens, 3), generator=generator)
-    expected = ExpertRows.of(chosen, count, first)
-    found = ExpertRows(*order_by_expert(chosen.to(DEVICE), count, first or 0))
+    expected = PermutedTokens.of(chosen, count, first)
+    found = PermutedTokens(*order_by_expert(chosen.to(DEVICE), count, first or 0))
     for name, tensor in vars(expected).items():
         assert torch.equal(getattr(found, name).cpu(), tensor), name
         assert getattr(found, name).dtype == tensor.dtype, name

@@ -23,7 +23,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
     from absorbed_mla.kernels.dsa.index_scores import index_scores
-    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
+    from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
 
 
 def far(x: Tensor) -> Tensor:

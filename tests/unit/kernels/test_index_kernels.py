@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.selection import best_keys, select
-from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from tests.support.backends import triton_interpreter
 from tests.support.combinations import grid
@@ -22,7 +22,7 @@ with triton_interpreter():
     import absorbed_mla.kernels.dsa.index_gradient
     import absorbed_mla.kernels.dsa.index_scores  # noqa: F401
     from absorbed_mla.dsa import indexer_triton, selection_triton
-    from absorbed_mla.kernels.dsa import index_chosen, key_sums, radix_select
+    from absorbed_mla.kernels.dsa import index_chosen, radix_select, scatter_add
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def test_selection(elements):
 def test_gradients(kind, dtype, relu, monkeypatch):
     """Added to what the keys have; queries and weights of other chunks are left alone."""
     monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 120_000)  # several runs of queries
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 120_000)  # several runs of queries
     # Keys of wide rows get half of their columns at a time.
     width = 128 if kind == "wide" else 16
     index = vectors(9, 72, batch=2, heads=20, width=width, dtype=dtype)

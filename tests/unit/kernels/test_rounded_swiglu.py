@@ -15,7 +15,7 @@ from tests.support.backends import triton_interpreter
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
-    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
+    from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 

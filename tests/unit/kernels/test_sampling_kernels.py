@@ -10,8 +10,8 @@ from tests.support.drawing import drawn, kept, table_of
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
-    from absorbed_mla.kernels.sampling import draw, peaks
-    from absorbed_mla.kernels.sampling.pieces import PIECE as WHOLE
+    from absorbed_mla.kernels.sampling import argmax, draw
+    from absorbed_mla.kernels.sampling.vocabulary_blocks import PIECE as WHOLE
     from absorbed_mla.testing.token_weights import kernel_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def draw_tokens(logits: torch.Tensor, numbers: torch.Tensor, *, filters: bool) -
 
 
 def find_most_likely(logits: torch.Tensor) -> torch.Tensor:
-    return peaks.find_most_likely(logits, PIECE)
+    return argmax.find_most_likely(logits, PIECE)
 
 
 def generator(seed: int) -> torch.Generator:

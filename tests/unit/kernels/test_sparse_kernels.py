@@ -28,7 +28,7 @@ SCALE = 0.2
 
 with triton_interpreter():
     from absorbed_mla.kernels.dsa import key_lists as lists_module
-    from absorbed_mla.kernels.dsa import key_sums, splits
+    from absorbed_mla.kernels.dsa import scatter_add, splits
     from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, KeyLists, head_tile, key_lists
 
 
@@ -162,7 +162,7 @@ ORDERS = [(name, order) for name in CASES for order in (False, True)[: 1 + (name
 def test_equals_the_reference(name, deterministic, monkeypatch):
     """Amid NaN in all memory that must be written."""
     case = CASES[name]
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 21_000)  # two runs of several tiles
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 21_000)  # two runs of several tiles
     torch.use_deterministic_algorithms(deterministic)
     with poisoned_memory():
         found = compute(case, SPARSE_BACKENDS["triton"], case.tensors())
@@ -260,7 +260,7 @@ def test_hopper_forward(name):
 def test_hopper(name, deterministic, monkeypatch):
     """All gradients, amid NaN in all memory that must be written."""
     case = CASES[name]
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 200_000)  # several runs of tiles
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 200_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with hopper(), poisoned_memory():
         found = compute(case, SPARSE_BACKENDS["hopper"], case.tensors())
@@ -359,11 +359,11 @@ def test_sums_in_order(name, monkeypatch):
     of_tile = given[0].numel() * given.element_size() + 8 * case.keys * case.batch
     few = case.tiles // 3 * of_tile
     for most in (2**31, few, few):
-        monkeypatch.setattr(key_sums, "_MOST_BYTES", most)
+        monkeypatch.setattr(scatter_add, "_MOST_BYTES", most)
         runs: list[slice] = []
         found.append(total.clone())
         with poisoned_memory():
-            key_sums.add_in_order(found[-1], lists, case.head_blocks, case.dtype, write)
+            scatter_add.add_in_order(found[-1], lists, case.head_blocks, case.dtype, write)
         assert [t for some in runs for t in range(some.start, some.stop)] == [*range(case.tiles)]
         assert (len(runs) > 2) == (most == few)
         assert relative_error(found[-1].double(), truth) < 1e-6
@@ -372,7 +372,7 @@ def test_sums_in_order(name, monkeypatch):
 
 def test_parts_of_all_runs_share_a_buffer(monkeypatch):
     """Which deterministic algorithms do not fill with NaN."""
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 2 * (5 * 8 * 2 + 3 * 6))
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 2 * (5 * 8 * 2 + 3 * 6))
     torch.use_deterministic_algorithms(True)
     none = torch.full((5, 1, 5), -1, dtype=torch.int32, device=DEVICE)
     counts = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
@@ -383,7 +383,7 @@ def test_parts_of_all_runs_share_a_buffer(monkeypatch):
         filled.append(torch.utils.deterministic.fill_uninitialized_memory)
 
     lists = KeyLists(none, counts, counts, 1)
-    key_sums.add_in_order(total, lists, 1, torch.bfloat16, write)
+    scatter_add.add_in_order(total, lists, 1, torch.bfloat16, write)
     assert [run[:3] for run in runs] == [(0, 2, 10), (2, 4, 10), (4, 5, 5)]
     assert len({place for *_, place in runs}) == 1
     assert all(filled), "what others allocate is filled"
@@ -393,17 +393,17 @@ def test_parts_of_all_runs_share_a_buffer(monkeypatch):
 @pytest.mark.parametrize(("programs", "found"), [(1, 792), (2, 858), (3, 880), (4, 891), (5, 792)])
 def test_runs_occupy_all_multiprocessors(programs, found, monkeypatch):
     """As long as they are longer than that."""
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 900 * 10)
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 900 * 10)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda device: mock.Mock(multi_processor_count=132),
     )
     cuda = torch.device("cuda")
-    assert key_sums.tiles_at_a_time(4096, 10, programs, cuda) == found
-    assert key_sums.tiles_at_a_time(900, 10, programs, cuda) == 900
-    assert key_sums.tiles_at_a_time(4096, 400, 1, cuda) == 22
-    assert key_sums.tiles_at_a_time(4096, 10**6, 1, cuda) == 1
+    assert scatter_add.tiles_at_a_time(4096, 10, programs, cuda) == found
+    assert scatter_add.tiles_at_a_time(900, 10, programs, cuda) == 900
+    assert scatter_add.tiles_at_a_time(4096, 400, 1, cuda) == 22
+    assert scatter_add.tiles_at_a_time(4096, 10**6, 1, cuda) == 1
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.dsa.key_subset import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.sparse_reference import (
     latent_inputs,
     masked_scores,
     probabilities,
     sparse_forward,
 )
-from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
@@ -29,7 +29,7 @@ SCALE, QUERIES, KEYS, BATCH = 0.2, 6, 70, 2
 
 with triton_interpreter():
     from absorbed_mla.dsa.indexer_backends.hopper import HopperHeadSum
-    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
+    from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
     from absorbed_mla.kernels.hopper import sparse_target as hopper
 
 

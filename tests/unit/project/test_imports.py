@@ -204,12 +204,13 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 # Of absorbed_mla, lowest first: a file may import what stands below its own level or beside it.
 LEVELS = [
     {
-        *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        *("offloading", "graph_capture", "whole_step", "recomputed_outputs", "own_packages"),
+        *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
+        *("offloading", "graph_capture", "full_cuda_graph", "recomputed_outputs", "muon"),
+        "own_packages",
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"experts", "data_parallel_attention", "packed_router", "deepseek_router"},
+    {"packed_router", "deepseek_router"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),
@@ -218,12 +219,12 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference"},
     {"dsa"},
-    {"host_interface"},
+    {"megatron_interface"},
     {"attention"},
-    {"cpu_host", "generation", "packed_roll", "standard_dsa", "standard_mla"},
+    {"cpu_host", "packed_roll", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
-    {"llm", "export", "bridge", "convert_command"},
+    {"serving", "export", "generation", "bridge", "convert_command"},
 ]
 TOP = tuple(f"absorbed_mla.{name}" for name in sorted(LEVELS[-1]))
 

@@ -71,7 +71,7 @@ def test_the_remedies(tmp_path, hiding):
 @pytest.mark.parametrize(
     ("program", "name"),
     [
-        ("import absorbed_mla.export", "checkpoint_conversion"),
+        ("import absorbed_mla.serving.export", "checkpoint_conversion"),
         ("import absorbed_mla.bridge", "specs"),
         ("import absorbed_mla.bridge", "checkpoint_conversion"),
         ("import absorbed_mla.bridge.everywhere", "checkpoint_conversion"),
@@ -93,7 +93,7 @@ def test_what_imports_them(program, name, tmp_path, hiding):
     [
         ("from absorbed_mla.convert_command import main; sys.exit(main())", "error: ", 3),
         (
-            "from absorbed_mla.llm.server.cli import main; sys.exit(main(['x']))",
+            "from absorbed_mla.serving.server.cli import main; sys.exit(main(['x']))",
             "absorbed-mla-serve: error: ",
             2,
         ),

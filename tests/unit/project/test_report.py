@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -76,3 +77,13 @@ def test_of_a_run(tmp_path):
 def test_of_nothing(tmp_path):
     (tmp_path / "unit.jsonl").touch()
     assert report.summary([tmp_path / "unit.jsonl"]) == []
+
+
+def test_failed_tests_are_listed(tmp_path):
+    rows = [
+        {"test": "a.py::test_x", "outcome": "failed", "seconds": 0.1, "reason": "assert 1 == 2"},
+        {"test": "a.py::test_y", "outcome": "passed", "seconds": 0.2, "reason": ""},
+    ]
+    (tmp_path / "unit.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = report.summary([tmp_path / "unit.jsonl"])
+    assert lines[-2:] == ["failed tests:", "  unit  a.py::test_x: assert 1 == 2"]

@@ -26,6 +26,15 @@ case "$*" in
 esac
 """
 
+# Tests of three layers: some fail in the first one, and the last one ends before it has run any.
+LAYERS = """#!/bin/bash
+case "$*" in
+  *"pytest tests/training"*) echo "2 failed, 4 passed in 0.10s"; exit 1 ;;
+  *"pytest tests/readme"*) echo "3 passed in 0.10s" ;;
+  *"pytest tests/distributed"*) exit 1 ;;
+esac
+"""
+
 
 class Machine:
     """A PATH with a few tools, to which a test adds stubs of Python."""
@@ -272,6 +281,17 @@ class TestCommandLines:
     def test_errors_come_before_any_work(self, machine, script, arguments, error):
         assert_one_line_error(machine.bash(str(SCRIPTS / script), *arguments), error)
         assert not machine.environment.exists()
+
+    def test_a_layer_that_fails_hides_no_other(self, tmp_path):
+        python = tmp_path / "python"
+        python.write_text(LAYERS)
+        python.chmod(0o755)
+        command = ["bash", str(SCRIPTS / "run_tests.sh"), "training", "readme", "distributed-2"]
+        env = {**os.environ, "ABSORBED_MLA_PYTHON": str(python)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 1
+        end = done.stdout.splitlines()[-3:]
+        assert end == ["training failed", "distributed-2 failed", "7 passed, 3 failed"]
 
     def test_ci_runs_the_command(self):
         script = (SCRIPTS.parent / ".ci/run").read_text()

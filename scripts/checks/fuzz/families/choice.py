@@ -76,7 +76,7 @@ def _config(draw: Draw) -> Config:
 
 def _choose(config: Config, logits: Tensor, bias: Tensor | None, scale: float | None):
     """The one place that calls the kernel."""
-    from absorbed_mla.kernels.experts.choice import choose_experts
+    from absorbed_mla.kernels.moe.choice import choose_experts
 
     return choose_experts(
         logits,
@@ -177,7 +177,7 @@ def _logits_config(draw: Draw) -> LogitsConfig:
 
 
 def _logits(config: LogitsConfig, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.experts.logits import partial_logits
+    from absorbed_mla.kernels.moe.logits import partial_logits
 
     tokens = draw.length(draw.limit(512, 20), 16, 32, 64, 128)
     x = draw.normal(tokens, config.width, dtype=config.dtype)
@@ -187,6 +187,6 @@ def _logits(config: LogitsConfig, draw: Draw, compare: Comparison) -> None:
 
 
 FAMILIES = (
-    Family("choose-experts", ("kernels.experts.choice._choice_kernel",), _config, _run, share=1.5),
-    Family("router-logits", ("kernels.experts.logits._logits_kernel",), _logits_config, _logits),
+    Family("choose-experts", ("kernels.moe.choice._choice_kernel",), _config, _run, share=1.5),
+    Family("router-logits", ("kernels.moe.logits._logits_kernel",), _logits_config, _logits),
 )

@@ -29,7 +29,7 @@ def _order_config(draw: Draw) -> OrderConfig:
 
 
 def _order(config: OrderConfig, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.experts.order import order_by_expert
+    from absorbed_mla.kernels.moe.order import order_by_expert
 
     tokens = draw.length(draw.limit(9000, 120) // config.topk, 16, 64, least=1)
     end = draw.choice(config.first + config.count, config.first + 2 * config.count, 1)
@@ -65,7 +65,7 @@ def _sum_config(draw: Draw) -> SumConfig:
 
 def _sums(config: SumConfig, draw: Draw, compare: Comparison) -> None:
     """In the order of the choices, rounded once; or of the rows, rounded after each."""
-    from absorbed_mla.kernels.experts.sums import summed
+    from absorbed_mla.kernels.moe.sums import summed
 
     tokens = draw.length(draw.limit(200, 8), 16)
     count = tokens * config.topk
@@ -106,7 +106,7 @@ def _gate_config(draw: Draw) -> GateConfig:
 
 
 def _gate(config: GateConfig, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
+    from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
     tokens, topk = draw.length(draw.limit(200, 8), 16), draw.integer(1, 8)
     rows = tokens * topk
@@ -185,7 +185,7 @@ def _compare_products(config, found: Tensor, drawn: _Rows, compare: Comparison) 
 
 
 def _few_rows(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
 
     drawn = _draw_rows(config, draw)
     if not len(drawn.rows):
@@ -208,7 +208,7 @@ def _grouped(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
     compare.same("rows of an expert alone", found[begin:end], alone)
 
 
-_EXPERTS = "kernels.experts"
+_EXPERTS = "kernels.moe"
 _INVARIANT = "kernels.invariant"
 FAMILIES = (
     Family("expert-order", (f"{_EXPERTS}.order._order_kernel",), _order_config, _order, share=0.5),
@@ -216,7 +216,7 @@ FAMILIES = (
     Family("swiglu", (f"{_EXPERTS}.swiglu._swiglu_kernel",), _gate_config, _gate, share=0.5),
     Family(
         "few-rows-product",
-        (f"{_EXPERTS}.few_rows._few_rows_kernel",),
+        (f"{_EXPERTS}.skinny_gemm._few_rows_kernel",),
         _product_config,
         _few_rows,
     ),

@@ -287,7 +287,7 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
 
 _DSA = "kernels.dsa"
 _CACHE = f"{_DSA}.cached_scores"
-_SUMS = tuple(f"{_DSA}.key_sums._{name}_kernel" for name in ("table", "place", "sum"))
+_SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
 FAMILIES = (
     Family("index-scores", (f"{_DSA}.index_scores._scores_kernel",), _config, _scores),
     Family(

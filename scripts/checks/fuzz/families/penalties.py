@@ -34,7 +34,7 @@ def _config(draw: Draw) -> Config:
 
 
 def _params(draw: Draw, vocabulary: int):
-    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
 
     stops = [draw.integer(0, vocabulary - 1) for _ in range(draw.choice(0, 0, 2))]
     return SamplingParams(
@@ -67,7 +67,7 @@ def _penalised(logits: Tensor, params, prompt: list[int], output: list[int]) -> 
 
 
 def _run(config: Config, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.generation import sampler
+    from absorbed_mla.serving.sampling import sampler
 
     rows = draw.integer(1, draw.limit(16, 4))
     logits = draw.normal(rows, config.vocabulary, dtype=config.dtype, magnitude=3.0)

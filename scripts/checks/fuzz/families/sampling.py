@@ -73,7 +73,7 @@ def _most_likely(logits: Tensor) -> Tensor:
 
 
 def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
-    from absorbed_mla.kernels.sampling.peaks import find_most_likely
+    from absorbed_mla.kernels.sampling.argmax import find_most_likely
 
     rows = draw.length(draw.limit(300, 9), 16, least=1)
     logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))
@@ -174,11 +174,11 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
 
 
 _SAMPLING = "kernels.sampling"
-_PEAKS = f"{_SAMPLING}.peaks._peaks_kernel"
+_PEAKS = f"{_SAMPLING}.argmax._peaks_kernel"
 FAMILIES = (
     Family(
         "most-likely",
-        (_PEAKS, f"{_SAMPLING}.peaks._most_likely_kernel"),
+        (_PEAKS, f"{_SAMPLING}.argmax._most_likely_kernel"),
         _config,
         _peaks,
         share=0.5,
@@ -187,9 +187,9 @@ FAMILIES = (
         "draw-tokens",
         (
             _PEAKS,
-            f"{_SAMPLING}.weighing._weighing_kernel",
+            f"{_SAMPLING}.softmax_weights._weighing_kernel",
             f"{_SAMPLING}.thresholds._threshold_kernel",
-            f"{_SAMPLING}.place._place_kernel",
+            f"{_SAMPLING}.inverse_cdf._place_kernel",
         ),
         _config,
         _run,

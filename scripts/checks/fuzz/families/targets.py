@@ -20,7 +20,7 @@ from checks.fuzz.references import attention
 
 def _targets(config: Config, draw: Draw, compare: Comparison) -> None:
     """Probabilities of chosen keys, and of a run of keys, summed over heads."""
-    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
+    from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
 
     q, kv, chosen, _, scale = draw_operands(config, draw)
     probs, lse = _probabilities(q, kv, scale, draw)
@@ -69,7 +69,7 @@ _DSA = "kernels.dsa"
 FAMILIES = (
     Family(
         "sparse-target",
-        (f"{_DSA}.target._visible_kernel", f"{_DSA}.target._chosen_kernel"),
+        (f"{_DSA}.kl_target._visible_kernel", f"{_DSA}.kl_target._chosen_kernel"),
         triton_config,
         _targets,
         share=0.7,

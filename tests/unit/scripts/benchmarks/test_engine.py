@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from absorbed_mla.generation.requests import Result
-from absorbed_mla.generation.statistics import Statistics
+from absorbed_mla.serving.request_results import Result
+from absorbed_mla.serving.statistics import Statistics
 from benchmarks import engine
 from benchmarks.engine import (
     Case,

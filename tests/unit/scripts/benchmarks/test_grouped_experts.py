@@ -14,12 +14,12 @@ from tests.support.backends import triton_interpreter
 from tests.support.one_cpu import OneCPU
 
 with triton_interpreter():
-    import absorbed_mla.kernels.experts.choice
-    import absorbed_mla.kernels.experts.few_rows
-    import absorbed_mla.kernels.experts.order
-    import absorbed_mla.kernels.experts.sums
-    import absorbed_mla.kernels.experts.swiglu
-    import absorbed_mla.kernels.invariant.grouped_product  # noqa: F401
+    import absorbed_mla.kernels.invariant.grouped_product
+    import absorbed_mla.kernels.moe.choice
+    import absorbed_mla.kernels.moe.order
+    import absorbed_mla.kernels.moe.skinny_gemm
+    import absorbed_mla.kernels.moe.sums
+    import absorbed_mla.kernels.moe.swiglu  # noqa: F401
 
 TINY = (
     "--device cpu --experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3 "

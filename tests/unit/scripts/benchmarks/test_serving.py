@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from absorbed_mla.llm.options import LLMOptions
-from absorbed_mla.llm.server import cli
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.server import cli
 from benchmarks import serving as serving_script
 from benchmarks.served import contenders, engines, profiling, streams
 from benchmarks.served.burst import Burst, Timeline, percentile

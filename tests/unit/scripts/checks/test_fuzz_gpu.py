@@ -127,7 +127,7 @@ FAULTS = {
         lambda found: torch.where(torch.arange(len(found)) == 0, (found + 1) % 300, found),
     ),
     "penalties": (
-        "absorbed_mla.generation.sampler.draw",
+        "absorbed_mla.serving.sampling.sampler.draw",
         lambda found: (found + 1) % 2,
     ),
     "token-weights": (

@@ -178,7 +178,7 @@ def test_selected_files():
     for path in {*(ROOT / "tests/unit").rglob("test_*.py")} - {Path(__file__).resolve()}:
         if mark.search(path.read_text()):
             assert path.relative_to(ROOT).as_posix() in selected, path
-    assert selection.unit_files_of_several_gpus(ROOT) == ["tests/unit/llm/test_llm_gpu.py"]
+    assert selection.unit_files_of_several_gpus(ROOT) == ["tests/unit/serving/test_llm_gpu.py"]
 
 
 def test_numbers_of_processes():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.generation.engine import Engine
+from absorbed_mla.serving.engine import Engine
 from tests.support import needs
 from tests.support.environment import without_launcher
 from tests.support.generate import generate, train
@@ -153,7 +153,9 @@ def made(run):
     """Model and options with which an engine is made for a command."""
 
     def find(*words: object):
-        with mock.patch("absorbed_mla.llm.runner.Engine", side_effect=InterruptedError) as engine:
+        with mock.patch(
+            "absorbed_mla.serving.executor.local.Engine", side_effect=InterruptedError
+        ) as engine:
             run(*words)
         return engine.call_args.args
 

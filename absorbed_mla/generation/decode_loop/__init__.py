@@ -1,1 +1,0 @@
-"""Decode steps without Megatron's scheduler, while nothing but the next token changes."""

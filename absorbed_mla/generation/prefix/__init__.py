@@ -1,1 +1,0 @@
-"""The prefix cache on disk: blocks of latents that outlive an engine and its process."""

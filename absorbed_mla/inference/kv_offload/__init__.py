@@ -1,0 +1,1 @@
+"""KV offload: a latent cache with more blocks than the device has memory for."""

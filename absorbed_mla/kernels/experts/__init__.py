@@ -1,1 +1,0 @@
-"""Triton kernels of grouped experts (``absorbed_mla/experts``): few launches, and each row once."""

@@ -1,0 +1,1 @@
+"""Triton kernels of grouped experts: few launches, and each token read once."""

@@ -1,0 +1,1 @@
+"""Executors: one engine in this process, or ranks in processes of their own."""

@@ -1,0 +1,183 @@
+"""Runs the steps of an engine in this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.serving.engine import Engine
+from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.executor.cache_size import engine_options
+from absorbed_mla.serving.executor.process_groups import join
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.request_results import Progress
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs
+from absorbed_mla.serving.statistics import Statistics
+from absorbed_mla.serving.weights.load import load_model, open_model, require_model
+
+
+@dataclass(frozen=True)
+class Add:
+    """Command: queue a request. Requests are numbered from 0 in the order of these commands."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Command: end a request."""
+
+    number: int
+
+
+class Runner(Protocol):
+    """What ``LLM`` drives; every method is collective over the ranks."""
+
+    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+        """Carry out commands, then one step if there is anything to do."""
+        ...
+
+    def sleep(self, free_cache: bool) -> None:
+        """End all requests, forget what is cached, and let the model be trained."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready for requests, numbered from 0; the weights may have changed."""
+        ...
+
+    def options(self) -> EngineOptions:
+        """Sizes of the engine."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Counters since the last ``wake``."""
+        ...
+
+    def require_no_leak(self) -> None:
+        """Check, without requests, that no block of the cache is lost."""
+        ...
+
+    def check(self) -> None:
+        """Check that no process of the model has ended; not collective."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the runner cannot be used again."""
+        ...
+
+
+class LocalRunner:
+    """A runner in this process; every rank has its own and makes the same calls.
+
+    Args:
+        model: Of this rank.
+        options: Of the engine.
+    """
+
+    def __init__(self, model: GPTModel, options: EngineOptions) -> None:
+        self._model, self._options = model, options
+        self._engine: Engine | None = None
+
+    @classmethod
+    def of_checkpoint(
+        cls, folder: Path, options: LLMOptions, rank: int, world: int, store: dist.Store | None
+    ) -> LocalRunner:
+        """Join the other ranks and load this rank's share of a checkpoint; awake.
+
+        Raises:
+            ValueError: If checkpoint, options and machine do not fit each other.
+        """
+        checkpoint = open_model(folder, follow_links=options.follow_links)
+        require_model(checkpoint, options)
+        device = join(options, rank, world, store)
+        if options.parity:
+            enable_batch_invariant_mode(device.type)
+        model = load_model(checkpoint, options, device)
+        sizes = engine_options(
+            model, options, model.max_sequence_length, checkpoint.config.vocab_size
+        )
+        runner = cls(model, sizes)
+        runner._wake(capture=True)
+        return runner
+
+    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+        """See :class:`Runner`."""
+        engine = self._awake()
+        for command in commands:
+            if isinstance(command, Add):
+                engine.add_request(command.prompt, command.params)
+            else:
+                engine.abort(command.number)
+        progress = engine.step() if engine.is_busy() else []
+        # Results are in the progress; those of a server must not pile up.
+        for one in progress:
+            if one.result is not None:
+                engine.results.pop(one.number)
+        return progress
+
+    def sleep(self, free_cache: bool = True) -> None:
+        """See :class:`Runner`."""
+        if self._engine is None:
+            return
+        self._engine.finish()
+        if not free_cache:
+            self._engine.stop()
+            return
+        self._engine.close()
+        self._engine = None
+        if self._options.num_cuda_graphs:
+            delete_graphs()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See :class:`Runner`; graphs of prompts are captured as they are needed."""
+        self._wake(capture=False)
+
+    def _wake(self, *, capture: bool) -> None:
+        """See :meth:`wake`; with ``capture`` before there are requests."""
+        try:
+            if self._engine is None:
+                self._engine = Engine(self._model, self._options)
+            self._engine.start()
+            if capture:
+                self._engine.capture()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit into "
+                "this GPU's memory with all else; fewer do, or a smaller max_num_seqs or "
+                "prefill_graph_tokens"
+            ) from error
+
+    def options(self) -> EngineOptions:
+        """See :class:`Runner`."""
+        return self._options
+
+    def statistics(self) -> Statistics:
+        """See :class:`Runner`."""
+        return self._awake().statistics
+
+    def require_no_leak(self) -> None:
+        """See :class:`Runner`."""
+        self._awake().require_no_leak()
+
+    def check(self) -> None:
+        """See :class:`Runner`; this process runs."""
+
+    def close(self) -> None:
+        """See :class:`Runner`."""
+        self.sleep()
+
+    def _awake(self) -> Engine:
+        assert self._engine is not None
+        return self._engine

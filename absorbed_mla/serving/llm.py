@@ -1,0 +1,238 @@
+"""``LLM``: prompts in, texts out.
+
+from absorbed_mla import LLM, SamplingParams
+
+with LLM("DeepSeek-V2-Lite", tensor_parallel_size=2) as llm:
+for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
+print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absorbed_mla.own_packages import require_own_packages
+from absorbed_mla.serving.chat_messages import template_options_of, with_text
+from absorbed_mla.serving.llm_engine import LLMEngine
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.prompts import Prompt, encode, params_of, prompts_of, required
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
+
+if TYPE_CHECKING:
+    from absorbed_mla.serving.executor.local import Runner
+
+
+class LLM(LLMEngine):
+    """Generates text with a model of multi-head latent attention.
+
+    Threads may call it at the same time: their requests run together, step by step, and each call
+    gets the outputs of its own requests; :meth:`step` those of :meth:`add_request`. Under torchrun
+    all calls come from one thread, so that all ranks make them in the same order.
+
+    Ctrl-C ends a call after the step that runs, and aborts its requests; the model can be used on.
+    A second Ctrl-C does not wait for the step, and ends the model.
+
+    In a script or a notebook, the model runs in processes of its own, one for each tensor-parallel
+    rank of each pipeline stage. Under torchrun, and around a live model (:meth:`from_model`), it
+    runs in this process:
+    every rank makes the same calls with the same arguments and gets the same outputs.
+
+    Args:
+        model: Folder with a checkpoint: Hugging Face's, Megatron's (``torch_dist`` or per rank), or
+            this package's. It is converted in memory, nothing is written.
+        tokenizer: Folder, ``"bytes"`` (every byte is a token), a tokenizer of transformers, or None
+            for the one that came with the model. Without one, prompts and outputs are token ids.
+        options: Fields of :class:`absorbed_mla.serving.llm_options.LLMOptions`.
+
+    Raises:
+        ValueError: If checkpoint, options and machine do not fit each other.
+        EngineDeadError: From any method, after a process of the model has ended.
+    """
+
+    def __init__(
+        self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
+    ) -> None:
+        require_own_packages("checkpoint_conversion", "specs")
+        from absorbed_mla.serving.executor.dp_load_balancer import Front, GatheringRunner
+        from absorbed_mla.serving.executor.local import LocalRunner
+        from absorbed_mla.serving.executor.multiprocess import ProcessRunner
+        from absorbed_mla.serving.executor.process_groups import started_by_torchrun
+        from absorbed_mla.serving.weights.load import (
+            end_tokens,
+            open_model,
+            require_model,
+            tokenizer_folder,
+        )
+
+        folder, given = Path(model), LLMOptions.of(options)
+        checkpoint = open_model(folder, follow_links=given.follow_links)
+        ranks = started_by_torchrun()
+        world = int(os.environ.get("WORLD_SIZE", 1)) if ranks else None
+        given = given.for_processes(world)
+        require_model(checkpoint, given)
+        ends = end_tokens(checkpoint)
+        found = open_tokenizer(
+            tokenizer,
+            tokenizer_folder(checkpoint),
+            ends,
+            trust_remote_code=given.trust_remote_code,
+        )
+        runner: Runner
+        if world is not None:
+            rank = int(os.environ["RANK"])
+            kind = GatheringRunner if given.data_parallel_attention else LocalRunner
+            runner = kind.of_checkpoint(folder, given, rank, world, None)
+        else:
+            runner = ProcessRunner(folder, given)
+        if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
+            runner = Front(runner, given.num_processes)
+        super().__init__(runner, found, ends, awake=True)
+
+    @classmethod
+    def from_model(
+        cls, model: Any, *, tokenizer: str | Path | Any | None = None, **options: Any
+    ) -> LLM:
+        """Around a live model, such as a trainer's, whose weights are read where they are.
+
+        It begins asleep. :meth:`generate`, :meth:`chat` and :meth:`stream` wake it for one call and
+        leave the model ready to be trained; :meth:`wake` and :meth:`sleep` keep it awake between
+        calls.
+
+        Args:
+            model: Megatron's ``GPTModel`` of this rank, also inside its wrappers (DDP,
+                ``Float16Module``), with ``cache_mla_latents=True`` in its config. Tensor-parallel
+                ranks and pipeline stages make the same calls; data-parallel ranks have prompts of
+                their own, also where they share experts: then :meth:`sleep`, which ends
+                :meth:`generate` and the like, waits until all of them sleep.
+            tokenizer: As for the class.
+            options: As for the class, but for those that decide how the model is built (``dtype``,
+                ``device``, ``form``, ``latent_cache_dtype``, ``parity`` and parallel sizes) or read
+                (``follow_links``): it has them already.
+                ``max_model_len`` is needed if the model does not say how many positions it has.
+
+        Raises:
+            ValueError: If the model cannot generate, or an option is not for it.
+        """
+        require_own_packages("checkpoint_conversion", "specs")
+        from absorbed_mla.serving.executor.live_model import runner_of
+
+        runner, found = runner_of(model, tokenizer, options)
+        llm = cls.__new__(cls)
+        LLMEngine.__init__(llm, runner, found, (), awake=False)
+        return llm
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for prompts together; returns when all outputs have ended.
+
+        Args:
+            prompts: One or several; each a text or token ids.
+            sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
+            use_tqdm: Show a progress bar on stderr.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            ValueError: If a prompt cannot run, before any of them does.
+        """
+        final: dict[str, RequestOutput] = {}
+        names: list[str] = []
+        with _bar(use_tqdm) as bar:
+            for output in self._generate(prompts, sampling_params, names):
+                bar.total = len(names)
+                if output.finished:
+                    final[output.request_id] = output
+                    bar.update()
+        return [final[name] for name in names]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next answer of one or several conversations.
+
+        Args:
+            messages: A conversation (``[{"role": "user", "content": "..."}]``), or several. Content
+                may be parts, ``{"type": "text", "text": "..."}`` each, whose texts are joined.
+            sampling_params: As for :meth:`generate`.
+            use_tqdm: As for :meth:`generate`.
+            chat_template_kwargs: Variables of the chat template, as vLLM has them.
+            template_options: For the tokenizer's ``apply_chat_template``, which gives those that
+                it does not know to the template.
+
+        Raises:
+            ValueError: If there is no tokenizer with a chat template, a part of a message is no
+                text, an option is one of vLLM's that ``LLM`` lacks, or a prompt cannot run.
+        """
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        options = template_options_of(template_options, chat_template_kwargs)
+        with self._exclusively():
+            tokenizer = required(self.tokenizer)
+            prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Generate for prompts together; yields a prompt's outputs each time that they have grown.
+
+        The same ``RequestOutput`` is yielded again and again. A caller that stops early aborts what
+        still runs.
+
+        Args:
+            prompts: As for :meth:`generate`.
+            sampling_params: As for :meth:`generate`.
+
+        Raises:
+            ValueError: If a prompt cannot run, before any of them does.
+        """
+        return self._generate(prompts, sampling_params, [])
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        names: list[str],
+    ) -> Iterator[RequestOutput]:
+        """Run prompts to their ends; their ids are appended to ``names``."""
+        several = prompts_of(prompts)
+        each = params_of(sampling_params, len(several))
+        with self._exclusively():
+            # All of them, before any is queued.
+            encoded = []
+            for i, (prompt, params) in enumerate(zip(several, each)):
+                tokens = encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
+                encoded.append((prompt, tokens, params))
+        yield from self._run(encoded, names)
+
+
+def _bar(shown: bool) -> Any:
+    """A progress bar over prompts; only the first rank shows one."""
+    from tqdm import tqdm
+
+    hidden = not shown or os.environ.get("RANK", "0") != "0"
+    return tqdm(total=0, desc="prompts", disable=hidden, dynamic_ncols=True)

@@ -1,0 +1,1 @@
+"""Sampling: parameters, filters and draws of the next token of every request."""

@@ -1,0 +1,405 @@
+"""Draws the next token of every request, each by its own parameters, seed and position.
+
+A request's token does not depend on what else is in the batch: every number that decides is
+either compared, or an integer, whose sums are exact in any order. With equal logits (parity mode)
+the tokens are therefore equal to the bit, alone or in a batch, evicted or not, with drafts or
+without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.sampling import Sampling
+from torch import Tensor
+
+from absorbed_mla.serving.sampling.draw import draw_by_numbers, most_likely
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed that looks unrelated to ``seed``, for the ``index``-th of something."""
+    return int.from_bytes(_hash(seed, index), "little", signed=True)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of a seed's token at a position: 53 bits."""
+    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
+
+
+class Randoms:
+    """The random numbers of some seeds, :func:`uniform` of each, in half the time.
+
+    Args:
+        seeds: In the order of the numbers.
+    """
+
+    def __init__(self, seeds: Iterable[int]) -> None:
+        # What a hash begins with is read once.
+        packed = [struct.pack("<q", seed) for seed in seeds]
+        self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
+
+    def of(self, places: Iterable[int]) -> Randoms:
+        """Those of some of the seeds, by their places among all."""
+        found = Randoms(())
+        found._begun = [self._begun[place] for place in places]
+        return found
+
+    def at(self, positions: Iterable[int]) -> list[float]:
+        """The numbers of the seeds' tokens at these positions, one each."""
+        digests = []
+        for begun, position in zip(self._begun, positions):
+            hasher = begun.copy()
+            hasher.update(position.to_bytes(8, "little", signed=True))
+            digests.append(hasher.digest())
+        words = struct.unpack(f"<{len(digests)}Q", b"".join(digests))
+        return [(word >> 11) / 2**53 for word in words]
+
+
+def _hash(seed: int, index: int) -> bytes:
+    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+
+
+@dataclass
+class SampledRequest:
+    """What the sampler knows of a running request.
+
+    Attributes:
+        params: Of the request.
+        seed: Of its random numbers.
+        prompt: As the request came, also after an eviction.
+        generated: Tokens so far.
+        in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
+            penalty asks.
+        number: Of the request; -1: not known.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    generated: list[int] = field(default_factory=list)
+    in_prompt: Tensor | None = None
+    number: int = -1
+    _numbers: tuple[float, float, int, float, bool] | None = None
+
+    def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
+        """Temperature, ``min_p``, ``top_k``, ``top_p``, and whether it samples; found once.
+
+        Args:
+            vocabulary: Its size, always the same.
+        """
+        if self._numbers is None:
+            params = self.params
+            # One that float32 can divide by: neither 0 nor infinity.
+            temperature = min(max(params.temperature, 1e-30), 1e30)
+            top_k = min(params.top_k or vocabulary, vocabulary)
+            sampled = not params.is_greedy
+            self._numbers = temperature, params.min_p, top_k, params.top_p, sampled
+        return self._numbers
+
+    @property
+    def avoids_stop_tokens(self) -> bool:
+        """Whether it is too short yet to draw a token that stops it."""
+        short = len(self.generated) < self.params.min_tokens
+        return short and bool(self.params.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of logits: its request, the position of the token to draw, drafts before that."""
+
+    request: SampledRequest
+    position: int
+    drafts: Sequence[int] = ()
+
+    @property
+    def known(self) -> int | None:
+        """The token, if it is there already: a chunk that ends inside of a prompt.
+
+        Megatron discards what is drawn there, but returns its log-probability as the prompt's.
+        """
+        prompt, generated = self.request.prompt, self.request.generated
+        if self.position < len(prompt):
+            return prompt[self.position]
+        after = self.position - len(prompt)
+        return generated[after] if after < len(generated) else None
+
+
+class RequestSampler(Sampling):
+    """Megatron's interface of a sampler, for requests with parameters of their own.
+
+    Args:
+        num_speculative_tokens: Tokens that MTP layers draft for every request and step.
+        agree: Returns the tokens that all ranks go on with; None: those that were drawn.
+    """
+
+    def __init__(
+        self, num_speculative_tokens: int = 0, agree: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._num_drafts, self._agree = num_speculative_tokens, agree
+        self._requests: dict[int, SampledRequest] = {}
+        # Of the last step: requests whose logits had no token, with how many rows came before.
+        self._failed: dict[int, int] = {}
+        # Of the last tokens that the sampler has drawn: all rows, and which of them have no token,
+        # bool [rows] on the device and in pinned memory; None once a caller has them.
+        self._rows: Sequence[_Row] = ()
+        self._missing: tuple[Tensor, Tensor] | None = None
+        # Of the MTP layers that have drafted a token in this step.
+        self._depth = 0
+
+    def add(self, number: int, params: SamplingParams, seed: int, prompt: Sequence[int]) -> None:
+        """Make a request known before its first step."""
+        self._requests[number] = SampledRequest(params, seed, prompt, number=number)
+
+    def extend(self, number: int, tokens: Iterable[int]) -> None:
+        """Record tokens that a request has generated."""
+        self._requests[number].generated.extend(tokens)
+
+    def request(self, number: int) -> SampledRequest:
+        """A running request."""
+        return self._requests[number]
+
+    def fail(self, number: int) -> None:
+        """Record that a step's logits had no token for a request."""
+        self._failed.setdefault(number, 0)
+
+    def failed(self) -> dict[int, int]:
+        """Requests for which the step that has ended had no token; forgotten then.
+
+        Returns:
+            By number, how many of the step's tokens come before the missing one: 0 but for drafts.
+        """
+        found, self._failed = self._failed, {}
+        missing, self._missing = self._missing, None
+        # The step has waited for its tokens, which come after these.
+        if missing is not None and missing[1].any():
+            before: dict[int, int] = {}
+            for row, flag in zip(self._rows, missing[1].tolist()):
+                number = row.request.number
+                if flag:
+                    found.setdefault(number, before.get(number, 0))
+                before[number] = before.get(number, 0) + 1
+        return found
+
+    def take_missing(self) -> Tensor:
+        """Which rows of the last tokens have none: the caller says so by :meth:`fail`.
+
+        The decode loop may launch a step before :meth:`failed` is called for the step before it,
+        which must not get these.
+
+        Returns:
+            bool [rows], on the device of the logits; nobody waits for it.
+        """
+        assert self._missing is not None, "the sampler has drawn no tokens"
+        missing, self._missing = self._missing[0], None
+        return missing
+
+    def remove(self, number: int) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._requests.clear()
+        self._failed.clear()
+        self._missing = None
+
+    def sample_kernel(
+        self,
+        logits: Tensor,
+        n: int,
+        context: DynamicInferenceContext,
+        *,
+        gather_indices: Tensor | None = None,
+        output: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        """Draw one token for each of the first ``n`` running requests; see Megatron's class.
+
+        With speculative decoding, Megatron calls this for drafts only, once for each MTP layer.
+        """
+        ahead = 0
+        if self._num_drafts:
+            self._depth += 1
+            ahead = self._depth
+        rows = [_Row(request, end + ahead) for request, _, end in self._running(context)[:n]]
+        picked = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        tokens = self._drawn(picked, rows, are_drafts=ahead > 0)
+        if output is None:
+            return tokens
+        return output.copy_(tokens)
+
+    def sample_speculative(
+        self,
+        required_logits: Tensor,
+        num_decode: int,
+        num_prefill: int,
+        num_speculative_tokens: int,
+        context: DynamicInferenceContext,
+        *,
+        gather_indices: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        """Draw a token after each draft of the decoding requests, and one for each other request.
+
+        A draft is right if it is the token drawn at its position, so the tokens that are accepted
+        are those of decoding without drafts.
+        """
+        self._depth = 0
+        running = self._running(context)[: num_decode + num_prefill]
+        width = num_speculative_tokens + 1
+        inputs: list[list[int]] = []
+        if any(request.params.has_penalties for request, *_ in running[:num_decode]):
+            tokens = context.gpu_view.token_to_input_ids[: num_decode * width]
+            inputs = tokens.view(num_decode, width).tolist()
+        rows = []
+        for i, (request, start, end) in enumerate(running):
+            if i < num_decode:
+                drafts = inputs[i][1:] if inputs else ()
+                rows += [_Row(request, start + 1 + j, drafts[:j]) for j in range(width)]
+            else:
+                rows.append(_Row(request, end))
+        n = len(rows)
+        picked = required_logits[:n]
+        if gather_indices is not None:
+            picked = required_logits[gather_indices[:n]]
+        return self._drawn(picked, rows)
+
+    def log_probs_kernel(
+        self,
+        logits: Tensor,
+        context: DynamicInferenceContext,
+        *,
+        token_to_request_index: Tensor | None = None,
+    ) -> Tensor:
+        """Not available: log-probabilities are the model's, before penalties and filters.
+
+        Raises:
+            ValueError: Always; Megatron calls it with ``logprobs_mode="processed_logprobs"`` only.
+        """
+        raise ValueError(
+            f"logprobs_mode must be 'raw_logprobs', got {context.config.logprobs_mode!r}"
+        )
+
+    def _drawn(self, logits: Tensor, rows: Sequence[_Row], *, are_drafts: bool = False) -> Tensor:
+        tokens = draw(logits, rows)
+        if self._agree is not None:
+            tokens = self._agree(tokens)
+        if not are_drafts:
+            self._rows, missing = rows, tokens < 0
+            self._missing = missing, missing.to("cpu", non_blocking=True)
+        # The model reads them in the next step, before the request is ended.
+        return tokens.clamp_(min=0)
+
+    def _running(self, context: DynamicInferenceContext) -> list[tuple[SampledRequest, int, int]]:
+        """Running requests in the order of their rows, with the tokens before and after a step."""
+        rows = slice(context.paused_request_count, context.total_request_count)
+        numbers = context.request_ids[rows].tolist()
+        starts = context.request_kv_length_offsets[rows].tolist()
+        lengths = context.request_query_lengths[rows].tolist()
+        return [
+            (self._requests[number], start, start + length)
+            for number, start, length in zip(numbers, starts, lengths)
+        ]
+
+
+def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Draw a token for each row.
+
+    Args:
+        logits: [rows, vocabulary], any floating dtype; not changed.
+        rows: Their requests.
+
+    Returns:
+        int64 [rows]; -1 where the largest logit is NaN or infinite.
+    """
+    logits = _without_stop_tokens(logits, rows)
+    penalised = [i for i, row in enumerate(rows) if row.request.params.has_penalties]
+    if penalised:
+        logits = logits.float()
+        index = torch.tensor(penalised, device=logits.device)
+        values = _penalised(logits[index], [rows[i] for i in penalised])
+        logits = logits.index_copy(0, index, values)
+    sampled = [row.request.params for row in rows if not row.request.params.is_greedy]
+    if sampled:
+        numbers = [draw_numbers(row.request, row.position, logits.shape[-1]) for row in rows]
+        table = torch.tensor(numbers, dtype=torch.float64, device=logits.device).t()
+        filters = any(params.has_filters for params in sampled)
+        tokens = draw_by_numbers(logits, table, filters=filters)
+    else:
+        tokens = most_likely(logits)
+    for i, row in enumerate(rows):
+        if row.known is not None:
+            tokens[i] = row.known
+    return tokens
+
+
+def _without_stop_tokens(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits in which requests that are too short yet cannot draw a token that stops them."""
+    places = [
+        (i, token)
+        for i, row in enumerate(rows)
+        if row.position - len(row.request.prompt) < row.request.params.min_tokens
+        for token in row.request.params.stop_token_ids
+        if token < logits.shape[-1]
+    ]
+    if not places:
+        return logits
+    index = torch.tensor(places, device=logits.device).unbind(-1)
+    return logits.index_put(index, logits.new_tensor(-torch.inf))
+
+
+def _penalised(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits [rows, vocabulary] with the penalties of their requests."""
+    params = [row.request.params for row in rows]
+    output = _counts([[*row.request.generated, *row.drafts] for row in rows], logits)
+    in_prompt = torch.stack([_in_prompt(row.request, logits) for row in rows])
+    seen = in_prompt | (output > 0)
+    factor = _column((p.repetition_penalty for p in params), logits)
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    frequency = _column((p.frequency_penalty for p in params), logits)
+    presence = _column((p.presence_penalty for p in params), logits)
+    return logits - frequency * output - presence * (output > 0)
+
+
+def _in_prompt(request: SampledRequest, logits: Tensor) -> Tensor:
+    """Computed once, because a prompt may be long."""
+    if request.in_prompt is None:
+        [counts] = _counts([request.prompt], logits[:1])
+        request.in_prompt = counts > 0
+    return request.in_prompt
+
+
+def _counts(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """How often each token of the vocabulary is in each text, float32 [texts, vocabulary]."""
+    tokens = [token for text in texts for token in text]
+    row = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text) for text in texts]))
+    index = (row.to(logits.device), torch.tensor(tokens, dtype=torch.int64, device=logits.device))
+    # Sums of ones are exact in any order.
+    one = logits.new_ones(())
+    return torch.zeros_like(logits).index_put_(index, one, accumulate=True)
+
+
+def _column(values: Iterable[float], like: Tensor) -> Tensor:
+    """One value per row, [rows, 1]."""
+    found = torch.tensor(list(values), dtype=like.dtype, device=like.device)
+    return found.unsqueeze(-1)
+
+
+def draw_numbers(
+    request: SampledRequest, position: int, vocabulary: int
+) -> tuple[float, float, float, int, float, bool]:
+    """The numbers of a row for :func:`drawing.draw_by_numbers`, in their order.
+
+    Args:
+        request: Whose token is drawn.
+        position: Of the token.
+        vocabulary: Its size.
+    """
+    temperature, *others = request.numbers(vocabulary)
+    return temperature, uniform(request.seed, position), *others

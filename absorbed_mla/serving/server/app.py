@@ -1,0 +1,277 @@
+"""Routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.failures import ModelFailed, require_no_failure
+from absorbed_mla.serving.server.metrics import Metrics
+from absorbed_mla.serving.server.protocol import (
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Pieces,
+    error_body,
+    event,
+)
+from absorbed_mla.serving.server.service import MakePrompt, Service, ServiceStopped, Ticket, Update
+
+# A prompt of the longest models takes about a megabyte.
+_MAX_BODY_BYTES = 16 << 20
+_Body = TypeVar("_Body", bound=BaseModel)
+_Result = TypeVar("_Result")
+
+
+def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None) -> Starlette:
+    """The application.
+
+    Args:
+        service: Runs the model.
+        metrics: For ``/metrics``.
+        name: Of the model, as clients call it.
+        api_key: That clients must send; None lets everyone in.
+    """
+    routes = _Routes(service, metrics, name)
+
+    def guarded(handler: Callable[[Request], Awaitable[Response]]):
+        async def call(request: Request) -> Response:
+            if api_key is not None:
+                given = request.headers.get("authorization", "")
+                # Starlette reads the bytes of headers as Latin-1.
+                if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {api_key}".encode()):
+                    raise HTTPException(401, "the API key is missing or wrong")
+            return await handler(request)
+
+        return call
+
+    return Starlette(
+        routes=[
+            Route("/health", routes.health),
+            Route("/metrics", guarded(routes.metrics)),
+            Route("/v1/models", guarded(routes.models)),
+            Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
+        ],
+        exception_handlers={
+            HTTPException: _http_error,
+            ValueError: _bad_request,
+            ServiceStopped: _stopped,
+            ModelFailed: _failed,
+            ClientDisconnect: _gone,
+        },
+    )
+
+
+class _Routes:
+    """Handlers of requests."""
+
+    def __init__(self, service: Service, metrics: Metrics, name: str) -> None:
+        self._service, self._metrics, self._name = service, metrics, name
+
+    async def health(self, request: Request) -> Response:
+        """200 while the model can run."""
+        alive = self._service.is_alive
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text format."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        length = self._service.llm.max_model_len
+        model = {"id": self._name, "object": "model", "owned_by": "absorbed_mla"}
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": length}]})
+
+    async def completions(self, request: Request) -> Response:
+        """``/v1/completions``."""
+        body = await _read(request, CompletionRequest)
+        prompts = [lambda llm, one=one: one for one in body.prompts()]
+        return await self._answer(request, body, prompts, body.params(), "text_completion")
+
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``."""
+        body = await _read(request, ChatRequest)
+        return await self._answer(request, body, [body.prompt], body.params(), "chat.completion")
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[MakePrompt],
+        params: SamplingParams,
+        kind: str,
+    ) -> Response:
+        if body.model not in (None, self._name):
+            raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
+        answer = Answer(kind, self._name)
+        ticket = self._service.submit(prompts, params)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ticket.close)
+            if not body.stream:
+                done = await _unless_disconnected(request, _last(ticket, len(prompts)))
+                require_no_failure(done)
+                requests = [update.request for update in done]
+                return JSONResponse(answer.whole(requests))
+            # The first news, before the head of the answer is sent: a prompt may be refused.
+            first = await _unless_disconnected(request, ticket.next())
+            require_no_failure(first.values())
+            pieces = Pieces(answer, params.n)
+            stream = _EventStream(request, ticket, first, pieces, body.with_usage)
+            stack.pop_all()
+        return stream
+
+
+class _EventStream(Response):
+    """An answer that is streamed as server-sent events.
+
+    Args:
+        request: That is answered.
+        ticket: Closed at the end, also if nothing could be sent.
+        first: News that have been read.
+        pieces: Makes the events.
+        with_usage: Whether the last one has the numbers of tokens.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        ticket: Ticket,
+        first: dict[int, Update],
+        pieces: Pieces,
+        with_usage: bool,
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8"})
+        self._request, self._ticket, self._first = request, ticket, first
+        self._pieces, self._with_usage = pieces, with_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Starlette's class."""
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await _unless_disconnected(self._request, self._send(send))
+        finally:
+            self._ticket.close()
+
+    async def _send(self, send: Send) -> None:
+        kind, head = "http.response.start", self.raw_headers
+        await _write(send, {"type": kind, "status": self.status_code, "headers": head})
+        body = {"type": "http.response.body", "more_body": True}
+        news, end = self._first, b""
+        try:
+            while True:
+                events = self._pieces.of(news)
+                if events:
+                    await _write(send, {**body, "body": events})
+                require_no_failure(news.values())
+                if self._ticket.is_over:
+                    break
+                news = await self._ticket.next()
+            end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
+        except ServiceStopped as error:
+            end = event(error_body(str(error), "server_error", 503))
+        except ModelFailed as error:
+            end = event(error_body(str(error), "server_error", 500))
+        await _write(send, {**body, "body": end, "more_body": False})
+
+
+async def _read(request: Request, kind: type[_Body]) -> _Body:
+    """The body of a request.
+
+    Raises:
+        HTTPException: If it is too large.
+        ValueError: If it is no JSON of this kind, naming each field that is wrong.
+    """
+    too_large = HTTPException(413, f"the body must have at most {_MAX_BODY_BYTES} bytes")
+    # A number: the HTTP parser refuses others.
+    if int(request.headers.get("content-length", 0)) > _MAX_BODY_BYTES:
+        raise too_large
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MAX_BODY_BYTES:
+            raise too_large
+    try:
+        return kind.model_validate_json(bytes(content))
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()
+        ]
+        raise ValueError("; ".join(problems)) from error
+
+
+async def _write(send: Send, message: Message) -> None:
+    """Send a message.
+
+    Raises:
+        ClientDisconnect: If there is no connection any more.
+    """
+    try:
+        await send(message)
+    # The latter is uvloop's, of a connection whose loss it has not told.
+    except (OSError, RuntimeError) as error:
+        raise ClientDisconnect from error
+
+
+async def _last(ticket: Ticket, count: int) -> list[Update]:
+    """The last updates of all prompts."""
+    found: dict[int, Update] = {}
+    while not ticket.is_over:
+        found |= await ticket.next()
+    return [found[i] for i in range(count)]
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _Result:
+    """The result of ``work``, which is cancelled if the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    kind = "authentication_error" if error.status_code == 401 else "invalid_request_error"
+    return JSONResponse(error_body(error.detail, kind, error.status_code), error.status_code)
+
+
+async def _bad_request(request: Request, error: ValueError) -> Response:
+    return JSONResponse(error_body(str(error), "invalid_request_error", 400), 400)
+
+
+async def _stopped(request: Request, error: ServiceStopped) -> Response:
+    return JSONResponse(error_body(str(error), "server_error", 503), 503)
+
+
+async def _failed(request: Request, error: ModelFailed) -> Response:
+    return JSONResponse(error_body(str(error), "server_error", 500), 500)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    # Nobody reads it; 499 is what access logs have for it.
+    return Response(status_code=499)

@@ -1,0 +1,61 @@
+"""The HTTP server around the application."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from starlette.applications import Starlette
+
+from absorbed_mla.serving.server.service import Service
+
+# Seconds that running answers have after a signal; then their clients get an error.
+_GRACE = 5
+# Seconds to send the errors, after which connections are cut.
+_LAST_WORDS = 5
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn's server, which tells its clients when it ends before their answers.
+
+    Args:
+        app: The application.
+        service: Of the application.
+        host: Address.
+        port: 0 for any that is free; uvicorn logs which.
+        access_log: Whether it logs each request.
+    """
+
+    def __init__(
+        self, app: Starlette, service: Service, host: str, port: int, *, access_log: bool = True
+    ) -> None:
+        grace = _GRACE + _LAST_WORDS
+        config = uvicorn.Config(
+            app, host=host, port=port, access_log=access_log, timeout_graceful_shutdown=grace
+        )
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        timer = asyncio.get_running_loop().call_later(_GRACE, self._service.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def require_free(host: str, port: int) -> None:
+    """Check that a server can listen there, before minutes are spent on the model.
+
+    Raises:
+        ValueError: Naming the options, if it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {host} --port {port}: {error}") from error

@@ -1,0 +1,299 @@
+"""Runs one ``LLM`` in a thread, for any number of asynchronous callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from absorbed_mla.serving.llm import LLM, Prompt
+from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.metrics import Metrics
+
+# Seconds between two checks, while nothing runs, that the model's processes are there.
+_CHECK = 1.0
+# Seconds that the end of the server waits for a step.
+_LONGEST_STEP = 10.0
+
+
+# Makes a prompt; called in the model's thread, which owns the tokenizer.
+MakePrompt = Callable[[LLM], Prompt]
+
+
+class ServiceStopped(RuntimeError):
+    """The model has stopped: its processes have ended, or the server is shutting down."""
+
+
+class Snapshot(NamedTuple):
+    """An output at one moment; the lists are the growing ones, cut by ``num_tokens`` when read.
+
+    Attributes:
+        text: So far.
+        num_tokens: Generated so far.
+        logprobs: Of at least these tokens; None unless asked for.
+        finish_reason: As in ``CompletionOutput``.
+    """
+
+    text: str
+    num_tokens: int
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: str | None
+
+
+class Update(NamedTuple):
+    """All outputs of a request at one moment."""
+
+    request: RequestOutput
+    outputs: list[Snapshot]
+    finished: bool
+
+
+class Ticket:
+    """The prompts of one call, and what they have so far. All methods are for the loop's thread.
+
+    The newest update of a prompt replaces one that was not read, so that a slow reader costs no
+    memory.
+
+    Args:
+        names: Of the requests, one for each prompt.
+        abort: Called with the names of the requests that still run when the caller leaves.
+
+    Attributes:
+        loop: That it was made in.
+    """
+
+    def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._names, self._abort = names, abort
+        self._running = set(range(len(names)))
+        self._updates: dict[int, Update] = {}
+        self._error: Exception | None = None
+        # Of the caller, while there is nothing to read.
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last update of every prompt has been read."""
+        return not self._running
+
+    def put(self, i: int, update: Update) -> None:
+        """Prompt ``i`` has grown."""
+        self._updates[i] = update
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """All prompts have failed."""
+        self._error = error
+        self._wake()
+
+    async def next(self) -> dict[int, Update]:
+        """Wait for news of some prompts; for one caller at a time, who ends when it ``is_over``.
+
+        Raises:
+            ValueError: If one of the prompts cannot run.
+            ServiceStopped: If the model has stopped.
+        """
+        if not self._updates and self._error is None:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        found, self._updates = self._updates, {}
+        self._running.difference_update(i for i, one in found.items() if one.finished)
+        return found
+
+    def close(self) -> None:
+        """The caller leaves: abort what runs. May be called twice."""
+        if self._running:
+            self._abort([self._names[i] for i in self._running])
+            self._running.clear()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(frozen=True)
+class _Submit:
+    # By the name of its request.
+    prompts: dict[str, MakePrompt]
+    params: SamplingParams
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class _Abort:
+    names: list[str]
+
+
+class Service:
+    """Owns the thread that makes all calls to a model.
+
+    Args:
+        llm: Used by nobody else from now on.
+        metrics: Counts what happens.
+        on_death: Called once, in the model's thread, if the model dies.
+    """
+
+    def __init__(self, llm: LLM, metrics: Metrics, on_death: Callable[[], Any]) -> None:
+        self.llm = llm
+        self._metrics, self._on_death = metrics, on_death
+        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
+        # By the name of a request, with the number of its prompt.
+        self._tickets: dict[str, tuple[Ticket, int]] = {}
+        self._names = itertools.count()
+        self._stopped: ServiceStopped | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run requests."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Fail all requests, and all that follow, after the step that runs."""
+        self._commands.put(None)
+
+    def stop(self) -> None:
+        """:meth:`end`, and wait for the thread; not for ever, because a step may hang."""
+        self.end()
+        self._thread.join(_LONGEST_STEP)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can run."""
+        return self._stopped is None
+
+    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> Ticket:
+        """Run prompts, for a caller in a running loop.
+
+        Args:
+            prompts: Queued together; if one is refused, none runs.
+            params: Of each of them.
+
+        Returns:
+            For their updates; to be closed.
+
+        Raises:
+            ServiceStopped: If the model has stopped.
+        """
+        names = [f"request-{next(self._names)}" for _ in prompts]
+        ticket = Ticket(names, self._abort)
+        with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
+            self._commands.put(_Submit(dict(zip(names, prompts)), params, ticket))
+        return ticket
+
+    def _abort(self, names: list[str]) -> None:
+        self._commands.put(_Abort(names))
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self.llm.has_unfinished_requests():
+                    outputs = self.llm.step()
+                    # A client that has its answer finds it among the metrics.
+                    self._metrics.observe(outputs, self.llm.num_running)
+                    self._publish(outputs)
+            self._end(ServiceStopped("the server is shutting down"))
+        except Exception as error:
+            self._end(ServiceStopped(f"the model has stopped: {error}"))
+            self._on_death()
+
+    def _take_commands(self) -> bool:
+        """Carry out what callers asked for, waiting if nothing runs; False ends the thread."""
+        wait = not self.llm.has_unfinished_requests()
+        while True:
+            try:
+                command = self._commands.get(block=wait, timeout=_CHECK if wait else None)
+            except queue.Empty:
+                if wait:
+                    self.llm.check()
+                return True
+            wait = False
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                for name in command.names:
+                    self._tickets.pop(name, None)
+                    self.llm.abort(name)
+                continue
+            self._submit(command)
+
+    def _submit(self, command: _Submit) -> None:
+        """Queue prompts; whatever one does to tokenizer or template, others run on."""
+        try:
+            self._add_all(command)
+        except ValueError as error:
+            _fail(command.ticket, error)
+        except Exception as error:
+            reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
+            _fail(command.ticket, ValueError(reason))
+        else:
+            for i, name in enumerate(command.prompts):
+                self._tickets[name] = command.ticket, i
+                self._metrics.begin(name)
+
+    def _add_all(self, command: _Submit) -> None:
+        """Add all prompts of a call to the model, or none."""
+        prompts = {name: make(self.llm) for name, make in command.prompts.items()}
+        added: list[str] = []
+        try:
+            for name, prompt in prompts.items():
+                self.llm.add_request(prompt, command.params, name)
+                added.append(name)
+        except BaseException:
+            for name in added:
+                self.llm.abort(name)
+            raise
+
+    def _publish(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give the callers what a step has made, all of it at once."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, int, Update]]] = {}
+        for output in outputs:
+            name, finished = output.request_id, output.finished
+            found = self._tickets.pop(name, None) if finished else self._tickets.get(name)
+            if found is None:
+                continue
+            snapshots = [
+                Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
+                for one in output.outputs
+            ]
+            news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
+        for loop, its in news.items():
+            _call(loop, _put_all, its)
+
+    def _end(self, reason: ServiceStopped) -> None:
+        """Tell every caller, also those whose requests were never taken."""
+        with self._lock:
+            self._stopped = reason
+            while not self._commands.empty():
+                command = self._commands.get()
+                if isinstance(command, _Submit):
+                    _fail(command.ticket, reason)
+        for ticket, _ in self._tickets.values():
+            _fail(ticket, reason)
+        self._tickets.clear()
+
+
+def _put_all(news: Sequence[tuple[Ticket, int, Update]]) -> None:
+    for ticket, i, update in news:
+        ticket.put(i, update)
+
+
+def _fail(ticket: Ticket, error: Exception) -> None:
+    _call(ticket.loop, ticket.fail, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in a loop's thread."""
+    # The loop is closed when the server has ended before its model.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)

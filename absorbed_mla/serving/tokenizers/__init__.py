@@ -1,0 +1,1 @@
+"""Tokenizers of requests, and text from generated tokens while they come."""

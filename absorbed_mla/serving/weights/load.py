@@ -1,0 +1,315 @@
+"""The model of a checkpoint in any format, converted in memory while it is read.
+
+Every rank reads its share of each tensor, one tensor after the other, with the readers of the
+converter, which run no code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.log_once import log_once
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
+from absorbed_mla.serving.experts.layer import SEVERAL_RANKS, group_experts
+from absorbed_mla.serving.experts.product import why_not_grouped
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.scheduler.cuda_graphs import model_fields, seed_generators
+from absorbed_mla.serving.weights.fused_residuals import fuse_residuals
+from absorbed_mla.serving.weights.fused_swiglu import fuse_swiglu
+from absorbed_mla.serving.weights.index_weights import keep_head_weights
+from absorbed_mla.serving.weights.live_weights import set_weights
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.mapping import without_mtp_layers
+from checkpoint_conversion.megatron_args import model_notes, router_options, to_megatron_args
+from checkpoint_conversion.model import DTYPES, ModelConfig
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
+
+_logger = logging.getLogger(__name__)
+_CONFIG_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
+_FUSED_PARTS = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+)
+
+
+def open_model(folder: Path, *, follow_links: bool = False) -> Checkpoint:
+    """Read the headers of a checkpoint.
+
+    Args:
+        folder: Of the checkpoint.
+        follow_links: Whether links in it may lead anywhere.
+
+    Raises:
+        ValueError: If there is no checkpoint that can be read.
+    """
+    if not folder.exists():
+        raise ValueError(
+            f"model must be a folder with a checkpoint, and there is no {folder} "
+            "('hf download NAME --local-dir FOLDER' gets one from Hugging Face)"
+        )
+    return open_checkpoint(folder, follow_links=follow_links)
+
+
+def tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
+    """Where the model's tokenizer is, if the checkpoint came with one."""
+    # Not that of the files themselves: in a download cache they have other names.
+    return checkpoint.auxiliary_folder if checkpoint.auxiliary else None
+
+
+def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Tokens that end the model's texts, by its generation_config.json and config.json."""
+    found: list[int] = []
+    path = checkpoint.auxiliary.get("generation_config.json")
+    for fields in (json.loads(path.read_text()) if path else {}, checkpoint.config.hugging_face):
+        value = fields.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def model_dtype(options: LLMOptions, checkpoint: Checkpoint) -> torch.dtype:
+    """Dtype of weights and computation; FP8 checkpoints are dequantised to bfloat16."""
+    if options.dtype != "auto":
+        return DTYPES[options.dtype]
+    return checkpoint.config.dtype or torch.bfloat16
+
+
+def require_model(checkpoint: Checkpoint, options: LLMOptions) -> None:
+    """Check that the ranks can share the model, and that it has what options ask for.
+
+    Args:
+        checkpoint: Of the model.
+        options: With ``tensor_parallel_size`` set.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and the model's size.
+    """
+    config, tp, ep = checkpoint.config, options.tensor_parallel_size, options.expert_parallel_size
+    assert tp is not None
+    shared = config.num_shared_experts * config.moe_ffn_hidden_size
+    heads = 1 if options.data_parallel_attention else tp
+    for name, size, parts in (
+        ("attention heads", config.num_attention_heads, heads),
+        ("MLP channels", config.ffn_hidden_size, tp),
+        ("channels of shared experts", shared, tp),
+        ("channels of an expert", config.moe_ffn_hidden_size, tp // ep),
+    ):
+        if size % parts:
+            raise ValueError(
+                f"tensor_parallel_size must divide the model's {size} {name}, got {tp}"
+                + (f" with expert_parallel_size {ep}" if parts < tp else "")
+            )
+    if (config.num_experts or 0) % ep or (ep > 1 and not config.num_experts):
+        raise ValueError(
+            f"expert_parallel_size must divide the model's {config.num_experts or 0} experts, got "
+            f"{ep}"
+        )
+    if options.pipeline_parallel_size > config.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size must be at most the model's {config.num_layers} layers, got "
+            f"{options.pipeline_parallel_size}"
+        )
+    drafts = options.num_speculative_tokens
+    if drafts and not config.mtp_layers:
+        raise ValueError(
+            f"num_speculative_tokens {drafts} needs a checkpoint with a multi-token-prediction "
+            "(MTP) layer, and this one has none"
+        )
+
+
+def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device) -> GPTModel:
+    """This rank's share of the model, in evaluation mode; collective.
+
+    Megatron's tensor-parallel groups must exist.
+
+    Raises:
+        ValueError: If Megatron refuses the options.
+        CheckpointError: If the tensors do not fit the model.
+    """
+    config, tensors = checkpoint.config, checkpoint.hugging_face_tensors()
+    if not options.num_speculative_tokens:
+        tensors = without_mtp_layers(tensors, config)
+        config = dataclasses.replace(config, mtp_layers=0)
+    for note in model_notes(config):
+        _logger.warning(note)
+    dtype = model_dtype(options, checkpoint)
+    args = to_megatron_args(config, dtype=dtype)
+    grouped = _groups_experts(config, options, device, dtype)
+    try:
+        megatron_config = _megatron_config(args, config, options, device, grouped)
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses these options: {error}") from error
+    seed_generators(options.seed, graphs=options.cuda_graphs)
+    model = _build(megatron_config, args, config, options, grouped).to(device)
+    if dtype != torch.float32:
+        # Rounds the parameters, except those that Megatron keeps in fp32.
+        model = Float16Module(megatron_config, model).module
+        keep_head_weights(model, tensors, dtype, parity=options.parity)
+    set_weights(model, config, tensors)
+    return model.eval()
+
+
+def _groups_experts(
+    config: ModelConfig, options: LLMOptions, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether the model's experts are computed together; logs what ``"auto"`` took.
+
+    Raises:
+        ValueError: If they must be and cannot.
+    """
+    why_not = _why_not_grouped(config, options, device, dtype)
+    if options.experts != "auto":
+        if options.experts == "grouped" and why_not:
+            raise ValueError(f"experts must be 'sequential' or 'auto', got 'grouped': {why_not}")
+        return options.experts == "grouped"
+    if not config.num_experts:
+        return False
+    how = "one after the other" if why_not else "grouped"
+    log_once(_logger, f"experts are computed {how}", why_not or "")
+    return why_not is None
+
+
+def _why_not_grouped(
+    config: ModelConfig, options: LLMOptions, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    if not config.num_experts:
+        return "the model has no experts"
+    if options.parity and parallel_state.get_expert_tensor_and_model_parallel_group().size() > 1:
+        return f"in parity mode {SEVERAL_RANKS}"
+    parts = parallel_state.get_expert_tensor_parallel_world_size()
+    widths = {
+        "hidden_size": config.hidden_size,
+        "a rank's channels of an expert": config.moe_ffn_hidden_size // parts,
+    }
+    return why_not_grouped(device, dtype, widths, parity=options.parity)
+
+
+def _megatron_config(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    options: LLMOptions,
+    device: torch.device,
+    grouped: bool,
+) -> MLATransformerConfig:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    on_gpu = device.type == "cuda"
+    fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
+    drafts = options.num_speculative_tokens
+    fields |= {
+        # Arguments with another name in the config, or that only work with a second one.
+        "num_query_groups": None,
+        "num_moe_experts": args.num_experts,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "pipeline_dtype": args.params_dtype,
+        **_parallel_fields(config),
+        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE else "local",
+        # One MTP layer may draft several tokens, one after the other.
+        "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
+        "cache_mla_latents": True,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,
+        **dict.fromkeys(_FUSED_PARTS, False),
+    }
+    one_product = config.q_lora_rank and not config.indexer and not options.parity
+    if one_product and "mla_down_proj_fusion" in _CONFIG_FIELDS:
+        # Query and keys are projected down by one product, which a step of few tokens waits for.
+        # Training, with which parity mode agrees to the bit, may have two; sparse attention has.
+        fields["mla_down_proj_fusion"] = True
+    if options.cuda_graphs:
+        # Megatron insists on padding where ranks have their own experts; grouped ones ignore it.
+        padded = not grouped or options.expert_parallel_size > 1
+        fields |= model_fields(bool(args.num_experts) and padded)
+    return MLATransformerConfig(**fields)
+
+
+def _parallel_fields(config: ModelConfig) -> dict[str, object]:
+    """Fields of Megatron's config that say how ranks share the model."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": stages,
+        "pipeline_model_parallel_layout": _stages(config, stages) if stages > 1 else None,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        # So that one rank sends a token to its experts.
+        "sequence_parallel": tp > 1 and ep > 1,
+    }
+
+
+def _stages(config: ModelConfig, count: int) -> list[list[str]]:
+    """Megatron's layout of the pipeline: as many layers in each stage, or one more in the first."""
+    few, more = divmod(config.num_layers, count)
+    stages = [["decoder"] * (few + (stage < more)) for stage in range(count)]
+    stages[0].insert(0, "embedding")
+    stages[-1] += [*["mtp"] * config.mtp_layers, "loss"]
+    return stages
+
+
+def _build(
+    megatron_config: MLATransformerConfig,
+    args: argparse.Namespace,
+    config: ModelConfig,
+    options: LLMOptions,
+    grouped: bool,
+) -> GPTModel:
+    attention = AbsorbedMLAOptions(
+        form=options.form,
+        latent_norm_eps=args.latent_norm_epsilon,
+        latent_cache_dtype=options.latent_cache_dtype,
+        batch_invariant=options.parity,
+        **router_options(args),
+    )
+    backend = megatron_config.transformer_impl
+    spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)
+    drafting = None
+    if config.mtp_layers:
+        drafting = get_absorbed_mla_mtp_block_spec(
+            megatron_config, backend=backend, options=attention
+        )
+    exchange = None
+    # Ranks that divide the vocabulary.
+    parts = megatron_config.tensor_model_parallel_size
+    if options.data_parallel_attention:
+        exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
+        spec, parts = shard_layers(spec, exchange), exchange.size
+    if grouped:
+        spec = group_experts(spec, parity=options.parity)
+        drafting = drafting and group_experts(drafting, parity=options.parity)
+    model = GPTModel(
+        megatron_config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=drafting,
+        vocab_size=-(-config.vocab_size // parts) * parts,
+        max_sequence_length=args.max_position_embeddings,
+        # MLA has its own rotary embedding; "rope" only says that there is no learned table.
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tied_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    fuse_swiglu(model, rounds_each_step=options.parity)
+    fuse_residuals(model)
+    return model if exchange is None else shard_vocabulary(model, exchange)

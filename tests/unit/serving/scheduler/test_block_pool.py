@@ -1,0 +1,80 @@
+"""The check for lost blocks, which the tests of the engine rely on, and blocks that are evicted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+from absorbed_mla.serving.scheduler.free_blocks import evict_blocks_together
+from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+
+
+def lose(allocator):
+    allocator.allocate_memory_blocks(1)
+
+
+def free_twice(allocator):
+    allocator.block_bag[0] = allocator.block_bag[1]
+
+
+def refer(allocator):
+    allocator.block_ref_counts[3] = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lose, "of blocks 0 to 11"),
+        (free_twice, "of blocks 0 to 11"),
+        (refer, r"blocks \[3\] are referred to"),
+    ],
+)
+def test_leak(damage, error):
+    engine = engine_of(generating_model(), blocks=12, prefix_caching=damage is refer)
+    engine.require_no_leak()
+    damage(engine.host.context.kv_block_allocator)
+    with pytest.raises(RuntimeError, match=error):
+        engine.require_no_leak()
+
+
+@pytest.mark.parametrize(("lacking", "evicted"), [(1, 10), (10, 10), (11, 11), (640, 640)])
+def test_blocks_are_evicted_together(lacking, evicted):
+    """A sixty-fourth of them at least, and no more than there are; the oldest first."""
+    clock = SimpleNamespace(prefix_cache_lru_clock=0)
+    policy = PrefixCachingEvictionPolicy.LRU
+    allocator = KVBlockAllocator(clock, 641, 0, True, policy)
+    evict_blocks_together(allocator)
+    for clock.prefix_cache_lru_clock in range(640):
+        blocks = allocator.allocate_memory_blocks(1).clone()
+        allocator.register_kv_block_hashes(blocks.tolist(), [1 + clock.prefix_cache_lru_clock])
+        allocator.release_memory_blocks(blocks)
+    assert not allocator.total_avail
+    assert len(allocator.allocate_memory_blocks(lacking)) == lacking
+    assert allocator.total_avail == evicted - lacking
+    assert sorted(allocator.kv_hash_to_block_id) == list(range(1 + evicted, 641))
+    assert not allocator.evict_lru_blocks(641)
+
+
+def test_every_cached_block_can_be_evicted():
+    """Also the parent of one that a prompt has found there, but computes again in two chunks."""
+    policy = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
+    engine = engine_of(
+        generating_model(),
+        blocks=4,
+        step_tokens=64,
+        max_requests=2,
+        prefix_caching=True,
+        chunked_prefill=True,
+        inference_config=policy,
+    )
+    # Two whole blocks; the last one is computed, or there would be no logits. Beside the other
+    # prompt, there is room for 24 of its tokens.
+    twice, other = Request(prompt(128, 1), 1), Request(prompt(40, 2), 4)
+    with engine:
+        generate(engine, [twice])
+        assert generate(engine, [other, twice]).statistics.chunks
+        # It needs every block.
+        generate(engine, [Request(prompt(250, 3), 2)])

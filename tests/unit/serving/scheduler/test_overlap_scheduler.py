@@ -1,0 +1,258 @@
+"""Steps without Megatron's scheduler leave, one after the other, what its own steps leave.
+
+Two engines get the same requests, one with the decode loop and one without. After every step their
+reports, Megatron's tables, the blocks and their latents are compared, bit by bit.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.serving.sampling.device_sampler import Kind
+from absorbed_mla.serving.scheduler import waiting_queue
+from absorbed_mla.serving.scheduler.full_cuda_graphs import (
+    StepGraphs,
+    _without_layer_graphs,
+    clear_all,
+)
+from tests.oracle_dsa import OracleDSA
+from tests.support.cases import TINY
+from tests.support.decode_loop import (
+    CASES,
+    GREEDY,
+    LRU,
+    check,
+    check_ahead,
+    count_flights,
+    parity_model,
+)
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.models import MIXED as EXPERTS
+
+
+@pytest.fixture(scope="module")
+def model():
+    return generating_model(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def invariant():
+    return parity_model(num_layers=1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_same_steps(model, case):
+    check(model, case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_launched_ahead(invariant, case):
+    """Each step before the tokens of the one before it are known, as on a GPU."""
+    with batch_invariant_mode():
+        check_ahead(invariant, case)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("everything", 1), ("graphs", 3)])
+def test_padded_steps(invariant, name, kinds, monkeypatch):
+    """A step that is kept, and run again with other numbers, as a graph is."""
+    monkeypatch.setattr(
+        StepGraphs, "_captured", lambda self, step, larger: SimpleNamespace(replay=step)
+    )
+    graphs = StepGraphs(invariant)
+    with batch_invariant_mode():
+        check_ahead(invariant, CASES[name], graphs=graphs)
+    found = {kind for _, kind in graphs._graphs}
+    assert found <= set(Kind) and len(found) >= kinds
+    clear_all()
+    assert not graphs._graphs
+
+
+def test_aborted_while_its_prompt_is_read(model):
+    """By a step that was launched ahead; the others go on."""
+    engine = engine_of(model)
+    engine.decode_loop.launches_ahead = True
+    expected = engine.generate([prompt(20), prompt(30)], GREEDY)
+    _, joined = count_flights(engine)
+    with engine:
+        numbers = [engine.add_request(prompt(length), GREEDY) for length in (20, 30)]
+        for _ in range(3):
+            engine.step()
+        late = engine.add_request(prompt(40), GREEDY)
+        engine.step()
+        assert joined == [1]
+        engine.abort(late)
+        while engine.is_busy():
+            engine.step()
+        assert [engine.results[number] for number in numbers] == expected
+        assert engine.results[late].finish == "abort" and not engine.results[late].tokens
+        engine.require_no_leak()
+
+
+BURSTS = {"blocks": 40, "chunked_prefill": True, "step_tokens": 192, "max_requests": 32}
+
+
+def prompts_read(engine, prompts) -> list[int]:
+    """How many of these prompts each step reads, until all requests have ended."""
+    engine.decode_loop.launches_ahead = True
+    for text in prompts:
+        engine.add_request(text, GREEDY)
+    read = []
+    while engine.is_busy():
+        engine.step()
+        read.append(engine.decode_loop.last.sizes.prefill_req_count)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        # A quarter of what waits, at least 90 of 192 tokens, and the rest where it fits.
+        ([40] * 16, [4, 3, 2, 2, 2, 3]),
+        ([40] * 4, [4]),
+        # One fills a quarter of 480 by less than three quarters, then 90 by more.
+        ([80] * 6, [2, 1, 1, 2]),
+    ],
+)
+def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
+    """How many of them each step reads: first tokens come sooner by shorter steps."""
+    monkeypatch.setattr(waiting_queue, "_AT_LEAST", 90)
+    engine = engine_of(model, **BURSTS)
+    with engine:
+        read = prompts_read(engine, [prompt(length, i) for i, length in enumerate(lengths)])
+    assert [count for count in read if count] == expected
+    assert engine.host.context.step_count == len(read)
+
+
+@pytest.mark.parametrize(("cached", "expected"), [(True, [2, 2, 1]), (False, [1, 1, 1, 2])])
+def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
+    """Steps are shortened by what has to be computed: here 8 of 72 tokens, or all of them."""
+    monkeypatch.setattr(waiting_queue, "_AT_LEAST", 90)
+    engine = engine_of(model, **BURSTS, prefix_caching=True, inference_config=LRU)
+    shared = 64 if cached else 0
+    with engine:
+        engine.generate([prompt(72, 9, shared)], GREEDY)
+        read = prompts_read(engine, [prompt(72, i, shared) for i in range(5)])
+    assert [count for count in read if count] == expected
+
+
+def test_time_to_the_first_token(model):
+    """Megatron's record of a request says how long its first token took, as in its own steps."""
+    engine = engine_of(model)
+    engine.decode_loop.launches_ahead = True
+    with engine:
+        engine.add_request(prompt(20), GREEDY)
+        engine.step()
+        late = engine.add_request(prompt(40), GREEDY.replace(max_tokens=1))
+        records = [entry.record for entry in engine.host.requests.values()]
+        while engine.is_busy():
+            engine.step()
+        assert all(0 < record[-1].ttft < 60 for record in records)
+        assert len(records) == 2 and late in engine.results
+
+
+def test_layers_run_without_graphs_of_their_own():
+    """Inside of a capture; afterwards they have them again."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].cudagraph_manager = manager = nn.Identity()
+    vars(model[1])["cudagraph_manager"] = None
+    with _without_layer_graphs(model):
+        assert not any(hasattr(layer, "cudagraph_manager") for layer in model)
+    assert model[0].cudagraph_manager is manager and model[1].cudagraph_manager is None
+
+
+def test_graphs_of_weights_that_move():
+    model = nn.Linear(2, 2)
+    graphs = StepGraphs(model)
+    graphs.keep_if_weights_stay()
+    graphs._graphs["step"] = None
+    with torch.no_grad():
+        model.weight.mul_(2)
+    graphs.keep_if_weights_stay()
+    assert graphs._graphs
+    model.weight.data = model.weight.data.clone()
+    graphs.keep_if_weights_stay()
+    assert not graphs._graphs
+
+
+def test_graphs_of_buffers_that_move():
+    """Such as the router's bias of experts."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("expert_bias", torch.zeros(2))
+    graphs = StepGraphs(model)
+    graphs.keep_if_weights_stay()
+    graphs._graphs["step"] = None
+    model.expert_bias.add_(1)
+    graphs.keep_if_weights_stay()
+    assert graphs._graphs
+    model.expert_bias = model.expert_bias.clone()
+    graphs.keep_if_weights_stay()
+    assert not graphs._graphs
+
+
+SMALL = CASES["everything"]
+
+
+def test_parity_mode():
+    with batch_invariant_mode():
+        check(parity_model(), SMALL)
+
+
+def test_latents_in_fp8():
+    check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), SMALL)
+
+
+def test_sparse_attention():
+    sparse = OracleDSA(mla=TINY, heads=2, width=16, topk=24)
+    check(generating_model(**generating_fields(sparse)), SMALL)
+
+
+def test_experts():
+    check(generating_model(**EXPERTS), SMALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode_loop": False},
+        {"inference_config": {"async_sched_mode": "async"}},
+        {"host_cache_tokens": 640, "cache_tokens": 1920},
+    ],
+)
+def test_left_to_megatron(model, options):
+    assert engine_of(model, **options).decode_loop is None
+
+
+def test_drafts_are_left_to_megatron():
+    model = generating_model(mtp_num_layers=1)
+    assert engine_of(model, num_speculative_tokens=1).decode_loop is None
+
+
+def test_weights_that_change(model):
+    """The engine is started anew after an update, and forgets what its last step was."""
+    model = generating_model()
+    with_loop, without = (engine_of(model, decode_loop=on) for on in (True, False))
+    found = []
+    for factor in (1, 1.1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        runs = [one.generate([prompt(20), prompt(30)], GREEDY) for one in (with_loop, without)]
+        assert runs[0] == runs[1]
+        found.append(runs[0])
+    assert found[0] != found[1]
+
+
+def test_stopped_in_the_middle(model):
+    engine, other = engine_of(model), engine_of(model, decode_loop=False)
+    with engine:
+        engine.add_request(prompt(20), GREEDY)
+        for _ in range(4):
+            engine.step()
+    assert engine.generate([prompt(30)], GREEDY) == other.generate([prompt(30)], GREEDY)

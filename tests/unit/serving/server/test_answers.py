@@ -1,0 +1,281 @@
+"""Answers of the server as OpenAI's client reads them: whole, streamed, with log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import urllib.request
+
+import pytest
+from openai import APIError, InternalServerError, OpenAI
+
+from absorbed_mla.serving.outputs import Logprob
+from absorbed_mla.serving.server.logprobs import text_logprobs
+from tests.support.llm import FAILING_PROMPT, FAILURE, LOGPROB, SECOND, expected_text, serving
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def complete(client, prompt, **fields):
+    return client.completions.create(model="tiny", prompt=prompt, **fields)
+
+
+def chat(client, text, **fields):
+    message = {"role": "user", "content": text}
+    return client.chat.completions.create(model="tiny", messages=[message], **fields)
+
+
+def get(served, path) -> str:
+    with urllib.request.urlopen(served.url + path) as answer:
+        return answer.read().decode()
+
+
+class TestCompletions:
+    def test_one_prompt(self, client):
+        answer = complete(client, "hello", max_tokens=5)
+        [choice] = answer.choices
+        assert (choice.text, choice.finish_reason, choice.index) == ("olleh", "length", 0)
+        assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 5, 10)
+
+    def test_default_length(self, client):
+        """OpenAI's."""
+        assert complete(client, "hello").usage.completion_tokens == 16
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [["one", "two", "three"], [list(b"one"), list(b"two"), list(b"three")]],
+        ids=["texts", "token ids"],
+    )
+    def test_several_prompts_with_several_outputs(self, client, prompt):
+        answer = complete(client, prompt, n=2, max_tokens=4)
+        found = {choice.index: choice.text for choice in answer.choices}
+        assert found == {
+            2 * i + j: expected_text(text, j, 4)
+            for i, text in enumerate(("one", "two", "three"))
+            for j in range(2)
+        }
+        assert answer.usage.prompt_tokens == 11 and answer.usage.completion_tokens == 24
+
+    def test_one_prompt_of_token_ids(self, client):
+        assert complete(client, list(b"abc"), max_tokens=3).choices[0].text == "cba"
+
+    def test_stop(self, client):
+        [choice] = complete(client, "abcdef", stop=["dc", "no"]).choices
+        assert (choice.text, choice.finish_reason) == ("fe", "stop")
+        extra = {"stop_token_ids": [ord("d")]}
+        [choice] = complete(client, "abcdef", extra_body=extra).choices
+        assert (choice.text, choice.finish_reason) == ("fe", "stop")
+
+    def test_logprobs(self, client):
+        [choice] = complete(client, "ab", max_tokens=2, logprobs=2).choices
+        assert choice.logprobs.tokens == ["b", "a"]
+        assert choice.logprobs.token_logprobs == [LOGPROB] * 2
+        assert choice.logprobs.top_logprobs[0] == {"b": LOGPROB, "c": SECOND}
+        assert complete(client, "ab").choices[0].logprobs is None
+
+    def test_logprobs_of_tokens_with_the_same_text(self, client):
+        """Both are U+FFFD alone: neither hides the other, and clients find the generated one."""
+        [choice] = complete(client, "é", max_tokens=2, logprobs=2).choices
+        assert choice.logprobs.tokens == ["bytes:\\xa9", "bytes:\\xc3"]
+        assert choice.logprobs.top_logprobs == [
+            {"bytes:\\xa9": LOGPROB, "bytes:\\xaa": SECOND},
+            {"bytes:\\xc3": LOGPROB, "bytes:\\xc4": SECOND},
+        ]
+        # The end of a text and its neighbour have none at all.
+        place = {256: Logprob(-1.0, 1, "", b""), 300: Logprob(-2.0, 2, "", b"")}
+        assert text_logprobs([place]) == {
+            "tokens": [""],
+            "token_logprobs": [-1.0],
+            "top_logprobs": [{"": -1.0, "token_id:300": -2.0}],
+        }
+        place = {7: Logprob(-1.0, 1), 8: Logprob(-2.0, 2)}
+        assert text_logprobs([place])["top_logprobs"] == [{"token_id:7": -1.0, "token_id:8": -2.0}]
+
+    def test_text_beyond_ascii(self, client):
+        answer = complete(client, "é", max_tokens=2)
+        # Its two bytes backwards are no character.
+        assert answer.choices[0].text == "\N{REPLACEMENT CHARACTER}" * 2
+
+
+class TestChat:
+    def test_messages(self, client):
+        answer = chat(client, "hi", max_tokens=8)
+        [choice] = answer.choices
+        assert choice.message.content == ";ih:resu"
+        assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+        assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+    def test_parts(self, client):
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        assert chat(client, parts, max_tokens=3).choices[0].message.content == ";ih"
+
+    def test_length(self, client):
+        """The newer name wins, and without either the context is the limit."""
+        assert chat(client, "hi", max_completion_tokens=3).usage.completion_tokens == 3
+        both = chat(client, "hi", max_completion_tokens=2, max_tokens=5)
+        assert both.usage.completion_tokens == 2
+        assert chat(client, "hi").usage.total_tokens == 512
+
+    def test_logprobs(self, client):
+        [choice] = chat(client, "hi", max_tokens=2, logprobs=True, top_logprobs=1).choices
+        first, second = choice.logprobs.content
+        assert (first.token, first.logprob, first.bytes) == (";", LOGPROB, [ord(";")])
+        assert [one.token for one in first.top_logprobs] == [";"] and second.token == "i"
+        [choice] = chat(client, "hi", max_tokens=2, logprobs=True).choices
+        assert choice.logprobs.content[0].top_logprobs == []
+
+    def test_bytes_join_to_the_text(self, client):
+        """Also those of tokens that are part of a character."""
+        fields = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+        [choice] = chat(client, "\u0441\u0430", **fields).choices
+        content = choice.logprobs.content
+        assert [one.bytes for one in content] == [[byte] for byte in b";\xb0\xd0"]
+        assert [one.bytes for one in content[1].top_logprobs] == [[0xB0], [0xB1]]
+        assert content[1].token == "\N{REPLACEMENT CHARACTER}"
+
+
+class TestStreams:
+    """What is streamed, put together, is the whole answer."""
+
+    def test_completions(self, client):
+        fields = {"max_tokens": 30, "n": 2, "stop": ["xyz"], "logprobs": 1}
+        prompts = ["streamed", "two", "z y x w"]
+        whole = complete(client, prompts, **fields)
+        texts, ends, logprobs = {}, {}, {}
+        for piece in complete(client, prompts, stream=True, **fields):
+            [choice] = piece.choices
+            i = choice.index
+            assert i not in ends and piece.object == "text_completion"
+            texts[i] = texts.get(i, "") + choice.text
+            logprobs.setdefault(i, []).extend(choice.logprobs.tokens)
+            if choice.finish_reason:
+                ends[i] = choice.finish_reason
+        for choice in whole.choices:
+            i = choice.index
+            assert (texts[i], ends[i]) == (choice.text, choice.finish_reason)
+            assert logprobs[i] == choice.logprobs.tokens
+
+    def test_chat(self, client):
+        fields = {"max_tokens": 20, "logprobs": True, "top_logprobs": 1}
+        whole = chat(client, "hello", **fields)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = list(chat(client, "hello", **fields, **options))
+        *pieces, last = pieces
+        assert last.choices == [] and last.usage == whole.usage
+        deltas = [piece.choices[0].delta for piece in pieces]
+        assert "".join(delta.content for delta in deltas) == whole.choices[0].message.content
+        assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+        content = [one for piece in pieces for one in piece.choices[0].logprobs.content]
+        assert content == whole.choices[0].logprobs.content
+        assert pieces[-1].choices[0].finish_reason == "length"
+        assert len({piece.id for piece in pieces}) == 1
+
+    def test_held_back(self, client, served):
+        """The beginning of a stop string is not shown before it is known to be none."""
+        served.runner.step_seconds = 0.02
+        try:
+            stream = complete(client, "abcdef", stop=["dcbX"], max_tokens=6, stream=True)
+            texts = [piece.choices[0].text for piece in stream]
+        finally:
+            served.runner.step_seconds = 0.0
+        shown = "".join(texts)
+        assert shown == "fedcba" and not any(text.endswith(("d", "dc")) for text in texts)
+
+    def test_the_wire(self, served):
+        """Server-sent events, the last of which says that there are no more."""
+        body = {"prompt": "abc", "max_tokens": 2, "stream": True}
+        request = urllib.request.Request(
+            f"{served.url}/v1/completions", json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            *events, last, rest = answer.read().decode().split("\n\n")
+        assert (last, rest) == ("data: [DONE]", "")
+        assert all(event.startswith("data: {") for event in events)
+
+
+class TestFailures:
+    """The model fails at one request: its client is not to blame, and the others go on."""
+
+    def test_whole(self, client, caplog):
+        with pytest.raises(InternalServerError) as found:
+            complete(client, ["fine", FAILING_PROMPT], logprobs=0)
+        assert found.value.status_code == 500
+        assert found.value.body == {
+            "message": FAILURE,
+            "type": "server_error",
+            "param": None,
+            "code": 500,
+        }
+        assert f"has failed: {FAILURE}" in caplog.text
+        assert chat(client, "hi", max_tokens=3).choices[0].message.content == ";ih"
+
+    def test_streamed(self, client, served, monkeypatch):
+        """After the pieces that there are, an event with the error, and no end."""
+        found = []
+        with pytest.raises(APIError, match=FAILURE):
+            for piece in complete(client, FAILING_PROMPT, logprobs=0, stream=True):
+                found.append(piece.choices[0].text)
+        assert "".join(found) == "on"
+        # As long as nothing has been sent, an answer of its own.
+        monkeypatch.setattr(served.runner, "tokens_before_failure", 0)
+        with pytest.raises(InternalServerError, match=FAILURE):
+            complete(client, FAILING_PROMPT, stream=True)
+
+    def test_counted(self, served):
+        assert metrics_of(served)['absorbed_mla_requests_total{finish_reason="error"}'] >= 2
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_log_probs_that_are_no_numbers(self, client, served, monkeypatch, stream):
+        """There is no JSON of them."""
+        monkeypatch.setattr(served.runner, "log_prob", math.nan)
+        with pytest.raises(APIError, match="the model's log-probabilities are NaN"):
+            list(complete(client, "abc", logprobs=1, stream=stream))
+        assert complete(client, "abc", max_tokens=3).choices[0].text == "cba"
+
+
+def test_models(client):
+    [model] = client.models.list().data
+    assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 512)
+
+
+def test_health(served):
+    assert json.loads(get(served, "/health")) == {"status": "ok"}
+
+
+def metrics_of(served) -> dict[str, float]:
+    lines = re.finditer(r"^(absorbed_mla_\S+) (\S+)$", get(served, "/metrics"), re.MULTILINE)
+    return {line[1]: float(line[2]) for line in lines}
+
+
+def test_metrics():
+    """Exact after a known load."""
+    with serving() as served, OpenAI(base_url=f"{served.url}/v1", api_key="any") as client:
+        complete(client, "hello", max_tokens=5, n=2)
+        complete(client, "hello", max_tokens=3, stop="l")
+        # A step that began before the stop string was found may still run.
+        deadline = time.monotonic() + 20
+        while (values := metrics_of(served))["absorbed_mla_outputs_running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert values['absorbed_mla_requests_total{finish_reason="length"}'] == 2
+    assert values['absorbed_mla_requests_total{finish_reason="stop"}'] == 1
+    assert values["absorbed_mla_prompt_tokens_total"] == 10
+    assert values["absorbed_mla_generated_tokens_total"] == 12
+    for name in ("first_token", "request"):
+        assert values[f"absorbed_mla_{name}_seconds_count"] == 2
+        assert 0 < values[f"absorbed_mla_{name}_seconds_sum"] < 5

@@ -1,0 +1,192 @@
+"""``absorbed-mla-serve``: its options, and the whole of it around a real model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.serving.server import cli
+from tests.support import needs
+from tests.support.llm import tiny_folder, until
+
+COMMAND = [sys.executable, "-m", "absorbed_mla.serving.server.cli"]
+
+
+def refused(capsys, *words: str) -> str:
+    """What is printed about wrong options."""
+    assert cli.main(list(words)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("absorbed-mla-serve: error: ") and error.count("\n") == 1
+    return error
+
+
+class TestOptions:
+    def test_help_needs_neither_torch_nor_megatron(self):
+        """Or it would take seconds."""
+        code = (
+            "import sys\n"
+            "from absorbed_mla.serving.server import cli\n"
+            "try:\n    cli.main(['--help'])\n"
+            "except SystemExit:\n"
+            "    print({'torch', 'megatron', 'uvicorn', 'transformers'} & set(sys.modules))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        *lines, last = done.stdout.splitlines()
+        assert last == "set()", done.stderr
+        shown = " ".join(" ".join(lines).split())
+        assert "usage: absorbed-mla-serve" in shown and "(default: this machine only)" in shown
+        assert "requests that run together; others wait (default: 64)" in shown
+
+    def test_defaults(self, monkeypatch):
+        args = cli._parser().parse_args(["folder"])
+        assert (args.host, args.port, args.enable_prefix_caching) == ("127.0.0.1", 8000, True)
+
+    @pytest.mark.parametrize(
+        ("words", "error"),
+        [
+            (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1, got 0"),
+            (["--parity", "--form", "expanded"], "parity needs form 'absorbed' or 'auto'"),
+            (["--prefill-graph-tokens", "64"], "cuda_graphs must be True with prefill_graph_token"),
+            (["--api-key", " "], "--api-key (or $ABSORBED_MLA_API_KEY) must not be empty"),
+            (["--port", "70000"], "--host 127.0.0.1 --port 70000: "),
+            (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
+            (["--port", "0"], "model must be a folder with a checkpoint, and there is no nowhere"),
+        ],
+    )
+    def test_refused(self, capsys, words, error):
+        assert error in refused(capsys, "nowhere", *words)
+
+    def test_warnings_of_megatron_are_not_shown(self, capsys):
+        """About each optional package that is not there, before the one line that says what is."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            refused(capsys, "nowhere")
+            for module in ("megatron.core.models.backends", "mine"):
+                warnings.warn_explicit(module, UserWarning, "file.py", 1, module=module)
+        shown = [str(one.message) for one in seen]
+        assert "mine" in shown and not any("megatron" in text for text in shown)
+
+    def test_port_in_use(self, capsys):
+        """Seen before the model is loaded."""
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            error = refused(capsys, "nowhere", "--port", str(port))
+            assert f"--port {port}: " in error and "in use" in error
+
+    @pytest.mark.parametrize(
+        "words", [["folder", "--dtype", "int8"], [], ["folder", "--port", "x"]]
+    )
+    def test_refused_by_argparse(self, capsys, words):
+        with pytest.raises(SystemExit) as found:
+            cli.main(words)
+        assert found.value.code == 2 and "usage: absorbed-mla-serve" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client", "pydantic"])
+    def test_missing_package(self, capsys, monkeypatch, package):
+        monkeypatch.setitem(sys.modules, package, None)
+        error = refused(capsys, "nowhere")
+        assert f"{package} is missing: pip install 'absorbed-mla[serve]'" in error
+
+    def test_key(self, monkeypatch):
+        """From the option, or else from the environment."""
+        parse = cli._parser().parse_args
+        assert cli._api_key(parse(["folder"])) is None
+        monkeypatch.setenv("ABSORBED_MLA_API_KEY", "secret")
+        assert cli._api_key(parse(["folder"])) == "secret"
+        assert cli._api_key(parse(["folder", "--api-key", "other"])) == "other"
+        monkeypatch.setenv("ABSORBED_MLA_API_KEY", "")
+        with pytest.raises(ValueError, match="must not be empty"):
+            cli._api_key(parse(["folder"]))
+
+
+@needs.no_gpu
+@pytest.mark.usefixtures("forked_python")
+class TestEndToEnd:
+    """The whole command, two ranks, parity mode."""
+
+    PROMPTS = ("An", "the quick brown fox")
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        return tiny_folder(tmp_path_factory.mktemp("served") / "tiny")
+
+    def start(self, folder, tmp_path, tp: int):
+        """The command's process and a client of it."""
+        words = f"--tokenizer bytes --parity --port 0 --tensor-parallel-size {tp}".split()
+        keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        env = {k: v for k, v in os.environ.items() if k not in keys}
+        env |= {"ABSORBED_MLA_API_KEY": "secret", "TMPDIR": str(tmp_path)}
+        log = (tmp_path / "log").open("w+")
+        process = subprocess.Popen([*COMMAND, str(folder), *words], env=env, stderr=log, stdout=log)
+
+        def port():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            return re.search(r"running on http://127.0.0.1:(\d+)", (tmp_path / "log").read_text())
+
+        until(port, 120)
+        url = f"http://127.0.0.1:{port()[1]}/v1"
+        return process, OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
+
+    def require_gone(self, process, children, tmp_path, code: int) -> None:
+        assert process.wait(15) == code, (tmp_path / "log").read_text()
+        until(lambda: not any(child.is_running() for child in children))
+        assert not list(tmp_path.glob("absorbed_mla_*"))
+
+    def test_killed_rank(self, folder, tmp_path):
+        process, client = self.start(folder, tmp_path, tp=2)
+        ask = {"model": "tiny", "seed": 5, "extra_body": {"ignore_eos": True}}
+        pieces = client.completions.create(
+            **ask, prompt=list(self.PROMPTS), max_tokens=8, n=2, logprobs=0, stream=True
+        )
+        shown: dict[int, list[float]] = {}
+        texts: dict[int, str] = {}
+        for piece in pieces:
+            [choice] = piece.choices
+            shown.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+        with LLM(folder, tokenizer="bytes", parity=True) as llm:
+            params = SamplingParams(max_tokens=8, seed=5, n=2, logprobs=0, ignore_eos=True)
+            outputs = llm.generate(list(self.PROMPTS), params, use_tqdm=False)
+        for i, output in enumerate(outputs):
+            for j, one in enumerate(output.outputs):
+                expected = [p[t].logprob for t, p in zip(one.token_ids, one.logprobs)]
+                assert texts[2 * i + j] == one.text
+                assert shown[2 * i + j] == pytest.approx(expected, abs=1e-4)
+
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 2
+
+        def wait(stream: bool) -> None:
+            answer = client.completions.create(**ask, prompt="text", max_tokens=480, stream=stream)
+            if stream:
+                for _ in answer:
+                    pass
+
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(wait, number % 2 == 0) for number in range(4)]
+            time.sleep(0.3)
+            children[1].kill()
+            for one in waiting:
+                with pytest.raises(openai.APIError, match="process of rank 1 has ended"):
+                    one.result(30)
+        self.require_gone(process, children, tmp_path, 1)
+
+    def test_terminated(self, folder, tmp_path):
+        process, client = self.start(folder, tmp_path, tp=1)
+        assert client.models.list().data[0].id == "tiny"
+        children = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        self.require_gone(process, children, tmp_path, 0)

@@ -1,0 +1,48 @@
+"""Options of the engine: what they refuse, and what Megatron gets of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from absorbed_mla.serving.engine_options import EngineOptions
+from tests.support.engine import generating_model
+
+SIZES = {"max_sequence_length": 100, "max_requests": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"max_sequence_length": 1}, "max_sequence_length must be at least 2"),
+        ({"max_requests": 0}, "max_requests at least 1"),
+        ({"cache_tokens": 63}, "cache_tokens must be at least 64, got 63"),
+        (
+            {"cache_tokens": 128, "paused_cache_tokens": 128},
+            "paused_cache_tokens must be at least 0 and a block less than the cache's 128, got 128",
+        ),
+        ({"decode_context_parallel": 2}, "decode_context_parallel must be True or False, got 2"),
+    ],
+)
+def test_refused_options(changes, error):
+    with pytest.raises(ValueError, match=error):
+        EngineOptions(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "requests", "tokens", "blocks"),
+    [
+        ({}, 1, 3, 2048, 6),
+        ({}, 2, 4, 2048, 6),
+        ({"max_requests": 70, "step_tokens": 1}, 3, 72, 192, 140),
+        ({"cache_tokens": 200}, 1, 3, 2048, 3),
+        # Of the bytes of 6 and one more blocks, a rank has a part.
+        ({"decode_context_parallel": True}, 4, 4, 2048, 7 / 4 - 1),
+    ],
+)
+def test_sizes_of_megatron(changes, tp, requests, tokens, blocks):
+    """Rounded to what the ranks divide; the cache has one more block, for padding."""
+    config = generating_model(num_layers=1).config
+    host = EngineOptions(**{**SIZES, **changes}).to_host(config, 5, tp)
+    assert (host.max_requests, host.max_tokens) == (requests, tokens)
+    width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    assert host.buffer_size_gb * 2**30 == pytest.approx((blocks + 1) * 64 * 5 * width * 4)

@@ -1,0 +1,456 @@
+"""``LLM`` around a live model: outputs, stop strings, streams, requests that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from megatron.core.inference.utils import InferenceMode
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from tests.support import world
+from tests.support.engine import Request, by_whole_forwards, generating_model, prompt
+from tests.support.models import VOCAB
+
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 70, 33))]
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+
+
+class Letters(ByteTokenizer):
+    """A letter for every token of the tiny models: A, B, C and so on."""
+
+    vocab_size = VOCAB
+    end_tokens = (VOCAB - 1,)
+
+    def encode(self, text):
+        return [ord(letter) - ord("A") for letter in text]
+
+    def stream(self, prompt, *, skip_special_tokens=True):
+        return self
+
+    def push(self, tokens):
+        return "".join(chr(ord("A") + token) for token in tokens)
+
+    def finish(self):
+        return ""
+
+    def token_text(self, token):
+        return self.push([token])
+
+    def chat(self, messages, **options):
+        return self.encode("".join(message["content"] for message in messages))
+
+
+LETTERS = Letters()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return generating_model()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Awake all the time, so its model is not that of tests that train."""
+    with LLM.from_model(
+        generating_model(), tokenizer=LETTERS, max_model_len=256, max_num_seqs=8
+    ) as made:
+        made.wake()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    yield
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        while llm.has_unfinished_requests():
+            llm.step()
+        llm.require_no_leak()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    requests = [Request(tokens, 10) for tokens in PROMPTS]
+    return [result.tokens for result in by_whole_forwards(model, requests)]
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+class TestGenerate:
+    def test_token_ids_and_texts(self, llm, expected):
+        outputs = llm.generate([*PROMPTS, LETTERS.push(PROMPTS[0])], GREEDY, use_tqdm=False)
+        assert token_ids(outputs) == [*expected, expected[0]]
+        first, last = outputs[0], outputs[-1]
+        assert (first.prompt, last.prompt) == (None, LETTERS.push(PROMPTS[0]))
+        assert first.prompt_token_ids == last.prompt_token_ids == PROMPTS[0]
+        assert first.finished and first.outputs[0].finish_reason == "length"
+        assert first.outputs[0].text == LETTERS.push(expected[0])
+
+    def test_one_prompt(self, llm, expected):
+        for one in (PROMPTS[0], LETTERS.push(PROMPTS[0]), [LETTERS.push(PROMPTS[0])]):
+            assert token_ids(llm.generate(one, GREEDY, use_tqdm=False)) == expected[:1]
+
+    def test_in_an_event_loop(self, llm, expected):
+        """As in a notebook, whose cells run in one."""
+
+        async def cell():
+            return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+        assert token_ids(asyncio.run(cell())) == expected
+
+    def test_parameters_for_each(self, llm, expected):
+        each = [GREEDY.replace(max_tokens=n) for n in (1, 2, 3)]
+        outputs = llm.generate(PROMPTS, each, use_tqdm=False)
+        assert token_ids(outputs) == [tokens[:n] for n, tokens in enumerate(expected, 1)]
+        with pytest.raises(ValueError, match="3 prompts and 2 sampling_params"):
+            llm.generate(PROMPTS, each[:2])
+
+    def test_chat(self, llm, expected):
+        message = {"role": "user", "content": LETTERS.push(PROMPTS[0])}
+        assert token_ids(llm.chat([message], GREEDY, use_tqdm=False)) == expected[:1]
+        several = llm.chat([[message], [message]], GREEDY, use_tqdm=False)
+        assert token_ids(several) == expected[:1] * 2
+
+    def test_several_outputs(self, llm):
+        """Each has a seed of its own, and they are the same whatever n is."""
+        params = SamplingParams(max_tokens=8, seed=3, temperature=1.5)
+        [three] = llm.generate(PROMPTS[0], params.replace(n=3), use_tqdm=False)
+        [two] = llm.generate(PROMPTS[0], params.replace(n=2), use_tqdm=False)
+        assert [one.index for one in three.outputs] == [0, 1, 2]
+        assert token_ids([three])[:2] == token_ids([two])
+        assert len(set(map(tuple, token_ids([three])))) == 3
+
+    def test_logprobs(self, llm, model):
+        params = GREEDY.replace(logprobs=2, max_tokens=3)
+        [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        [one] = output.outputs
+        assert len(one.logprobs) == 3
+        for token, place in zip(one.token_ids, one.logprobs):
+            assert next(iter(place)) == token and len(place) == 2
+            assert [entry.rank for entry in place.values()] == [1, 2]
+            assert place[token].decoded_token == LETTERS.push([token])
+        assert one.token_logprobs == [
+            place[token].logprob for token, place in zip(one.token_ids, one.logprobs)
+        ]
+        assert one.cumulative_logprob == pytest.approx(sum(one.token_logprobs))
+        [output] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        [one] = output.outputs
+        assert (one.logprobs, one.cumulative_logprob, one.token_logprobs) == (None, None, None)
+
+    def test_logprob_of_a_token_that_is_not_likely(self, llm):
+        params = SamplingParams(max_tokens=20, temperature=20.0, logprobs=1, seed=0)
+        [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        [one] = output.outputs
+        ranks = [one.logprobs[i][token].rank for i, token in enumerate(one.token_ids)]
+        assert None in ranks and set(ranks) <= {1, None}
+
+    @pytest.mark.parametrize(
+        "extreme",
+        [
+            {"temperature": 1e-300},
+            {"temperature": 1e300},
+            {"top_k": 10**30},
+            {"top_p": 1e-300},
+            {"max_tokens": 10**30},
+            {"stop_token_ids": [2**31 - 1]},
+            {"repetition_penalty": 1e-3, "frequency_penalty": -2.0},
+            {"repetition_penalty": 1e3, "presence_penalty": 2.0},
+        ],
+        ids=str,
+    )
+    def test_extreme_values(self, llm, extreme):
+        """One client's must not end the engine of all."""
+        params = SamplingParams(**{"max_tokens": 20, "seed": 1, "ignore_eos": True, **extreme})
+        [tokens] = token_ids(llm.generate(PROMPTS[0], params, use_tqdm=False))
+        assert len(tokens) >= 20 and all(0 <= token < VOCAB for token in tokens)
+        if extreme == {"temperature": 1e-300}:
+            assert tokens[:10] == token_ids(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0]
+
+    def test_prompt_logprobs(self, model):
+        params = GREEDY.replace(prompt_logprobs=1, max_tokens=1)
+        with LLM.from_model(model, max_model_len=256, prompt_logprobs=True) as llm:
+            [output] = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+        assert output.prompt_logprobs[0] is None
+        text = torch.tensor([PROMPTS[1]], device=world.device())
+        was_active = InferenceMode.is_active()
+        InferenceMode.unset_active()
+        with torch.no_grad():
+            logits = model(text, torch.arange(text.shape[1], device=text.device)[None], None)[0]
+        if was_active:
+            InferenceMode.set_active()
+        for i, place in enumerate(output.prompt_logprobs[1:]):
+            token = PROMPTS[1][i + 1]
+            assert place[token].logprob == pytest.approx(
+                logits.log_softmax(-1)[i, token].item(), abs=5e-5
+            )
+
+    @pytest.mark.parametrize(
+        ("prompts", "params", "error"),
+        [
+            ([[1], []], GREEDY, "prompt 1: the prompt is empty"),
+            ([[1], [VOCAB]], GREEDY, f"prompt 1: token {VOCAB} is not in the vocabulary"),
+            ([[1] * 256], GREEDY, "prompt 0: the prompt has 256 tokens and must be shorter than"),
+            ([[1]], GREEDY.replace(prompt_logprobs=1), "prompt_logprobs needs an engine with"),
+            ([[1]], GREEDY.replace(logprobs=VOCAB + 1), f"at most the vocabulary's {VOCAB}, got"),
+        ],
+    )
+    def test_refused_before_anything_runs(self, llm, prompts, params, error):
+        with pytest.raises(ValueError, match=error):
+            llm.generate(prompts, params)
+        assert not llm.has_unfinished_requests()
+
+    def test_without_a_tokenizer(self, model):
+        with LLM.from_model(model, max_model_len=256) as llm:
+            [output] = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+            assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 10
+            with pytest.raises(ValueError, match="came without a tokenizer: give prompts as token"):
+                llm.generate("text")
+            with pytest.raises(ValueError, match="stop needs a tokenizer"):
+                llm.generate([1], SamplingParams(stop="x"))
+
+
+class TestStop:
+    """The whole text is known, all letters differ, and the request ends where it must."""
+
+    BASE = GREEDY.replace(presence_penalty=2.0, repetition_penalty=3.0)
+
+    @pytest.fixture(scope="class")
+    def text(self, llm):
+        text = self.run(llm).text
+        assert len(set(text)) == len(text) == 10
+        return text
+
+    def run(self, llm, **params):
+        [output] = llm.generate([PROMPTS[0]], self.BASE.replace(**params), use_tqdm=False)
+        return output.outputs[0]
+
+    def test_string(self, llm, text):
+        """Also one that begins in one token and ends in another."""
+        one = self.run(llm, stop=["no such", text[3:6]])
+        assert (one.text, one.finish_reason, one.stop_reason) == (text[:3], "stop", text[3:6])
+        assert one.token_ids == LETTERS.encode(text[:6])
+
+    def test_string_in_the_output(self, llm, text):
+        one = self.run(llm, stop=text[3:6], include_stop_str_in_output=True)
+        assert (one.text, one.finish_reason) == (text[:6], "stop")
+
+    def test_the_first_of_two(self, llm, text):
+        one = self.run(llm, stop=[text[5], text[4:6]])
+        assert (one.text, one.stop_reason) == (text[:4], text[4:6])
+
+    def test_at_the_very_end(self, llm, text):
+        one = self.run(llm, stop=text[8:10])
+        assert (one.text, one.finish_reason) == (text[:8], "stop")
+
+    def test_token(self, llm, text):
+        tokens = LETTERS.encode(text)
+        one = self.run(llm, stop_token_ids=[tokens[4]])
+        assert (one.text, one.finish_reason, one.stop_reason) == (text[:4], "stop", tokens[4])
+        assert one.token_ids == tokens[:5]
+
+    def test_the_models_end_token(self, llm, text, monkeypatch):
+        monkeypatch.setattr(llm, "_end_tokens", tuple(LETTERS.encode(text[4])))
+        one = self.run(llm)
+        assert (one.text, one.finish_reason, one.stop_reason) == (text[:4], "stop", None)
+        assert self.run(llm, ignore_eos=True).text == text
+        assert len(self.run(llm, min_tokens=7).token_ids) > 7
+
+    def test_nothing_is_shown_that_may_be_taken_back(self, llm, text):
+        shown = []
+        params = self.BASE.replace(stop=text[4:7] + "!")
+        for output in llm.stream([PROMPTS[0]], params):
+            shown.append(output.outputs[0].text)
+        assert shown[-1] == text
+        # The beginning of the stop string is there after tokens 5, 6 and 7.
+        assert [len(one) for one in shown] == [1, 2, 3, 4, 4, 4, 4, 8, 9, 10]
+
+
+class TestStream:
+    def test_grows(self, llm, expected):
+        seen = [[] for _ in PROMPTS]
+        for output in llm.stream(PROMPTS, GREEDY):
+            index = PROMPTS.index(output.prompt_token_ids)
+            seen[index].append(len(output.outputs[0].token_ids))
+        assert seen == [list(range(1, 11))] * 3
+
+    def test_leaving_early_aborts(self, llm, expected):
+        stream = llm.stream(PROMPTS, GREEDY.replace(max_tokens=100))
+        next(stream)
+        stream.close()
+        assert llm.has_unfinished_requests(), "the engine has to end them"
+        while llm.has_unfinished_requests():
+            assert not llm.step(), "nobody waits for them"
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+    def test_two_at_once(self, llm, expected):
+        """What one of them does not wait for is kept for the other."""
+        first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1:], GREEDY)
+        a, b = next(first), next(second)
+        *_, a = first
+        found = {output.request_id: output for output in (b, *second)}
+        assert [token_ids([a])[0], *token_ids(found.values())] == expected
+
+
+class TestStepByStep:
+    def test_add_while_others_run(self, llm, expected):
+        names = [llm.add_request(PROMPTS[0], GREEDY)]
+        ended = {}
+        for step in range(100):
+            if step in (3, 5):
+                names.append(llm.add_request(PROMPTS[len(names)], GREEDY, f"own-{step}"))
+            for output in llm.step():
+                if output.finished:
+                    ended[output.request_id] = output
+            if not llm.has_unfinished_requests():
+                break
+        assert names[1:] == ["own-3", "own-5"]
+        assert token_ids(ended[name] for name in names) == expected
+
+    def test_abort(self, llm, expected):
+        name = llm.add_request(PROMPTS[0], GREEDY.replace(n=2))
+        other = llm.add_request(PROMPTS[1], GREEDY)
+        for _ in range(4):
+            llm.step()
+        llm.abort(name)
+        llm.abort("no such request")
+        ended = {}
+        while llm.has_unfinished_requests():
+            ended.update({one.request_id: one for one in llm.step() if one.finished})
+        assert token_ids([ended[name]]) == [expected[0][:4]] * 2
+        assert [one.finish_reason for one in ended[name].outputs] == ["abort", "abort"]
+        assert token_ids([ended[other]]) == expected[1:2]
+        llm.abort(name)
+
+    def test_an_id_of_a_request_that_runs(self, llm):
+        llm.add_request(PROMPTS[0], GREEDY, "same")
+        with pytest.raises(ValueError, match="'same' is that of a request that runs"):
+            llm.add_request(PROMPTS[0], GREEDY, "same")
+
+
+class TestSleep:
+    @pytest.fixture
+    def own(self, model):
+        with LLM.from_model(model, max_model_len=256) as made:
+            yield made
+
+    def test_asleep_from_the_beginning(self, own, model, expected):
+        """Every call wakes it, and leaves the model ready to be trained."""
+        with pytest.raises(RuntimeError, match=r"asleep; call wake\(\)"):
+            own.add_request([1])
+        for _ in range(2):
+            assert token_ids(own.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+            assert model.training
+            for call in (own.step, own.statistics, own.require_no_leak):
+                with pytest.raises(RuntimeError, match="asleep"):
+                    call()
+
+    @pytest.mark.parametrize("free_cache", [True, False])
+    def test_between_updates(self, own, model, expected, free_cache):
+        """The weights are those of the moment, and nothing cached is older."""
+        own.wake()
+        assert not model.training
+        shared = PROMPTS[1]
+        own.generate([shared], GREEDY, use_tqdm=False)
+        own.sleep(free_cache=free_cache)
+        assert model.training
+        weights = [weight.data for weight in model.parameters()]
+        saved = [weight.clone() for weight in weights]
+        try:
+            for weight in weights:
+                weight.mul_(1.5)
+            [now] = by_whole_forwards(model, [Request(shared, 10)])
+            assert now.tokens != expected[1]
+            own.wake()
+            assert token_ids(own.generate([shared], GREEDY, use_tqdm=False)) == [now.tokens]
+        finally:
+            own.sleep()
+            for weight, before in zip(weights, saved):
+                weight.copy_(before)
+
+    def test_sleep_aborts(self, own):
+        own.wake()
+        own.add_request(PROMPTS[0], GREEDY)
+        own.step()
+        own.sleep()
+        assert not own.has_unfinished_requests()
+        own.wake()
+        assert own.statistics().steps == 0
+
+    def test_prefix_cache_across_calls(self, own, expected):
+        own.wake()
+        for found in (0, 1):
+            outputs = own.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+            assert token_ids(outputs) == expected[1:2]
+            assert own.statistics().prefix_blocks == found
+
+
+def test_prompt_longer_than_the_device_cache():
+    """Of 192 tokens, three blocks of which are in host memory."""
+    with LLM.from_model(
+        generating_model(),
+        max_model_len=400,
+        max_num_seqs=1,
+        max_num_batched_tokens=63,
+        cache_tokens=192,
+        host_cache_tokens=256,
+    ) as own:
+        text = prompt(350, seed=8)
+        [output] = own.generate([text], GREEDY, use_tqdm=False)
+        [expected] = by_whole_forwards(own._runner._model, [Request(text, 10)])
+        assert output.outputs[0].token_ids == expected.tokens
+
+
+def test_prefixes_outlive_the_cache(tmp_path):
+    """``sleep`` frees the cache, and the next call finds its blocks in the folder."""
+    options = {"max_model_len": 256, "prefix_cache_dir": str(tmp_path), "prefix_cache_bytes": 10**6}
+    with LLM.from_model(generating_model(), **options) as own:
+        found = []
+        for _ in range(2):
+            own.wake()
+            outputs = own.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+            found.append((token_ids(outputs), own.statistics().disk_blocks))
+            own.sleep()
+    assert found[0][0] == found[1][0]
+    assert [blocks for _, blocks in found] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (
+            {"prefix_cache_dir": "x", "enable_prefix_caching": False},
+            "prefix_cache_dir needs enable_prefix_caching=True, got False",
+        ),
+        (
+            {"host_cache_tokens": 640, "cuda_graphs": True},
+            "host_cache_tokens must be 0 with cuda_graphs and parity, got 640",
+        ),
+        ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be an integer of at least 1, got 0"),
+        ({"dtype": "bfloat16", "form": "auto"}, "from_model has no option dtype, form"),
+        ({"experts": "grouped"}, "from_model has no option experts: the model has it already"),
+        ({"cuda_graphs": True}, "cuda_graphs needs a model that was built for them"),
+        (
+            {"num_speculative_tokens": 1},
+            "num_speculative_tokens 1 needs a model with a multi-token",
+        ),
+        ({"max_num_seq": 3}, "LLM has no option max_num_seq; it has tensor_parallel_size"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
+        ({"cache_tokens": 5}, "cache_tokens must be an integer of at least 64, got 5"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),
+        ({"tokenizer": "nowhere"}, "tokenizer must be a folder or 'bytes', got 'nowhere'"),
+    ],
+)
+def test_refused_options(model, options, error):
+    with pytest.raises(ValueError, match=error):
+        LLM.from_model(model, **options)
+
+
+def test_a_model_that_caches_nothing():
+    model = generating_model(cache_mla_latents=False)
+    with pytest.raises(ValueError, match="config must have cache_mla_latents=True"):
+        LLM.from_model(model)

@@ -1,0 +1,227 @@
+"""Requests that cannot run, end early or are aborted: each has a clear end, the others no harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from absorbed_mla.serving.engine import Engine
+from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from tests.support.engine import (
+    Request,
+    Run,
+    assert_generates,
+    by_whole_forwards,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
+from tests.support.models import VOCAB
+
+GOOD = [Request(prompt(length, seed), 8) for seed, length in enumerate((3, 70, 60))]
+CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return generating_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return by_whole_forwards(model, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("refused", "options", "error"),
+    [
+        (Request([], 5), {}, "the prompt is empty"),
+        (Request([3, VOCAB], 5), {}, f"token {VOCAB} is not in the vocabulary of {VOCAB}"),
+        (Request([-1], 5), {}, "token -1 is not in the vocabulary"),
+        (Request(prompt(256), 5), CHUNKED, "256 tokens and must be shorter than 256"),
+        (Request(prompt(200), 5), {}, "the prompt has 200 tokens, a step without chunks 192"),
+        (
+            Request(prompt(190), 50),
+            {**CHUNKED, "blocks": 3},
+            "190 tokens and 50 new ones do not fit into a cache of 192",
+        ),
+        (
+            Request(prompt(100), 50),
+            {"blocks": 3, "paused_blocks": 1},
+            "100 tokens and 50 new ones do not fit into a cache of 128",
+        ),
+    ],
+    ids=["empty", "unknown-token", "negative-token", "too-long", "step", "cache", "paused"],
+)
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+def test_refused(model, expected, refused, options, error, place):
+    requests = list(GOOD)
+    requests.insert(place, refused)
+    run = generate(engine_of(model, **options), requests)
+    result = run.results.pop(place)
+    assert error in result.error and not result.tokens
+    assert_generates(run, expected)
+
+
+def test_room_for_drafts_beyond_the_last_token():
+    """Without it, the last step would wait for a block for ever."""
+    model = generating_model(mtp_num_layers=2)
+    engine = engine_of(model, blocks=1, max_sequence_length=64, num_speculative_tokens=2)
+    fits, not_quite = Request(prompt(54), 9), Request(prompt(54), 10)
+    found = generate(engine, [fits, not_quite]).results
+    assert_generates(Run(found[:1], engine.statistics), by_whole_forwards(model, [fits]))
+    assert "10 new ones, and 1 more for drafts, do not fit into a cache of 64" in found[1].error
+    # What is enough by default is enough for these, too.
+    options = EngineOptions(max_sequence_length=64, max_requests=1, num_speculative_tokens=2)
+    run = generate(Engine(model, options), [not_quite])
+    assert_generates(run, by_whole_forwards(model, [not_quite]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"prompt_logprobs": 1}, "prompt_logprobs needs an engine with prompt_logprobs=True"),
+        ({"n": 2}, "n and stop are for LLM"),
+        ({"stop": "x"}, "n and stop are for LLM"),
+    ],
+)
+def test_what_this_engine_has_not(model, asked, error):
+    [result] = engine_of(model).generate([[1]], SamplingParams(**asked))
+    assert error in result.error
+
+
+def test_refused_by_megatron(model, expected, monkeypatch):
+    """What only the host refuses has an end as well; its number can be used again."""
+    monkeypatch.setattr(EngineOptions, "why_not", lambda *args: "")
+    with engine_of(model) as engine:
+        [alone] = generate(engine, [Request(prompt(300), 5)]).results
+        assert not engine.host.requests
+        run = generate(engine, [*GOOD, Request(prompt(200), 5)])
+    assert alone.error == "MaxSequenceLengthOverflowError, TokenOverflowError"
+    assert run.results.pop().error == "TokenOverflowError"
+    assert_generates(run, expected)
+
+
+def test_stop_token(model, expected):
+    stop = expected[1].tokens[4]
+    assert stop not in expected[1].tokens[:4]
+    run = generate(engine_of(model), [GOOD[0], Request(GOOD[1].prompt, 8, stop), GOOD[2]])
+    assert run.tokens == [expected[0].tokens, expected[1].tokens[:5], expected[2].tokens]
+    assert [result.finish for result in run.results] == ["length", "stop", "length"]
+
+
+def test_the_end_of_the_sequence(model):
+    """More tokens than the engine's maximum are cut, not refused."""
+    request = Request(prompt(250), 50)
+    run = generate(engine_of(model, **CHUNKED), [request])
+    assert_generates(run, by_whole_forwards(model, [Request(request.prompt, 6)]))
+    assert run.results[0].finish == "context"
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "num_tokens"),
+    [
+        (190, {**CHUNKED, "blocks": 3}, 2),
+        (100, {"blocks": 3, "paused_blocks": 1}, 28),
+        (250, CHUNKED, 6),
+    ],
+    ids=["cache", "paused", "context"],
+)
+def test_as_many_as_fit(model, length, options, num_tokens):
+    """Without ``max_tokens``: the rest of the context, or of the cache if that is less."""
+    sampling = SamplingParams(max_tokens=None, temperature=0)
+    [result] = engine_of(model, **options).generate([prompt(length)], sampling)
+    assert (result.error, result.finish) == ("", "context")
+    [expected] = by_whole_forwards(model, [Request(prompt(length), num_tokens)])
+    assert result.tokens == expected.tokens
+
+
+def test_a_prompt_that_fills_the_cache(model):
+    sampling = SamplingParams(max_tokens=None)
+    [result] = engine_of(model, **CHUNKED, blocks=3).generate([prompt(192)], sampling)
+    assert "192 tokens and 1 new ones do not fit into a cache of 192" in result.error
+
+
+def test_full_cache(model):
+    """Requests wait for blocks; with two blocks each, four of them are never there together."""
+    requests = [Request(prompt(60, seed), 10) for seed in range(6)]
+    run = generate(engine_of(model, blocks=4), requests)
+    assert run.statistics.most_rows <= 4 and run.statistics.evicted
+    assert_generates(run, by_whole_forwards(model, requests))
+
+
+class TestAbort:
+    """Megatron has no such call: what runs ends as at a stop word, what waits leaves the queue."""
+
+    @pytest.mark.parametrize(
+        ("number", "after_steps", "num_tokens", "options"),
+        [
+            pytest.param(0, 3, 3, {}, id="first-running"),
+            pytest.param(1, 3, 3, {}, id="second-running"),
+            pytest.param(2, 3, 3, {}, id="third-running"),
+            pytest.param(2, 1, 0, {"max_requests": 2}, id="waiting"),
+            # As soon as the prompt is in the cache; the host expects the rest of it.
+            pytest.param(1, 1, 1, CHUNKED, id="prompt-being-read"),
+            pytest.param(0, 0, 0, {}, id="before-it-begins"),
+        ],
+    )
+    def test_one_of_several(self, model, expected, number, after_steps, num_tokens, options):
+        results = self.run(model, expected, number, after_steps, **options)
+        aborted = results.pop(number)
+        assert (aborted.finish, aborted.error) == ("abort", "")
+        assert aborted.tokens == expected[number].tokens[:num_tokens]
+        rest = [result.tokens for other, result in enumerate(expected) if other != number]
+        assert [result.tokens for result in results] == rest
+
+    def test_after_its_end(self, model, expected):
+        results = self.run(model, expected, 0, 8)
+        assert [result.tokens for result in results] == [result.tokens for result in expected]
+        assert results[0].finish == "length"
+
+    def test_whose_result_was_taken(self, model):
+        """Megatron would finish every later step of the decode loop for one that it looks for."""
+        with engine_of(model) as engine:
+            for request in GOOD:
+                engine.add_request(request.prompt, request.sampling())
+            for _ in range(2):
+                engine.step()
+            engine.abort(0)
+            while engine.is_busy():
+                for one in engine.step():
+                    if one.result is not None:
+                        engine.results.pop(one.number)
+            engine.abort(1)  # has ended
+            last = engine.add_request(GOOD[0].prompt, GOOD[0].sampling())
+            engine.step()
+            assert not engine.host.stop_word_finished_request_ids
+            while engine.is_busy():
+                engine.step()
+            assert engine.results[last].finish == "length"
+
+    def run(self, model, expected, number, after_steps, **options):
+        """Results of GOOD while request ``number`` is aborted after some steps."""
+        with engine_of(model, **options) as engine:
+            for request in GOOD:
+                engine.add_request(request.prompt, request.sampling())
+            for _ in range(after_steps):
+                engine.step()
+            engine.abort(number)
+            while engine.is_busy():
+                engine.step()
+            engine.require_no_leak()
+            assert not engine.host.requests
+            # While there are any, Megatron finishes every step of the decode loop.
+            assert not engine.host.stop_word_finished_request_ids
+            results = [engine.results[number] for number in range(len(GOOD))]
+            # A later request with its number is another one.
+            assert_generates(generate(engine, GOOD), expected)
+        return results
+
+
+def test_scheduler_that_waits_for_ever(model):
+    """Says so, where a loop over the host's steps would not end."""
+    engine = engine_of(model)
+    engine.host.schedule_waiting_requests = lambda: None
+    with pytest.raises(RuntimeError, match="schedules none of 3 waiting requests"):
+        generate(engine, GOOD)
