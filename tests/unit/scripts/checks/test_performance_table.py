@@ -266,8 +266,9 @@ def test_texts():
     assert tables.time_text(1.4346, 1.3) == "1435 ms"
     assert tables.time_text(0.01234, 0.01) == "12.3 ms"
     assert tables.time_text(0.00123, 0.0009) == "1230 µs"
-    moved = "python scripts/bench_decode.py --kv 8k"
-    assert tables.present_command(moved) == "python scripts/benchmarks/decode.py --kv 8k"
+    moved = "python scripts/bench_decode.py --kv 8k --json docs/decode/decode.json"
+    present = "python scripts/benchmarks/decode.py --kv 8k --json docs/measurements/decode/decode.json"
+    assert tables.present_command(moved) == tables.present_command(present) == present
     values = {"1": [1, 2, 3, 5], "2": [4]}
     assert tables._values_text(values, 5) == "1 (run 1-3, 5); 2 (run 4)"
     assert tables._values_text({"1": [1, 2]}, 2) == "1"
