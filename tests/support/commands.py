@@ -94,7 +94,10 @@ def _require_python(words: list[str], patch: pytest.MonkeyPatch) -> None:
 
 def _require_options(program, call, words: list[str], patch: pytest.MonkeyPatch) -> None:
     """Call a program, and leave it when its parser has taken the words."""
-    parse, parse_known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
+    parse, parse_known = (
+        argparse.ArgumentParser.parse_args,
+        argparse.ArgumentParser.parse_known_args,
+    )
     inside = []
 
     def attempt(function, self, args, namespace):

@@ -1,4 +1,4 @@
-"""Whether Python of the pages could work: it compiles, and the names and options that it uses exist."""
+"""Whether Python of the pages could work: it compiles, and what it imports and calls exists."""
 
 from __future__ import annotations
 

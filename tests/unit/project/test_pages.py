@@ -72,13 +72,13 @@ class TestBlocksOfPages:
             kinds += pages.SHOWN
         assert {block.kind for block in blocks} <= set(kinds)
         assert TEXTS[page].count("```") == 2 * len(blocks)
-        assert [block.line for block in blocks if block.kind in pages.SHOWN and not block.reason] == []
+        assert [
+            block.line for block in blocks if block.kind in pages.SHOWN and not block.reason
+        ] == []
         comments = re.findall(r"<!-- not run", TEXTS[page])
         assert len(comments) == sum(block.reason is not None for block in blocks)
 
-    @pytest.mark.parametrize(
-        "page", [page for page in GUIDES if page.name not in LISTS], ids=name
-    )
+    @pytest.mark.parametrize("page", [page for page in GUIDES if page.name not in LISTS], ids=name)
     def test_a_guide_begins_with_what_is_typed(self, page):
         assert pages.blocks(TEXTS[page])
         before = TEXTS[page][: TEXTS[page].index("```")]
@@ -171,7 +171,9 @@ class TestLinks:
     def test_paths_lead_somewhere(self, page):
         paths = re.findall(r"\b((?:absorbed_mla|docs|scripts|specs|tests)/[\w./-]+\w)", TEXTS[page])
         # What a command writes is not there yet.
-        paths = [p for p in paths if "json" not in p and p not in ("docs/measurements/pretraining",)]
+        paths = [
+            p for p in paths if "json" not in p and p not in ("docs/measurements/pretraining",)
+        ]
         assert [path for path in paths if not (pages.ROOT / path).exists()] == []
 
     @pytest.mark.parametrize("page", TEXTS, ids=name)
@@ -186,7 +188,9 @@ class TestLinks:
     )
     def test_every_page_is_in_its_index(self, index):
         """A page that the index does not name is lost."""
-        linked = {(index.parent / p).resolve() for p in re.findall(r"\]\(([\w./-]+\.md)", TEXTS[index])}
+        linked = {
+            (index.parent / p).resolve() for p in re.findall(r"\]\(([\w./-]+\.md)", TEXTS[index])
+        }
         assert {page.resolve() for page in index.parent.glob("*.md")} - {index.resolve()} <= linked
 
 

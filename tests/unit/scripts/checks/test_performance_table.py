@@ -52,12 +52,16 @@ def test_a_changed_number_is_found_and_written(copied, capsys):
     capsys.readouterr()
     assert performance_table.main(docs) == 1
     # It becomes the slowest of its group, so the plot shows it, too.
-    assert capsys.readouterr().out == f"Differ: {performance_table.PAGE}, {performance_table.PLOT}\n"
+    assert (
+        capsys.readouterr().out == f"Differ: {performance_table.PAGE}, {performance_table.PLOT}\n"
+    )
     assert performance_table.main([*docs, "--write"]) == 0
     line = "| 128 heads, 64k, one sequence | 1500 ms | Megatron + TE | 1000 ms | **1.50** | - |"
     assert line in (copied / performance_table.PAGE).read_text()
     assert ["128 heads, 64k, one sequence  /  Megatron + TE", 1.5] in (
-        json.loads(plot.drawn(copied / performance_table.PLOT))["Attention layer, forward and backward"]
+        json.loads(plot.drawn(copied / performance_table.PLOT))[
+            "Attention layer, forward and backward"
+        ]
     )
     assert performance_table.main(docs) == 0
 
@@ -170,7 +174,9 @@ class TestReaders:
         assert ratios(layers.fp8_rows(file)) == fp8
 
     def test_a_ring_with_other_recomputation_is_named(self, tmp_path):
-        content = json.loads((DOCS / MEASUREMENTS / "context-parallel" / "h200-x2.json").read_text())
+        content = json.loads(
+            (DOCS / MEASUREMENTS / "context-parallel" / "h200-x2.json").read_text()
+        )
         ours, theirs = content["rows"][:2]
         ours["step_seconds"], theirs["step_seconds"] = [1.0], [2.0]
         theirs["case"]["recompute"] = "none"
@@ -267,7 +273,9 @@ def test_texts():
     assert tables.time_text(0.01234, 0.01) == "12.3 ms"
     assert tables.time_text(0.00123, 0.0009) == "1230 µs"
     moved = "python scripts/bench_decode.py --kv 8k --json docs/decode/decode.json"
-    present = "python scripts/benchmarks/decode.py --kv 8k --json docs/measurements/decode/decode.json"
+    present = (
+        "python scripts/benchmarks/decode.py --kv 8k --json docs/measurements/decode/decode.json"
+    )
     assert tables.present_command(moved) == tables.present_command(present) == present
     values = {"1": [1, 2, 3, 5], "2": [4]}
     assert tables._values_text(values, 5) == "1 (run 1-3, 5); 2 (run 4)"
