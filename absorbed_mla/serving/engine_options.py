@@ -41,7 +41,7 @@ class EngineOptions:
             waits, and is prefilled again if it lost its blocks. None: enough for ``max_requests``
             requests of ``max_sequence_length`` tokens.
         host_cache_tokens: Tokens that the cache holds in host memory besides, rounded down to
-            blocks. Every step streams those that it reads to the device (docs/inference.md).
+            blocks. Every step streams those that it reads to the device (docs/latent-cache.md).
         paused_cache_tokens: The part of ``cache_tokens`` that only waiting requests use.
         step_tokens: Maximum number of tokens of a forward pass. Rounded up to at least
             ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
@@ -56,12 +56,12 @@ class EngineOptions:
         prefix_caching: Whether prompts share the blocks that are equal from their first token on.
         decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
             each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
-            each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
-            tokens of requests in both cases. A model with context-parallel ranks generates only so;
+            each step exchanges queries and outputs (docs/parallel-serving.md). ``cache_tokens``
+            counts tokens of requests in both cases. A model with context-parallel ranks generates only so;
             these share it, too.
         prefix_cache_dir: Folder in which the prefix cache outlives the engine and its process;
             blocks that are evicted, or cached when the engine stops, are written there, and read
-            instead of computed again (docs/generation.md). None: nowhere.
+            instead of computed again (docs/latent-cache.md). None: nowhere.
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.

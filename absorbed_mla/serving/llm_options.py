@@ -100,7 +100,7 @@ class LLMOptions:
             the whole model; at most ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: one graph
             for each layer, of up to 512 tokens. None: 3,072, or 1,536 where prompts cannot attend
             expanded in a graph, or the tokens of a forward pass if they are fewer; 0 where the
-            model or other options are against it. See docs/generation.md.
+            model or other options are against it. See docs/scheduler.md.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.

@@ -1,4 +1,4 @@
-"""The results of ``fuzz_gpu.py --output`` as text, and the tables of docs/gpu-fuzz.md."""
+"""The results of ``fuzz_gpu.py --output`` as text, and the tables of measurements/gpu-fuzz.md."""
 
 from __future__ import annotations
 
