@@ -57,8 +57,8 @@ class EngineOptions:
         decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
             each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
             each step exchanges queries and outputs (docs/parallel-serving.md). ``cache_tokens``
-            counts tokens of requests in both cases. A model with context-parallel ranks generates only so;
-            these share it, too.
+            counts tokens of requests in both cases. A model with context-parallel ranks generates
+            only so; these share it, too.
         prefix_cache_dir: Folder in which the prefix cache outlives the engine and its process;
             blocks that are evicted, or cached when the engine stops, are written there, and read
             instead of computed again (docs/latent-cache.md). None: nowhere.

@@ -32,9 +32,10 @@ class TestSite:
     def test_every_block_can_be_copied(self, site):
         """The button is made by the theme for each ``<code>`` of a block."""
         assert "content.code.copy" in (site / "index.html").read_text()
-        text = (pages.DOCS / "convert.md").read_text()
-        made = (site / "convert.html").read_text()
-        assert made.count('<div class="language-bash highlight"') == len(pages.blocks(text))
+        for page in pages.DOCS.rglob("*.md"):
+            made = (site / page.relative_to(pages.DOCS)).with_suffix(".html").read_text()
+            highlighted = re.findall(r'<div class="(?:language-\w+ )?highlight">', made)
+            assert len(highlighted) == len(pages.blocks(page.read_text())), page
 
     def test_what_a_page_says_is_found(self, site):
         found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
