@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import runpy
 import shlex
 import sys
 import tomllib
+from typing import NoReturn
 
 import pytest
 
@@ -111,6 +113,9 @@ def _require_options(program, call, words: list[str], patch: pytest.MonkeyPatch)
                 raise _Rejected(str(error)) from error
         raise _Parsed
 
+    def reject(code: int) -> NoReturn:
+        raise _Rejected(f"exit code {code}")
+
     with patch.context() as patched:
         for name, function in (("parse_args", parse), ("parse_known_args", parse_known)):
             replaced = lambda self, args=None, namespace=None, function=function: attempt(  # noqa: E731
@@ -118,6 +123,8 @@ def _require_options(program, call, words: list[str], patch: pytest.MonkeyPatch)
             )
             patched.setattr(argparse.ArgumentParser, name, replaced)
         patched.setattr(sys, "argv", [program, *words])
+        # How a script ends that reports a mistake before its parser is asked.
+        patched.setattr(os, "_exit", reject)
         try:
             call()
         except _Parsed:
