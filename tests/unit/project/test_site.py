@@ -29,6 +29,11 @@ class TestSite:
         for page in pages.DOCS.rglob("*.md"):
             assert (site / page.relative_to(pages.DOCS)).with_suffix(".html").is_file(), page
 
+    def test_lists_and_tables_are_seen_as_such(self, site):
+        """Where Markdown is shown as it is, one may follow text without an empty line between."""
+        for page in site.rglob("*.html"):
+            assert re.findall(r"^(?:- |\| ).*", page.read_text(), re.MULTILINE) == [], page
+
     def test_every_block_can_be_copied(self, site):
         """The button is made by the theme for each ``<code>`` of a block."""
         assert "content.code.copy" in (site / "index.html").read_text()
