@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from absorbed_mla.export import hf_weights
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import pages
 from tests.support.commands import require_command
 from tests.support.fragments import require_fragment
@@ -198,6 +199,14 @@ class TestLinks:
             (index.parent / p).resolve() for p in re.findall(r"\]\(([\w./-]+\.md)", TEXTS[index])
         }
         assert {page.resolve() for page in index.parent.glob("*.md")} - {index.resolve()} <= linked
+
+
+def test_backends_of_the_page_are_those_that_are_there():
+    """Their table says more than the registry knows, so that no script writes it."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (?:absorbed|expanded|both)", TEXTS[pages.DOCS / "attention.md"], re.M
+    )
+    assert sorted(rows) == sorted(ATTENTION_BACKENDS.names())
 
 
 class TestReadme:
