@@ -32,6 +32,7 @@ from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.megatron_interface import MegatronInterface
+from absorbed_mla.megatron_names import ATTENTION, GENERATION, PP_LAYER_OFFSET
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.norm import has_few_rows
 from absorbed_mla.offloading import StageOffloading, on_device
@@ -312,7 +313,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         few = has_few_rows(kv_down) and not self.sequence_parallel
         at_once = few and self.latent_writer.may_run(*norms, kv_down)
         kv = kv_down if at_once else self._latent(kv_down)
-        layer_offset = self._get_pp_layer_offset_for_inference
+        layer_offset = getattr(self, PP_LAYER_OFFSET.name, None)
+        if layer_offset is None:
+            GENERATION.require({ATTENTION: self})
         step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
         cos_sin = self.cached_attention.cos_sin(step, self.rotary, kv.device)
         kv = step.pack(kv)

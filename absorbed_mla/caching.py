@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+_RUN: ContextVar[object | None] = ContextVar("full_cuda_graph", default=None)
 
 
 class DerivedTables:
@@ -38,3 +41,22 @@ class DerivedTables:
             if len(self._results) > self._maxsize:
                 self._results.popitem(last=False)
         return result
+
+
+@contextlib.contextmanager
+def full_cuda_graph() -> Iterator[None]:
+    """Around all layers of one run of a step that a CUDA graph holds as a whole.
+
+    They may share tables that the first of them makes: each replay makes them anew. In graphs of
+    single layers each layer makes its own.
+    """
+    token = _RUN.set(object())
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def this_run() -> object | None:
+    """What tells one run of a whole step from another; None outside of one."""
+    return _RUN.get()

@@ -11,8 +11,24 @@ import collections
 import contextlib
 import ctypes
 import functools
+import importlib
+import logging
+from collections.abc import Callable
 
 import torch
+
+from absorbed_mla.log_once import log_once
+from absorbed_mla.megatron_names import (
+    CPU_HOST,
+    GET_RNG_STATE,
+    IS_CUDA,
+    MOVE_COUNTS,
+    SET_RNG_STATE,
+    SHARE_STORAGE,
+    MegatronName,
+)
+
+logger = logging.getLogger(__name__)
 
 _ENABLED = False
 # Tensor factories that Megatron calls with pin_memory=True or device="cuda".
@@ -109,30 +125,32 @@ def _on_cpu(function):
 
 
 def _replace_rng_state() -> None:
-    from megatron.core.tensor_parallel import random as host_random
-
-    host_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    host_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _replace(GET_RNG_STATE, lambda *args, **kwargs: torch.get_rng_state())
+    _replace(SET_RNG_STATE, lambda state, *args, **kwargs: torch.set_rng_state(state))
 
 
 def _replace_compiled_parts() -> None:
     """Avoid the C++ compiler, which Megatron calls at run time for two things."""
-    from megatron.core.tensor_parallel import random as host_random
-
     # torch.compile of small functions, which also fails in folders with a space in their name.
     torch.compiler.set_stance("force_eager")
-    host_random._get_share_storage = lambda: _copy_storage
+    _replace(SHARE_STORAGE, lambda: _copy_storage)
 
 
 def _replace_device_checks() -> None:
     """Two places that ask a tensor whether it is on a GPU."""
-    from megatron.core.inference import communication_utils
-    from megatron.core.transformer.moe import token_dispatcher
-
     # What pipeline stages broadcast while they generate.
-    communication_utils._is_cuda = lambda tensor: None
+    _replace(IS_CUDA, lambda tensor: None)
     # How many tokens the all-to-all dispatcher sends to each rank of experts.
-    token_dispatcher.maybe_move_tensor_to_cpu = _counts_on_cpu
+    _replace(MOVE_COUNTS, _counts_on_cpu)
+
+
+def _replace(name: MegatronName, function: Callable) -> None:
+    """Replace a function of Megatron's, if this release has it."""
+    module = importlib.import_module(name.owner)
+    if missing := name.missing_in(module):
+        log_once(logger, f"{CPU_HOST.what} replaces no {name.name}", missing)
+    else:
+        name.replace(module, function)
 
 
 def _counts_on_cpu(counts, as_numpy: bool = False, record_stream: bool = False):

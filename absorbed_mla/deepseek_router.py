@@ -23,11 +23,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from absorbed_mla.megatron_names import CHOICE_OF_EXPERTS, CHOOSE_EXPERTS, ROUTING, used_by
 from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
 from absorbed_mla.packed_router import PackedRouter
 
-# What Megatron's routing calls to choose experts, and what this file puts in its place.
-_CHOICE = "topk_routing_with_score_function"
 # Values of moe_router_load_balancing_type with which Megatron chooses in another way.
 _OWN_CHOICE = {"sinkhorn", "quantile_balancing"}
 
@@ -132,17 +131,13 @@ def _routing_with(options: AbsorbedMLAOptions) -> Callable:
         ValueError: If there is no such call.
     """
     host = TopKRouter.routing
-    if _CHOICE not in host.__code__.co_names:
-        raise ValueError(
-            f"{' and '.join(ROUTER_OPTIONS)} do not work with this release of Megatron, whose "
-            f"router does not call {_CHOICE}"
-        )
+    CHOICE_OF_EXPERTS.require({ROUTING: used_by(host)})
     choice = functools.partial(
         topk_routing,
         group_score_topk=options.moe_router_group_score_topk,
         norm_topk_prob=options.moe_router_norm_topk_prob,
     )
-    names = {**host.__globals__, _CHOICE: choice}
+    names = {**host.__globals__, CHOOSE_EXPERTS.name: choice}
     routing = types.FunctionType(
         host.__code__, names, host.__name__, host.__defaults__, host.__closure__
     )

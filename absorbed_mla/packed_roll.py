@@ -19,9 +19,10 @@ from torch import Tensor
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategy import group_of_call
 from absorbed_mla.inference.prefill_context_parallel import gather
+from absorbed_mla.megatron_names import PACKED_MTP, PREDICTION, ROLL_TENSOR
 from absorbed_mla.sequences import SequenceLayout
 
-_megatrons_roll = getattr(host, "roll_tensor", None)
+_megatrons_roll = getattr(host, ROLL_TENSOR.name, None)
 
 
 def correct_packed_roll() -> None:
@@ -29,8 +30,8 @@ def correct_packed_roll() -> None:
 
     All pipeline stages need it: the loss is the last one's, also where that has no layer of MTP.
     """
-    if _megatrons_roll is not None and host.roll_tensor is _megatrons_roll:
-        host.roll_tensor = roll_tensor
+    if _megatrons_roll is not None and getattr(host, ROLL_TENSOR.name, None) is _megatrons_roll:
+        ROLL_TENSOR.replace(host, roll_tensor)
 
 
 def require_packed_roll() -> None:
@@ -39,11 +40,7 @@ def require_packed_roll() -> None:
     Raises:
         ValueError: If it has no ``roll_tensor``.
     """
-    if _megatrons_roll is None:
-        raise ValueError(
-            f"mtp_num_layers needs a Megatron with {host.__name__}.roll_tensor, as 0.19 has, "
-            "which is corrected for packs with padding between documents; this one has none"
-        )
+    PACKED_MTP.require({PREDICTION: host})
 
 
 def roll_tensor(

@@ -7,12 +7,17 @@ what ``TopKRouter`` does. :func:`use_packed_router` puts it into a block spec.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from absorbed_mla.megatron_names import EXPERT_BIAS, EXPERT_BIAS_OF_PACKS, ROUTER
 
 
 class PackedRouter(TopKRouter):
@@ -22,7 +27,20 @@ class PackedRouter(TopKRouter):
     number of real tokens of the rank, or (0.19) of all ranks of the tensor- and context-parallel
     group. The first differs between ranks, the second counts every token once per rank. The
     gradients of the ranks are summed, so the right factor is the mean over the group.
+
+    Args:
+        config: Of the model.
+        args: The other arguments of Megatron's router.
+        kwargs: The same, by name.
+
+    Raises:
+        ValueError: If experts have a bias, which this release of Megatron updates in another way.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        if config.moe_router_enable_expert_bias:
+            EXPERT_BIAS_OF_PACKS.require({ROUTER: TopKRouter})
+        super().__init__(config, *args, **kwargs)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts.
@@ -51,10 +69,16 @@ class PackedRouter(TopKRouter):
             activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, **options
         )
 
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Megatron 0.19 combines the routing map [tokens, experts] with a mask [tokens].
-        mask = None if padding_mask is None else padding_mask[:, None]
-        super()._apply_expert_bias(routing_map, padding_mask=mask)
+
+def _apply_expert_bias(
+    router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
+    # Megatron 0.19 combines the routing map [tokens, experts] with a mask [tokens].
+    mask = None if padding_mask is None else padding_mask[:, None]
+    EXPERT_BIAS.of(TopKRouter)(router, routing_map, padding_mask=mask)
+
+
+EXPERT_BIAS.replace(PackedRouter, _apply_expert_bias)
 
 
 def use_packed_router(

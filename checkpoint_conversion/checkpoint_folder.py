@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from checkpoint_conversion.config_fields import shown
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.hub_cache import SNAPSHOTS, is_model_folder, is_own_blob
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -226,8 +226,7 @@ def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]
             files[name] = file_inside(folder, name, follow_links=follow_links)
         except CheckpointError as error:
             problems.append(str(error))
-    if problems:
-        raise CheckpointError(f"{folder} holds what cannot be read:", problems)
+    raise_problems(f"{folder} holds what cannot be read:", problems)
     return files
 
 

@@ -9,12 +9,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from checkpoint_conversion.checkpoint_folder import require_kind
 from checkpoint_conversion.command_line import parse_arguments, target_options
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.target_folder import check_places, refuse_existing
 
+# How checkpoints are read.
+_HOW = ("hf_config", "follow_links", "drop_tokens")
 DONE, DIFFERENT, REFUSED, FILE_SYSTEM, BUG, INTERRUPTED = 0, 1, 3, 4, 70, 130
 
 
@@ -58,16 +61,9 @@ def _convert(args: argparse.Namespace) -> int:
         args.target,
         args.to,
         target_options(args),
-        force=args.force,
-        resume=args.resume,
-        exclude_mtp=args.exclude_mtp,
-        workers=args.workers,
-        strict_values=args.strict_values,
-        hf_config=args.hf_config,
-        follow_links=args.follow_links,
-        drop_tokens=args.drop_tokens,
-        dry_run=args.dry_run,
         reporter=reporter_for(),
+        **_given(args, "force", "resume", "exclude_mtp", "workers", "strict_values", "dry_run"),
+        **_given(args, *_HOW),
     )
     _print(args, report.as_json, report.lines)
     return DONE
@@ -76,7 +72,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from checkpoint_conversion.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(args.path, args.hf_config, args.follow_links, args.drop_tokens)
+    inspection = inspect_checkpoint(args.path, **_given(args, *_HOW))
     _print(args, inspection.as_json, inspection.lines)
     return REFUSED if inspection.problems else DONE
 
@@ -85,24 +81,20 @@ def _verify(args: argparse.Namespace) -> int:
     from checkpoint_conversion.progress import reporter_for
     from checkpoint_conversion.verify import verify
 
-    # Options that are not given have their defaults in verify().
-    optional = {name: getattr(args, name) for name in ("logits_tolerance", "max_tokens")}
     report = verify(
         args.a,
         args.b,
-        hf_config=args.hf_config,
-        follow_links=args.follow_links,
-        drop_tokens=args.drop_tokens,
-        exclude_mtp=args.exclude_mtp,
-        tolerance=args.tolerance,
-        logits=args.logits,
-        text=args.text,
-        workers=args.workers,
         reporter=reporter_for(),
-        **{name: value for name, value in optional.items() if value is not None},
+        **_given(args, "exclude_mtp", "tolerance", "logits", "text", "workers"),
+        **_given(args, "logits_tolerance", "max_tokens", *_HOW),
     )
     _print(args, report.as_json, report.lines)
     return DONE if report.accepted else DIFFERENT
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options by name; those that are not given have their defaults in the functions."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 _COMMANDS = {"convert": _convert, "inspect": _inspect, "verify": _verify}

@@ -78,26 +78,14 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     _add_exclude_mtp(parser)
     _add_reading(parser)
     _add_workers(parser)
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace DST, after success, if it is a checkpoint or empty; default: refuse a DST "
+    _add_switches(
+        parser,
+        force="replace DST, after success, if it is a checkpoint or empty; default: refuse a DST "
         "that exists",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue an interrupted conversion, if there is one; default: start anew",
-    )
-    parser.add_argument(
-        "--strict-values",
-        action="store_true",
-        help="refuse tensors that hold NaN or infinite values; default: convert and report them",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would be written and write nothing; default: write it",
+        resume="continue an interrupted conversion, if there is one; default: start anew",
+        strict_values="refuse tensors that hold NaN or infinite values; default: convert and "
+        "report them",
+        dry_run="print what would be written and write nothing; default: write it",
     )
     _add_json(parser)
     return parser
@@ -164,26 +152,23 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         help="the model's config.json, for a Megatron checkpoint that does not hold it; default: "
         "the checkpoint's own arguments or config.json",
     )
-    parser.add_argument(
-        "--drop-tokens",
-        action="store_true",
-        help="let --hf-config leave out tokens that a Megatron checkpoint has by its own config or "
-        "arguments; default: refuse it",
+    _add_switches(
+        parser,
+        drop_tokens="let --hf-config leave out tokens that a Megatron checkpoint has by its own "
+        "config or arguments; default: refuse it",
+        follow_links="read through links that lead out of the folder; default: refuse them, but "
+        "for a snapshot's in the Hugging Face hub's cache",
     )
-    parser.add_argument(
-        "--follow-links",
-        action="store_true",
-        help="read through links that lead out of the folder; default: refuse them, but for a "
-        "snapshot's in the Hugging Face hub's cache",
-    )
+
+
+def _add_switches(parser: argparse.ArgumentParser, **switches: str) -> None:
+    for name, text in switches.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
 def _add_exclude_mtp(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--exclude-mtp",
-        action="store_true",
-        help="leave out multi-token-prediction layers; default: keep them",
-    )
+    text = "leave out multi-token-prediction layers; default: keep them"
+    _add_switches(parser, exclude_mtp=text)
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -191,11 +176,8 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document on stdout; default: text for people",
-    )
+    text = "print one JSON document on stdout; default: text for people"
+    _add_switches(parser, json=text)
 
 
 def _target(to: str) -> str:

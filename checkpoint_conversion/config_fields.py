@@ -1,20 +1,21 @@
-"""Reading config.json: typed fields of an untrusted dictionary, and the rotary embedding.
+"""Typed fields of an untrusted dictionary: config.json, or the arguments in a checkpoint.
 
-Everything that is wrong is collected, so that one run finds all problems. ``rope_theta`` and
-``rope_scaling`` are transformers 4's names; transformers 5 has both in ``rope_parameters``.
+Everything that is wrong is collected, so that one run finds all problems.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 
-_MOST_POSITIONS = 2**31
-_MOST = 1e12
-MOST_EXPERTS = 2**16
+# Bounds far above any model, so that a broken file cannot fill the memory with names.
+MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
+MOST_WIDTH, MOST_VOCABULARY, MOST_POSITIONS = 2**20, 2**24, 2**31
+MOST_EXPERTS, MOST_EXPERTS_OF_ALL_LAYERS = 2**16, 2**18
+MOST = 1e12
 
 
 class _Shown(reprlib.Repr):
@@ -48,16 +49,31 @@ class Fields:
         values: The dictionary.
         problems: Receives one line per problem.
         prefix: Precedes every field name in messages.
+        names: Names that the dictionary has for fields, where they differ from those asked for.
+        defaults: Values of missing fields, before those of the methods.
     """
 
-    def __init__(self, values: Mapping[str, object], problems: list[str], prefix: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        problems: list[str],
+        prefix: str = "",
+        *,
+        names: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self._values = values
         self.problems = problems
         self._prefix = prefix
+        self._names, self._defaults = names or {}, defaults or {}
+
+    def name(self, name: str) -> str:
+        """What the dictionary calls a field."""
+        return self._names.get(name, name)
 
     def raw(self, name: str) -> object:
         """The value as it is; None if there is none."""
-        return self._values.get(name)
+        return self._values.get(self.name(name))
 
     def given(self, name: str) -> bool:
         """Whether there is a value that is not null."""
@@ -65,7 +81,7 @@ class Fields:
 
     def null(self, name: str) -> bool:
         """Whether the field is there and null."""
-        return name in self._values and self.raw(name) is None
+        return self.name(name) in self._values and self.raw(name) is None
 
     def equals(self, name: str, expected: object) -> bool:
         """Whether the value is a bool, number or string and equal to ``expected``."""
@@ -74,20 +90,48 @@ class Fields:
 
     def wrong(self, name: str, accepted: str) -> None:
         """Record that a field is missing or has a value that is not accepted."""
+        field = self._prefix + self.name(name)
         if self.given(name):
-            got = shown(self.raw(name))
-            self.problems.append(f"{self._prefix}{name} must be {accepted}, got {got}")
+            problem = f"{field} must be {accepted}, got {shown(self.raw(name))}"
         else:
-            self.problems.append(f"{self._prefix}{name} is missing; it must be {accepted}")
+            problem = f"{field} is missing; it must be {accepted}"
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def only(self, name: str, value: object, accepted: str | None = None) -> None:
+        """Record a field that is there with another value than ``value``; None: any value.
+
+        Args:
+            name: Of the field.
+            value: 0 does not equal False.
+            accepted: What it must be, as an error says it; None: the value.
+        """
+        boolean = isinstance(self.raw(name), bool) == isinstance(value, bool)
+        if self.given(name) and not (boolean and self.equals(name, value)):
+            self.wrong(name, accepted or shown(value))
+
+    def at(self, path: str) -> tuple[Fields | None, str]:
+        """The fields that a path such as ``"rope_scaling.factor"`` leads into, and the last name.
+
+        None if a section on the way is missing.
+        """
+        fields: Fields | None = self
+        *sections, name = path.split(".")
+        for section in sections:
+            fields = fields and fields.section(section)
+        return fields, name
+
+    def _default(self, name: str, default: Any) -> Any:
+        """The value of a field that is not given; None if it must be."""
+        return None if self.given(name) else self._defaults.get(name, default)
 
     def raise_problems(self, summary: str) -> None:
         """Raise an error if any problem was recorded."""
-        if self.problems:
-            raise CheckpointError(summary, self.problems)
+        raise_problems(summary, self.problems)
 
     def integer(self, name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
         """An integer from ``least`` to ``most``; without a default it must be there."""
-        if not self.given(name) and default is not None:
+        if (default := self._default(name, default)) is not None:
             return default
         return self._integer(name, least, most, f"an integer from {least} to {most}")
 
@@ -108,7 +152,7 @@ class Fields:
         self, name: str, least: float, most: float, *, default: float | None = None
     ) -> float:
         """A number from ``least`` to ``most``; without a default it must be there."""
-        if not self.given(name) and default is not None:
+        if (default := self._default(name, default)) is not None:
             return default
         value = self.raw(name)
         # Not a number compares as false.
@@ -123,7 +167,9 @@ class Fields:
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false."""
-        value = self.raw(name) if self.given(name) else default
+        if not self.given(name):
+            return self._default(name, default)
+        value = self.raw(name)
         if isinstance(value, bool):
             return value
         self.wrong(name, "true or false")
@@ -131,7 +177,7 @@ class Fields:
 
     def choice(self, name: str, accepted: Sequence[str], default: str | None = None) -> str:
         """One of some strings; without a default it must be there."""
-        if not self.given(name) and default is not None:
+        if (default := self._default(name, default)) is not None:
             return default
         value = self.raw(name)
         if isinstance(value, str) and value in accepted:
@@ -148,101 +194,3 @@ class Fields:
             self.wrong(name, "an object")
             return None
         return Fields(value, self.problems, f"{self._prefix}{name}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """A rotary embedding; fields are named like Megatron's options.
-
-    Without YaRN ``rotary_scaling_factor`` is 1 and the fields after it have no effect.
-
-    Attributes:
-        rope_type: ``"rope"`` or ``"yarn"``.
-        mscale: Scales cosine and sine, together with ``mscale_all_dim``.
-        mscale_all_dim: Scales the softmax.
-    """
-
-    rotary_base: float
-    rope_type: str = "rope"
-    rotary_scaling_factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 1.0
-
-    def hugging_face(self) -> dict[str, object]:
-        """The fields of config.json, in transformers 4's style, which all releases read."""
-        scaling = None
-        if self.rope_type == "yarn":
-            scaling = {
-                "type": "yarn",
-                "rope_type": "yarn",
-                "factor": self.rotary_scaling_factor,
-                "original_max_position_embeddings": self.original_max_position_embeddings,
-                "beta_fast": self.beta_fast,
-                "beta_slow": self.beta_slow,
-                "mscale": self.mscale,
-                "mscale_all_dim": self.mscale_all_dim,
-            }
-        return {"rope_theta": self.rotary_base, "rope_scaling": scaling}
-
-
-def read_rotary(fields: Fields, part: float = 1.0) -> Rotary:
-    """Read the rotary embedding from config.json.
-
-    Args:
-        fields: Fields of the whole file.
-        part: Value that ``partial_rotary_factor`` must have if it is given.
-    """
-    _check_part(fields, part)
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [_read_scaling(fields, section, part) for section in (new, old) if section is not None]
-    if len(found) == 2 and found[0] != found[1]:
-        fields.problems.append(
-            "rope_parameters and rope_scaling must agree, got "
-            f"{shown(fields.raw('rope_parameters'))} and {shown(fields.raw('rope_scaling'))}"
-        )
-    return found[0] if found else Rotary(rotary_base=_base(fields))
-
-
-def _check_part(fields: Fields, part: float) -> None:
-    """Record a ``partial_rotary_factor`` that leaves some of the rotary channels as they are."""
-    if fields.given("partial_rotary_factor") and not fields.equals("partial_rotary_factor", part):
-        fields.wrong("partial_rotary_factor", f"{part:g}")
-
-
-def _read_scaling(fields: Fields, section: Fields, part: float) -> Rotary:
-    _check_part(section, part)
-    base = _base(section if section.given("rope_theta") else fields)
-    kind = "rope_type" if section.given("rope_type") else "type"
-    if section.choice(kind, ("yarn", "default"), "default") == "default":
-        return Rotary(rotary_base=base)
-    # Transformers has these for YaRN; Megatron's MLA does not.
-    for name, neutral in (("attention_factor", None), ("truncate", True)):
-        if section.given(name) and section.raw(name) is not neutral:
-            section.wrong(name, "left out: Megatron's MLA has no such option")
-    mscale_all_dim = section.number("mscale_all_dim", 0.0, _MOST, default=0.0)
-    if mscale_all_dim:
-        mscale = section.number("mscale", 1e-6, _MOST)
-    else:
-        # Transformers ignores mscale unless mscale_all_dim is there too.
-        section.number("mscale", 0.0, _MOST, default=1.0)
-        mscale = 1.0
-    return Rotary(
-        rotary_base=base,
-        rope_type="yarn",
-        rotary_scaling_factor=section.number("factor", 1.0, _MOST),
-        original_max_position_embeddings=section.integer(
-            "original_max_position_embeddings", _MOST_POSITIONS
-        ),
-        # Transformers takes the default for 0.
-        beta_fast=section.number("beta_fast", 1e-6, _MOST, default=32.0),
-        beta_slow=section.number("beta_slow", 1e-6, _MOST, default=1.0),
-        mscale=mscale,
-        mscale_all_dim=mscale_all_dim,
-    )
-
-
-def _base(fields: Fields) -> float:
-    return fields.number("rope_theta", 1e-6, _MOST, default=10000.0)

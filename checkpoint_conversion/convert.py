@@ -6,11 +6,11 @@ import errno
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
-from checkpoint_conversion.config_fields import Fields
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
@@ -67,11 +67,9 @@ def convert(
     exclude_mtp: bool = False,
     workers: int | None = None,
     strict_values: bool = False,
-    hf_config: Path | None = None,
-    follow_links: bool = False,
-    drop_tokens: bool = False,
     dry_run: bool = False,
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> ConversionReport:
     """Convert a checkpoint.
 
@@ -88,12 +86,9 @@ def convert(
         exclude_mtp: Leave out the multi-token-prediction layers.
         workers: Threads that read and write; None: 4.
         strict_values: Refuse tensors that hold NaN or infinite values, instead of reporting them.
-        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
-        follow_links: Whether links may lead out of the source.
-        drop_tokens: Whether tokens of a Megatron checkpoint that ``hf_config`` does not have may be
-            lost.
         dry_run: Only plan, from the headers; write nothing.
         reporter: Receives progress messages.
+        how: Further fields of :class:`Source`.
 
     Raises:
         CheckpointError: If the source cannot be read or converted, or the target may not be
@@ -105,7 +100,7 @@ def convert(
     check_places(source, target)
     if not resume:
         refuse_existing(target, force, weights_of)
-    checkpoint = open_checkpoint(source, hf_config, follow_links, drop_tokens)
+    checkpoint = open_checkpoint(source, **how)
     if to == "hf":
         _refuse_megatrons_routing(checkpoint.config)
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
@@ -113,7 +108,7 @@ def convert(
         return ConversionReport(plan=plan, target=target, dry_run=True)
     folder = TargetFolder(target, force, weights_of)
     conversion = _Conversion(
-        plan, folder, fingerprint_of(plan, options, hf_config), reporter, strict_values
+        plan, folder, fingerprint_of(plan, options, how.get("hf_config")), reporter, strict_values
     )
     try:
         with folder:
@@ -142,11 +137,8 @@ def convert(
 
 def _refuse_megatrons_routing(config: ModelConfig) -> None:
     """Raise an error for a model whose config.json would describe another router."""
-    problems = only_megatrons(Fields(config.hugging_face, []))
-    if problems:
-        raise CheckpointError(
-            "transformers would choose other experts, or weigh them otherwise:", problems
-        )
+    problems = only_megatrons(config)
+    raise_problems("transformers would choose other experts, or weigh them otherwise:", problems)
 
 
 def memory_for(plan: ConversionPlan) -> int:
@@ -268,8 +260,7 @@ class _Conversion:
             return
         records = (record for one in written for record in one.tensors)
         found = [not_finite_line(record) for record in records if record.not_finite]
-        if found:
-            raise CheckpointError("--strict-values: tensors hold values not finite:", found)
+        raise_problems("--strict-values: tensors hold values not finite:", found)
 
     def _check_space(self, left: int) -> None:
         auxiliary = sum(file.stat().st_size for file in self._plan.checkpoint.auxiliary.values())
@@ -313,5 +304,4 @@ class _Conversion:
     def _check_unchanged(self) -> None:
         now = source_files(self._plan.checkpoint.path)
         changed = list(differences(self._fingerprint["source file"], now))
-        if changed:
-            raise CheckpointError("The source was changed while it was being read:", changed)
+        raise_problems("The source was changed while it was being read:", changed)

@@ -19,6 +19,12 @@ class CheckpointError(ValueError):
         super().__init__("\n".join((summary, *(f"  {problem}" for problem in self.problems))))
 
 
+def raise_problems(summary: str, problems: Sequence[str]) -> None:
+    """Raise a :class:`CheckpointError` if there are any problems."""
+    if problems:
+        raise CheckpointError(summary, problems)
+
+
 class KnownNames:
     """Finds the known name that is most like an unknown one, ignoring numbers in names."""
 

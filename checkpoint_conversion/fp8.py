@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -28,19 +27,8 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 SCALE_FORMATS = ("float", "ue8m0")
 SCALE_SUFFIX = "_scale_inv"
 LARGEST = 448.0  # of e4m3
-# The linear layers of attention and MLPs, and the indexer's wq_b and wk, as in DeepSeek-V3.2 and
-# GLM-5-FP8. Not the indexer's weights_proj, eh_proj, router, embedding, output layer or norms.
-_QUANTISED = re.compile(
-    r".+\.(?:self_attn\.indexer\.(?:wq_b|wk)"
-    r"|(?:self_attn|mlp)\.(?!indexer\.).+_proj(?:_with_mqa)?)\.weight"
-)
 # Memory per value while a slab of 128 rows is converted: up to four float32 temporaries.
 _SLAB_BYTES = 16
-
-
-def is_quantised(name: str) -> bool:
-    """Whether DeepSeek's FP8 checkpoints have the weight of this Hugging Face name in FP8."""
-    return _QUANTISED.fullmatch(name) is not None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,22 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.config_fields import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_WIDTH,
+    Fields,
+)
+from checkpoint_conversion.model_type import ModelType, SparseAttention, convertible, of_arguments
 
-# Model types with an indexer -> whether its rotated channels are pairs of neighbours.
-INTERLEAVED = {"deepseek_v32": False, "glm_moe_dsa": True}
 K_NORM_EPSILON = 1e-6
-# End of the name of an indexer's head weights. What transformers keeps in float32 because a rounded
-# one selects other keys.
-HEAD_WEIGHTS = "indexer.weights_proj.weight"
-_MOST_HEADS, _MOST_WIDTH, _MOST_KEYS, _MOST_LAYERS = 2**14, 2**20, 2**31, 2**12
 _DIMENSIONS = {
-    "heads": ("index_n_heads", "dsa_indexer_n_heads", _MOST_HEADS),
-    "width": ("index_head_dim", "dsa_indexer_head_dim", _MOST_WIDTH),
-    "topk": ("index_topk", "dsa_indexer_topk", _MOST_KEYS),
+    "heads": ("index_n_heads", "dsa_indexer_n_heads", MOST_HEADS),
+    "width": ("index_head_dim", "dsa_indexer_head_dim", MOST_WIDTH),
+    "topk": ("index_topk", "dsa_indexer_topk", MOST_POSITIONS),
 }
-FIELDS = tuple(name for name, _, _ in _DIMENSIONS.values())
-_SCHEDULE = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 _TYPES = {"full": True, "shared": False, "F": True, "S": False}
 
 
@@ -56,19 +55,18 @@ class Indexer:
         return max(layer + 1 - self.skip_topk_offset, 0) % self.topk_freq == 0
 
 
-def read_indexer(fields: Fields, model_type: str, layers: int) -> Indexer | None:
+def read_indexer(fields: Fields, model: ModelType, layers: int) -> Indexer | None:
     """Read config.json; None for a model type that has no indexer.
 
     Args:
         fields: Of the whole file; what cannot be converted is recorded as a problem.
-        model_type: Of the model.
+        model: Its model type.
         layers: Number of decoder layers.
     """
-    if model_type not in INTERLEAVED:
-        for name in FIELDS:
-            if fields.given(name):
-                having = " and ".join(INTERLEAVED)
-                fields.wrong(name, f"left out: sparse attention is that of {having}")
+    if model.sparse is None:
+        having = " and ".join(name for name, one in convertible().items() if one.sparse)
+        for name, _, _ in _DIMENSIONS.values():
+            fields.only(name, None, f"left out: sparse attention is that of {having}")
         return None
     sizes = {size: fields.integer(name, most) for size, (name, _, most) in _DIMENSIONS.items()}
     rope = fields.raw("qk_rope_head_dim")
@@ -78,16 +76,18 @@ def read_indexer(fields: Fields, model_type: str, layers: int) -> Indexer | None
         fields.problems.append(
             "q_lora_rank must be an integer: the indexer reads the compressed query; got null"
         )
-    interleaved = INTERLEAVED[model_type]
+    interleaved = model.sparse.interleaved
     if fields.boolean("indexer_rope_interleave", interleaved) != interleaved:
-        fields.wrong("indexer_rope_interleave", f"{str(interleaved).lower()} in {model_type}")
-    freq, offset = _read_schedule(fields, model_type, layers)
+        fields.wrong("indexer_rope_interleave", f"{str(interleaved).lower()} in {model.name}")
+    source, (freq, offset) = _read_schedule(fields, layers)
+    if freq > 1 and not model.sparse.shared:
+        fields.wrong(source, f"left out: every layer of a {model.name} has an indexer")
     return Indexer(**sizes, topk_freq=freq, skip_topk_offset=offset)
 
 
-def _read_schedule(fields: Fields, model_type: str, layers: int) -> tuple[int, int]:
-    """``topk_freq`` and ``skip_topk_offset``; the first of ``_SCHEDULE`` that is given decides."""
-    source = next(filter(fields.given, _SCHEDULE[:2]), None)
+def _read_schedule(fields: Fields, layers: int) -> tuple[str, tuple[int, int]]:
+    """The field that decides, ``topk_freq`` and ``skip_topk_offset``."""
+    source = next(filter(fields.given, ("indexer_types", "index_topk_pattern")), None)
     if source is not None:
         kinds = fields.raw(source)
         known = isinstance(kinds, list | str) and all(
@@ -95,23 +95,20 @@ def _read_schedule(fields: Fields, model_type: str, layers: int) -> tuple[int, i
         )
         if not known or len(kinds) != layers:
             fields.wrong(source, f"a list of {layers}, each 'full' or 'shared'")
-            return 1, 1
+            return source, (1, 1)
         selects = [_TYPES[kind] for kind in kinds]
     else:
         source = "index_topk_freq"
-        freq = fields.integer(source, _MOST_LAYERS, default=1)
+        freq = fields.integer(source, MOST_LAYERS, default=1)
         # The default of transformers.
-        offset = fields.integer("index_skip_topk_offset", _MOST_LAYERS, least=0, default=2)
+        offset = fields.integer("index_skip_topk_offset", MOST_LAYERS, least=0, default=2)
         selects = [max(layer + 1 - offset, 0) % freq == 0 for layer in range(layers)]
     found = schedule_of(selects)
     if found is None:
         fields.wrong(
             source, "some first layers with an indexer, then every N-th: Megatron has no other"
         )
-        return 1, 1
-    if found != (1, 1) and model_type != "glm_moe_dsa":
-        fields.wrong(source, f"left out: every layer of a {model_type} has an indexer")
-    return found
+    return source, found or (1, 1)
 
 
 def schedule_of(selects: Sequence[bool]) -> tuple[int, int] | None:
@@ -131,21 +128,20 @@ def schedule_of(selects: Sequence[bool]) -> tuple[int, int] | None:
     return freq, offset
 
 
-def indexer_args(indexer: Indexer | None, model_type: str) -> dict[str, object]:
+def indexer_args(indexer: Indexer | None, sparse: SparseAttention | None) -> dict[str, object]:
     """Megatron's arguments; none for a model without sparse attention."""
-    if indexer is None:
+    if indexer is None or sparse is None:
         return {}
-    interleaved = INTERLEAVED[model_type]
     power_of_two = indexer.width & (indexer.width - 1) == 0
     return {
         "experimental_attention_variant": "dsa",
         **{argument: getattr(indexer, size) for size, (_, argument, _) in _DIMENSIONS.items()},
         "dsa_indexer_topk_freq": indexer.topk_freq,
         "dsa_indexer_skip_topk_offset": indexer.skip_topk_offset,
-        "dsa_indexer_rope_interleaved": interleaved,
+        "dsa_indexer_rope_interleaved": sparse.interleaved,
         # DeepSeek's own code has the Hadamard transform; products of queries and keys keep their
         # values, so that it says nothing about the weights.
-        "dsa_indexer_rotate_activation": not interleaved and power_of_two,
+        "dsa_indexer_rotate_activation": not sparse.interleaved and power_of_two,
         "dsa_indexer_scoring_relu": True,
         "dsa_indexer_k_norm_epsilon": K_NORM_EPSILON,
     }
@@ -169,14 +165,15 @@ def read_indexer_args(fields: Fields, norm_epsilon: float) -> dict[str, object]:
     if fields.number(epsilon, 1e-12, 1.0, default=norm_epsilon) != K_NORM_EPSILON:
         accepted = f"{K_NORM_EPSILON:g}, as in the models of transformers"
         fields.wrong(epsilon, accepted)
-    freq = fields.integer("dsa_indexer_topk_freq", _MOST_LAYERS, default=1)
-    offset = fields.integer("dsa_indexer_skip_topk_offset", _MOST_LAYERS, least=0, default=0)
+    freq = fields.integer("dsa_indexer_topk_freq", MOST_LAYERS, default=1)
+    offset = fields.integer("dsa_indexer_skip_topk_offset", MOST_LAYERS, least=0, default=0)
     layers = fields.raw("num_layers")
     if fields.boolean("dsa_indexer_rope_interleaved", default=False):
         config["indexer_rope_interleave"] = True
     if freq == 1 or not isinstance(layers, int):
         return config
-    if model_type_of(fields) != "glm_moe_dsa":
+    sparse = sparse_model(fields).sparse
+    if sparse is None or not sparse.shared:
         fields.wrong(
             "dsa_indexer_topk_freq",
             "1 without dsa_indexer_rope_interleaved: every layer of DeepSeek-V3.2 has an indexer",
@@ -195,7 +192,7 @@ def has_indexer_args(fields: Fields) -> bool:
     return fields.equals("experimental_attention_variant", "dsa")
 
 
-def model_type_of(fields: Fields) -> str:
+def sparse_model(fields: Fields) -> ModelType:
     """The model type of Megatron's arguments with sparse attention."""
     interleaved = fields.equals("dsa_indexer_rope_interleaved", True)
-    return next(kind for kind, pairs in INTERLEAVED.items() if pairs == interleaved)
+    return of_arguments("sigmoid", interleaved)

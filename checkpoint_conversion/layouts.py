@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from absorbed_mla.checkpoint.layout import LayoutChange, MegatronLayout
 from absorbed_mla.checkpoint.names import ATTENTION_NORMS
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, Rule
 from checkpoint_conversion.model import ModelConfig
@@ -87,8 +87,7 @@ def _in_layout(
     for layer, weights in layers.items():
         changed = change.apply(weights, layer.__add__)
         result.update({layer + name: tensor for name, tensor in changed.items()})
-    if change.problems:
-        raise CheckpointError("The Megatron tensors do not fit the layout:", change.problems)
+    raise_problems("The Megatron tensors do not fit the layout:", change.problems)
     return result
 
 
@@ -114,23 +113,16 @@ def with_padding(tensors: Mapping[str, LazyTensor], rows: int) -> dict[str, Lazy
     return result
 
 
-def without_padding(
-    tensors: Mapping[str, LazyTensor], vocab_size: int
-) -> tuple[dict[str, LazyTensor], int]:
-    """Drop the rows beyond the vocabulary, which no token uses.
-
-    Returns:
-        The tensors, and how many rows each of the two lost.
-    """
-    result, dropped = dict(tensors), 0
+def without_padding(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
+    """Drop the rows beyond the vocabulary, which no token uses."""
+    result = dict(tensors)
     for name in VOCABULARY:
         tensor = tensors.get(name)
         if tensor is not None and tensor.shape and tensor.shape[0] > vocab_size:
-            dropped = tensor.shape[0] - vocab_size
             kept = tensor.narrow(0, 0, vocab_size)
             # Where ranks share the rows, the last may have nothing but padding.
             result[name] = dataclasses.replace(kept, leaves=tensor.leaves)
-    return result, dropped
+    return result
 
 
 def tensor_parallel_rule(name: str) -> Rule | None:

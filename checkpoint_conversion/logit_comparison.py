@@ -25,6 +25,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.mapping import count_parameters, hugging_face_shapes
 from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.source import Source
 
 # Positions whose probabilities are computed at a time, in float64.
 _CHUNK = 32
@@ -61,20 +62,6 @@ class LogitComparison:
     same_choice: float
     origin: str = ""
     evaluated_by: tuple[str, str] = ("", "")
-
-
-@dataclass(frozen=True)
-class Source:
-    """How to open a checkpoint, see :func:`open_checkpoint`."""
-
-    path: Path
-    hf_config: Path | None = None
-    follow_links: bool = False
-    drop_tokens: bool = False
-
-    def open(self) -> Checkpoint:
-        """Read its headers."""
-        return open_checkpoint(self.path, self.hf_config, self.follow_links, self.drop_tokens)
 
 
 def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
@@ -160,9 +147,8 @@ def main() -> None:
     try:
         for side in request["sides"]:
             hf_config = side["hf_config"] and Path(side["hf_config"])
-            checkpoint = Source(
-                **{**side, "path": Path(side["path"]), "hf_config": hf_config}
-            ).open()
+            place = {"path": Path(side["path"]), "hf_config": hf_config}
+            checkpoint = open_checkpoint(**{**side, **place})
             logits.append(checkpoint_logits(checkpoint, tokens))
             libraries.append(library(checkpoint))
     except CheckpointError as error:

@@ -18,24 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
+from checkpoint_conversion.expert_stacks import stacked
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import stacked, to_megatron, without_mtp_layers
+from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
 from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
-# Class prefixes in transformers, for models other than DeepSeek-V3.
-_FAMILIES = {
-    "deepseek_v2": "DeepseekV2",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "mistral4": "Mistral4",
-    "deepseek_v32": "DeepseekV32",
-    "glm_moe_dsa": "GlmMoeDsa",
-}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS_OFF = {
     "masked_softmax_fusion": False,
@@ -98,7 +91,7 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     # Classes chosen by name, so that no code of the checkpoint runs. FP8 is dequantised already.
     fields = dict(config.without_quantisation().hugging_face)
     del fields["model_type"]
-    family = _FAMILIES.get(config.model_type, "DeepseekV3")
+    family = config.model.transformers_class
     tensors = stacked(tensors, config)
     with ReadSession() as session:
         model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
@@ -110,8 +103,7 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
             output_loading_info=True,
         )
     problems = [f"{what}: {name}" for what, names in report.items() for name in sorted(names)]
-    if problems:
-        raise CheckpointError("transformers does not load these weights as they are:", problems)
+    raise_problems("transformers does not load these weights as they are:", problems)
     return model.eval()
 
 

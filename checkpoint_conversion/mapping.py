@@ -1,43 +1,54 @@
 """Converting the tensors of whole models between Hugging Face's and Megatron's names.
 
-Hugging Face's names are DeepSeek's. Files of models of text and images have a prefix before them,
-and those of Mistral 4 hold a layer's experts as one tensor.
+Hugging Face's names are those that the files of the model type have, but for the prefix of a text
+model and for experts in one tensor (``expert_stacks.py``).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from checkpoint_conversion.errors import CheckpointError, KnownNames
+from checkpoint_conversion.errors import KnownNames, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
 from checkpoint_conversion.mapping_table import (
-    GATED,
     LAYER,
     MODEL,
     MTP,
     MTP_DUPLICATES,
-    LayerKind,
     Row,
+    parts_of,
     widths,
 )
 from checkpoint_conversion.model import ModelConfig
 
 Shape = tuple[int, ...]
+_PARTS = re.compile(r"\[(\w+)\|(\w+)\]")
 _COPIES_DIFFER = (
     "hold what Megatron shares between the model and its MTP layers, but differ; --exclude-mtp "
     "leaves the MTP layers out"
+)
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
+_DIFFERS = (
+    "must be equal where tie_word_embeddings is true, but differ; with false both are weights"
 )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A row of the table for one layer (and expert) of a model, with full names."""
+    """A row of the table for one layer (and expert) of a model, with full names.
 
+    Attributes:
+        prefix: What begins Hugging Face's names of the layer; empty outside of layers.
+        hugging_face: One name, or those of the tensors that Megatron has as one.
+        shape: Shape of each of them.
+    """
+
+    prefix: str
     hugging_face: tuple[str, ...]
     megatron: str
     row: Row
@@ -52,41 +63,61 @@ class Pair:
 def pairs(config: ModelConfig) -> Iterator[Pair]:
     """Every tensor of a model with its names on both sides, in the order of the model."""
     sizes = widths(config)
-    embedding, norm, head = MODEL
+    (embedding, *others), of_model = MODEL, parts_of(config)
     indexer = config.indexer
-    yield from _expand(embedding, "", "", config, LayerKind(), sizes)
+    yield from _expand(embedding, "", "", config, of_model, sizes)
     for layer, moe in enumerate(config.moe_layers):
-        kind = LayerKind(moe, indexer is not None and indexer.selects(layer))
+        selects = indexer is not None and indexer.selects(layer)
+        parts = parts_of(config, moe=moe, indexer=selects)
+        prefixes = layer_prefix(config, layer), f"decoder.layers.{layer}."
         for row in LAYER:
-            prefixes = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-            yield from _expand(row, *prefixes, config, kind, sizes)
-    for row in (norm, head):
-        yield from _expand(row, "", "", config, LayerKind(), sizes)
+            yield from _expand(row, *prefixes, config, parts, sizes)
+    for row in others:
+        yield from _expand(row, "", "", config, of_model, sizes)
     # An MTP layer is dense or MoE as the last layer of the decoder is, and shares no selection.
     moe = bool(config.moe_layers) and config.moe_layers[-1]
-    kind = LayerKind(moe, indexer is not None)
+    parts = parts_of(config, moe=moe, indexer=indexer is not None)
     for i in range(config.mtp_layers):
-        hugging_face, megatron = f"model.layers.{config.num_layers + i}.", f"mtp.layers.{i}."
-        for row in MTP:
-            yield from _expand(row, hugging_face, megatron, config, kind, sizes)
-        for row in LAYER:
-            inner = f"{megatron}transformer_layer."
-            yield from _expand(row, hugging_face, inner, config, kind, sizes)
+        hugging_face, megatron = layer_prefix(config, config.num_layers + i), f"mtp.layers.{i}."
+        for rows, inner in ((MTP, megatron), (LAYER, f"{megatron}transformer_layer.")):
+            for row in rows:
+                yield from _expand(row, hugging_face, inner, config, parts, sizes)
 
 
 def _expand(
-    row: Row, prefix: str, other: str, config: ModelConfig, kind: LayerKind, sizes: dict[str, int]
+    row: Row,
+    prefix: str,
+    other: str,
+    config: ModelConfig,
+    has: Mapping[str, bool],
+    sizes: Mapping[str, int],
 ) -> Iterator[Pair]:
-    if not row.condition(config, kind):
+    if not has[row.only]:
         return
     shape = tuple(sizes[word] for word in row.shape.split())
+    names = _PARTS.split(prefix + own_name(config, row.hugging_face))
+    # Before the brackets, the two names in them, and after the brackets.
+    parts = [names[0] + part + names[3] for part in names[1:3]] if len(names) == 4 else names
     experts = range(config.num_experts) if "{expert}" in row.megatron else (None,)
     for expert in experts:
         number = "" if expert is None else str(expert)
-        name = prefix + row.hugging_face.replace("{expert}", number)
-        names = tuple(name.replace("[gate|up]", part) for part in ("gate", "up"))
-        megatron = other + row.megatron.replace("{expert}", number)
-        yield Pair(names if row.transform is GATED else names[:1], megatron, row, shape)
+        own = tuple(part.replace("{expert}", number) for part in parts)
+        yield Pair(prefix, own, other + row.megatron.replace("{expert}", number), row, shape)
+
+
+def own_name(config: ModelConfig, name: str) -> str:
+    """What a model's files call a tensor of the table, without the prefix of a layer."""
+    return config.model.tensors.get(name, name)
+
+
+def layer_prefix(config: ModelConfig, layer: int) -> str:
+    """What begins Hugging Face's names of a layer; MTP layers follow the decoder's."""
+    return config.model.layer.replace("{layer}", str(layer))
+
+
+def rows_by_name(config: ModelConfig) -> dict[str, Row]:
+    """Hugging Face's name of every tensor -> its row of the table."""
+    return {name: pair.row for pair in pairs(config) for name in pair.hugging_face}
 
 
 def duplicates(config: ModelConfig) -> dict[str, str]:
@@ -94,10 +125,24 @@ def duplicates(config: ModelConfig) -> dict[str, str]:
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     originals = {**MTP_DUPLICATES, "shared_head.head.weight": head}
     return {
-        f"model.layers.{config.num_layers + i}.{name}": original
+        layer_prefix(config, config.num_layers + i) + own_name(config, name): own_name(
+            config, original
+        )
         for i in range(config.mtp_layers)
         for name, original in originals.items()
     }
+
+
+def count_mtp_layers(names: Iterable[str], config: ModelConfig) -> int:
+    """Number of multi-token-prediction layers that Hugging Face's files hold."""
+    known = set(names)
+    inner = [
+        own_name(config, name) for name in (*(row.hugging_face for row in MTP), *MTP_DUPLICATES)
+    ]
+    count = 0
+    while any(layer_prefix(config, config.num_layers + count) + name in known for name in inner):
+        count += 1
+    return count
 
 
 def hugging_face_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -133,7 +178,7 @@ def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[
             same_values([tensors[one] for one in (name, *copies.get(name, []))], _COPIES_DIFFER)
             for name in pair.hugging_face
         ]
-        result[pair.megatron] = pair.row.transform.to_megatron(parts)
+        result[pair.megatron] = concat(parts)
     return result
 
 
@@ -148,7 +193,7 @@ def to_hugging_face(
     check_complete(tensors, megatron_shapes(config), "The Megatron tensors")
     result: dict[str, LazyTensor] = {}
     for pair in pairs(config):
-        parts = pair.row.transform.to_hugging_face(tensors[pair.megatron])
+        parts = tensors[pair.megatron].chunk(len(pair.hugging_face))
         result.update(zip(pair.hugging_face, parts))
     return result | {name: result[original] for name, original in duplicates(config).items()}
 
@@ -163,8 +208,37 @@ def without_mtp_layers(
     tensors: Mapping[str, LazyTensor], config: ModelConfig
 ) -> dict[str, LazyTensor]:
     """The tensors, by Hugging Face name, that belong to no multi-token-prediction layer."""
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
+    extra = tuple(layer_prefix(config, config.num_layers + i) for i in range(config.mtp_layers))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
+
+
+def without_tied_head(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig, problems: list[str]
+) -> dict[str, LazyTensor]:
+    """The tensors without an output layer that is a copy of the embedding.
+
+    The two are compared bit by bit when the embedding is loaded.
+
+    Args:
+        tensors: Under Hugging Face's or Megatron's names.
+        config: Of the model; one that is not tied needs its output layer.
+        problems: Receives a line if the two cannot be equal.
+    """
+    result = dict(tensors)
+    rows = [next(row for row in MODEL if row.hugging_face == name) for name in _TIED]
+    own = [own_name(config, name) for name in _TIED]
+    for first, head in (own, [row.megatron for row in rows]):
+        if not config.tied_embeddings or first not in result or head not in result:
+            continue
+        copies = [result[first], result.pop(head)]
+        kinds = [f"{tensor.dtype} {tensor.shape}" for tensor in copies]
+        if len(set(kinds)) > 1:
+            problems.append(
+                f"{head} is {kinds[1]}; tie_word_embeddings says it is {first}, which is {kinds[0]}"
+            )
+        else:
+            result[first] = same_values(copies, _DIFFERS)
+    return result
 
 
 def check_complete(
@@ -193,8 +267,7 @@ def check_complete(
             problems.append(f"{name} has shape {tensor.shape}; expected {expected[name]}")
         elif tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             problems.append(f"{name} is {tensor.dtype}; expected bfloat16, float16 or float32")
-    if problems:
-        raise CheckpointError(f"{what} do not fit the model; {len(problems)} problems:", problems)
+    raise_problems(f"{what} do not fit the model; {len(problems)} problems:", problems)
 
 
 def _check_dtypes(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> None:
@@ -205,98 +278,4 @@ def _check_dtypes(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> Non
         for names in groups
         if len({tensors[name].dtype for name in names}) > 1
     ]
-    if problems:
-        raise CheckpointError("Tensors that Megatron keeps as one differ in dtype:", problems)
-
-
-_TEXT = "language_model."
-# Prefixes of what a model of text and images has beside its text model.
-_IMAGES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
-# transformers 5.23 saves Kimi-K2.5's layers as blocks.
-_BLOCKS = re.compile(r"model\.blocks\.(?=\d)")
-_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
-_STACKS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-
-
-def image_tensors(names: Sequence[str]) -> list[str]:
-    """Names of tensors that are not part of the text model."""
-    if not any(name.startswith(_TEXT) for name in names):
-        return []
-    return [name for name in names if name.startswith(_IMAGES)]
-
-
-def text_name(name: str) -> str:
-    """The name of a text model's tensor in a file that holds the text model alone."""
-    if not name.startswith(_TEXT):
-        return name
-    return _BLOCKS.sub("model.layers.", name.removeprefix(_TEXT), count=1)
-
-
-def stacks_experts(config: ModelConfig) -> bool:
-    """Whether files hold the experts of a layer as one tensor."""
-    return config.model_type == "mistral4"
-
-
-def unstacked(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
-    """Split stacked experts into the tensors of each expert, for models that stack them.
-
-    A stack of another shape stays as it is, and is refused later as unknown.
-    """
-    if not stacks_experts(config):
-        return dict(tensors)
-    rows = {"gate": config.moe_ffn_hidden_size, "up": config.moe_ffn_hidden_size}
-    rows["down"] = config.hidden_size
-    result = {}
-    for name, tensor in tensors.items():
-        prefix, _, kind = name.rpartition(".")
-        parts = _STACKS.get(kind, ())
-        columns = config.moe_ffn_hidden_size if kind == "down_proj" else config.hidden_size
-        stack = (config.num_experts, sum(rows[part] for part in parts), columns)
-        if not prefix.endswith(".mlp.experts") or tensor.shape != stack:
-            result[name] = tensor
-            continue
-        for number, expert in enumerate(tensor.chunk(config.num_experts)):
-            for part, one in zip(parts, expert.split([rows[part] for part in parts], dim=1)):
-                result[f"{prefix}.{number}.{part}_proj.weight"] = one.view(*one.shape[1:])
-    return result
-
-
-def stacked(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
-    """The inverse of :func:`unstacked`.
-
-    Raises:
-        CheckpointError: If tensors of one stack differ in dtype.
-    """
-    if not stacks_experts(config):
-        return dict(tensors)
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERTS.fullmatch(name)
-        if match is None:
-            result[name] = tensor
-            continue
-        prefix, _, part = match.groups()
-        kind, parts = next((kind, parts) for kind, parts in _STACKS.items() if part in parts)
-        if prefix + kind not in result:
-            names = [
-                f"{prefix}{number}.{one}_proj.weight"
-                for number in range(config.num_experts)
-                for one in parts
-            ]
-            result[prefix + kind] = _stack(prefix + kind, [tensors[n] for n in names], len(parts))
-    return result
-
-
-def _stack(name: str, tensors: Sequence[LazyTensor], each: int) -> LazyTensor:
-    """One tensor of all experts, from ``each`` tensors per expert."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        found = " and ".join(sorted(map(str, dtypes)))
-        raise CheckpointError(f"{name} would be {found}; --dtype makes its experts the same")
-    rows, columns = tensors[0].shape
-    shape = (len(tensors) // each, each * rows, columns)
-    flat = concat(tensors)
-    # LazyTensor.view would count the memory of a copy, which is not made here.
-    return LazyTensor(
-        shape, flat.dtype, lambda session: flat.load(session).view(shape), flat.leaves, flat.peak
-    )
+    raise_problems("Tensors that Megatron keeps as one differ in dtype:", problems)

@@ -1,6 +1,7 @@
 """The table: which tensor of a Hugging Face model is which of a Megatron model.
 
-Megatron's names are those of a whole model without parallelism: layers and experts numbered
+Hugging Face's names are DeepSeek-V3's; what another model type calls them is declared in
+``models/``. Megatron's names are those of a whole model without parallelism: layers and experts numbered
 through, norms in modules of their own, K and V up-projections combined. What a checkpoint may have
 instead is declared in ``absorbed_mla/checkpoint/layouts``.
 
@@ -11,7 +12,7 @@ channels of an indexer's head, in halves or as pairs as the model has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint_conversion.errors import CheckpointError
@@ -60,143 +61,70 @@ GATED_ROWS = Rule(0, (1, 1))
 
 
 @dataclass(frozen=True)
-class Transform:
-    """From Hugging Face's tensors to Megatron's and back; values only move.
-
-    Attributes:
-        parts: How many of Hugging Face's tensors Megatron's has, one above the other.
-    """
-
-    parts: int
-
-    def to_megatron(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
-        """Megatron's tensor, made of Hugging Face's."""
-        assert len(tensors) == self.parts
-        return concat(tensors)
-
-    def to_hugging_face(self, tensor: LazyTensor) -> list[LazyTensor]:
-        """Hugging Face's tensors, made of Megatron's."""
-        return tensor.chunk(self.parts)
-
-
-COPY = Transform(1)
-# ``gate_proj`` [F, h] above ``up_proj`` [F, h] are ``linear_fc1`` [2F, h].
-GATED = Transform(2)
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What a layer has that others of the same model may lack.
-
-    Attributes:
-        moe: Whether its MLP is a mixture of experts.
-        indexer: Whether its attention has an indexer of its own.
-    """
-
-    moe: bool = False
-    indexer: bool = False
-
-
-# Whether a layer of a model has the tensors of a row.
-Condition = Callable[[ModelConfig, LayerKind], bool]
-
-
-def _always(config: ModelConfig, kind: LayerKind) -> bool:
-    return True
-
-
-def _q_lora(config: ModelConfig, kind: LayerKind) -> bool:
-    return config.q_lora_rank is not None
-
-
-def _no_q_lora(config: ModelConfig, kind: LayerKind) -> bool:
-    return config.q_lora_rank is None
-
-
-def _untied(config: ModelConfig, kind: LayerKind) -> bool:
-    return not config.tied_embeddings
-
-
-def _indexer(config: ModelConfig, kind: LayerKind) -> bool:
-    return kind.indexer
-
-
-def _dense(config: ModelConfig, kind: LayerKind) -> bool:
-    return not kind.moe
-
-
-def _moe(config: ModelConfig, kind: LayerKind) -> bool:
-    return kind.moe
-
-
-def _router_bias(config: ModelConfig, kind: LayerKind) -> bool:
-    return kind.moe and config.router_bias
-
-
-def _shared_experts(config: ModelConfig, kind: LayerKind) -> bool:
-    return kind.moe and config.num_shared_experts > 0
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of the table.
 
     Attributes:
-        hugging_face: Names after the prefix; ``{expert}`` stands for every routed expert.
+        hugging_face: Names after the prefix; ``{expert}`` stands for every routed expert, ``[a|b]``
+            for two tensors, of which Megatron has one, the rows of the first above the second's.
         megatron: Name after the prefix.
         split: How tensor-parallel ranks share Megatron's tensor.
-        transform: The pair of functions between Hugging Face's and Megatron's tensors.
         shape: Shape of each Hugging Face tensor, in the words of :func:`widths`.
-        condition: Whether a model's layer has it.
+        only: Only layers that have this have the tensor, in the words of :func:`parts_of`.
+        fp8: Whether DeepSeek's FP8 checkpoints have it in FP8: linear layers of attention and MLPs,
+            but neither a router nor the weights of an indexer's heads.
+        float32: Whether transformers keeps it in float32, because a rounded one selects others:
+            the routing's correction bias (experts), the weights of the indexer's heads (keys).
     """
 
     hugging_face: str
     megatron: str
     split: Rule
-    transform: Transform
     shape: str
-    condition: Condition = _always
+    only: str = "all"
+    fp8: bool = False
+    float32: bool = False
 
 
 # fmt: off
-#   Hugging Face                          Megatron                                    TP          transform  shape
+#   Hugging Face                          Megatron                                    TP          shape
 MODEL = (
-Row("model.embed_tokens.weight",          "embedding.word_embeddings.weight",         ROWS,       COPY,  "vocab hidden"),
-Row("model.norm.weight",                  "decoder.final_layernorm.weight",           REPLICATED, COPY,  "hidden"),
-Row("lm_head.weight",                     "output_layer.weight",                      ROWS,       COPY,  "vocab hidden", _untied),
+Row("model.embed_tokens.weight",          "embedding.word_embeddings.weight",         ROWS,       "vocab hidden"),
+Row("model.norm.weight",                  "decoder.final_layernorm.weight",           REPLICATED, "hidden"),
+Row("lm_head.weight",                     "output_layer.weight",                      ROWS,       "vocab hidden", "head"),
 )
-# model.layers.N.                         decoder.layers.N.
+# After the beginning of a layer: model.layers.N., decoder.layers.N.
 LAYER = (
-Row("input_layernorm.weight",             "input_layernorm.weight",                   REPLICATED, COPY,  "hidden"),
-Row("self_attn.q_proj.weight",            "self_attention.linear_q_proj.weight",      ROWS,       COPY,  "heads*qk hidden", _no_q_lora),
-Row("self_attn.q_a_proj.weight",          "self_attention.linear_q_down_proj.weight", REPLICATED, COPY,  "q_rank hidden", _q_lora),
-Row("self_attn.q_a_layernorm.weight",     "self_attention.q_layernorm.weight",        REPLICATED, COPY,  "q_rank", _q_lora),
-Row("self_attn.q_b_proj.weight",          "self_attention.linear_q_up_proj.weight",   ROWS,       COPY,  "heads*qk q_rank", _q_lora),
-Row("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.weight", REPLICATED, COPY, "kv_rank+rope hidden"),
-Row("self_attn.kv_a_layernorm.weight",    "self_attention.kv_layernorm.weight",       REPLICATED, COPY,  "kv_rank"),
-Row("self_attn.kv_b_proj.weight",         "self_attention.linear_kv_up_proj.weight",  ROWS,       COPY,  "heads*kv kv_rank"),
-Row("self_attn.o_proj.weight",            "self_attention.linear_proj.weight",        COLUMNS,    COPY,  "hidden heads*v"),
-Row("self_attn.indexer.wq_b.weight",      "self_attention.core_attention.indexer.linear_wq_b.weight", REPLICATED, COPY, "index_heads*width q_rank", _indexer),
-Row("self_attn.indexer.wk.weight",        "self_attention.core_attention.indexer.linear_wk.weight", REPLICATED, COPY, "index_width hidden", _indexer),
-Row("self_attn.indexer.k_norm.weight",    "self_attention.core_attention.indexer.k_norm.weight", REPLICATED, COPY, "index_width", _indexer),
-Row("self_attn.indexer.k_norm.bias",      "self_attention.core_attention.indexer.k_norm.bias", REPLICATED, COPY, "index_width", _indexer),
-Row("self_attn.indexer.weights_proj.weight", "self_attention.core_attention.indexer.linear_weights_proj.weight", REPLICATED, COPY, "index_heads hidden", _indexer),
-Row("post_attention_layernorm.weight",    "pre_mlp_layernorm.weight",                 REPLICATED, COPY,  "hidden"),
-Row("mlp.[gate|up]_proj.weight",          "mlp.linear_fc1.weight",                    GATED_ROWS, GATED, "ffn hidden", _dense),
-Row("mlp.down_proj.weight",               "mlp.linear_fc2.weight",                    COLUMNS,    COPY,  "hidden ffn", _dense),
-Row("mlp.gate.weight",                    "mlp.router.weight",                        REPLICATED, COPY,  "experts hidden", _moe),
-Row("mlp.gate.e_score_correction_bias",   "mlp.router.expert_bias",                   REPLICATED, COPY,  "experts", _router_bias),
-Row("mlp.shared_experts.[gate|up]_proj.weight", "mlp.shared_experts.linear_fc1.weight", GATED_ROWS, GATED, "shared_ffn hidden", _shared_experts),
-Row("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight",    COLUMNS,    COPY,  "hidden shared_ffn", _shared_experts),
-Row("mlp.experts.{expert}.[gate|up]_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc1.weight", GATED_ROWS, GATED, "moe_ffn hidden", _moe),
-Row("mlp.experts.{expert}.down_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc2.weight", COLUMNS, COPY, "hidden moe_ffn", _moe),
+Row("input_layernorm.weight",             "input_layernorm.weight",                   REPLICATED, "hidden"),
+Row("self_attn.q_proj.weight",            "self_attention.linear_q_proj.weight",      ROWS,       "heads*qk hidden", "q", fp8=True),
+Row("self_attn.q_a_proj.weight",          "self_attention.linear_q_down_proj.weight", REPLICATED, "q_rank hidden", "q_lora", fp8=True),
+Row("self_attn.q_a_layernorm.weight",     "self_attention.q_layernorm.weight",        REPLICATED, "q_rank", "q_lora"),
+Row("self_attn.q_b_proj.weight",          "self_attention.linear_q_up_proj.weight",   ROWS,       "heads*qk q_rank", "q_lora", fp8=True),
+Row("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.weight", REPLICATED, "kv_rank+rope hidden", fp8=True),
+Row("self_attn.kv_a_layernorm.weight",    "self_attention.kv_layernorm.weight",       REPLICATED, "kv_rank"),
+Row("self_attn.kv_b_proj.weight",         "self_attention.linear_kv_up_proj.weight",  ROWS,       "heads*kv kv_rank", fp8=True),
+Row("self_attn.o_proj.weight",            "self_attention.linear_proj.weight",        COLUMNS,    "hidden heads*v", fp8=True),
+Row("self_attn.indexer.wq_b.weight",      "self_attention.core_attention.indexer.linear_wq_b.weight", REPLICATED, "index_heads*width q_rank", "indexer", fp8=True),
+Row("self_attn.indexer.wk.weight",        "self_attention.core_attention.indexer.linear_wk.weight", REPLICATED, "index_width hidden", "indexer", fp8=True),
+Row("self_attn.indexer.k_norm.weight",    "self_attention.core_attention.indexer.k_norm.weight", REPLICATED, "index_width", "indexer"),
+Row("self_attn.indexer.k_norm.bias",      "self_attention.core_attention.indexer.k_norm.bias", REPLICATED, "index_width", "indexer"),
+Row("self_attn.indexer.weights_proj.weight", "self_attention.core_attention.indexer.linear_weights_proj.weight", REPLICATED, "index_heads hidden", "indexer", float32=True),
+Row("post_attention_layernorm.weight",    "pre_mlp_layernorm.weight",                 REPLICATED, "hidden"),
+Row("mlp.[gate|up]_proj.weight",          "mlp.linear_fc1.weight",                    GATED_ROWS, "ffn hidden", "dense", fp8=True),
+Row("mlp.down_proj.weight",               "mlp.linear_fc2.weight",                    COLUMNS,    "hidden ffn", "dense", fp8=True),
+Row("mlp.gate.weight",                    "mlp.router.weight",                        REPLICATED, "experts hidden", "moe"),
+Row("mlp.gate.e_score_correction_bias",   "mlp.router.expert_bias",                   REPLICATED, "experts", "router_bias", float32=True),
+Row("mlp.shared_experts.[gate|up]_proj.weight", "mlp.shared_experts.linear_fc1.weight", GATED_ROWS, "shared_ffn hidden", "shared_experts", fp8=True),
+Row("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight",    COLUMNS,    "hidden shared_ffn", "shared_experts", fp8=True),
+Row("mlp.experts.{expert}.[gate|up]_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc1.weight", GATED_ROWS, "moe_ffn hidden", "moe", fp8=True),
+Row("mlp.experts.{expert}.down_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc2.weight", COLUMNS,    "hidden moe_ffn", "moe", fp8=True),
 )
-# model.layers.<layers+I>.                mtp.layers.I.   and the rows of LAYER under transformer_layer.
+# Likewise model.layers.<layers+I>., mtp.layers.I., and the rows of LAYER under transformer_layer.
 MTP = (
-Row("enorm.weight",                       "enorm.weight",                             REPLICATED, COPY,  "hidden"),
-Row("hnorm.weight",                       "hnorm.weight",                             REPLICATED, COPY,  "hidden"),
-Row("eh_proj.weight",                     "eh_proj.weight",                           ROWS,       COPY,  "hidden 2*hidden"),
-Row("shared_head.norm.weight",            "final_layernorm.weight",                   REPLICATED, COPY,  "hidden"),
+Row("enorm.weight",                       "enorm.weight",                             REPLICATED, "hidden"),
+Row("hnorm.weight",                       "hnorm.weight",                             REPLICATED, "hidden"),
+Row("eh_proj.weight",                     "eh_proj.weight",                           ROWS,       "hidden 2*hidden"),
+Row("shared_head.norm.weight",            "final_layernorm.weight",                   REPLICATED, "hidden"),
 )
 # What Hugging Face stores once more with every MTP layer, and Megatron shares.
 MTP_DUPLICATES = {
@@ -204,6 +132,29 @@ MTP_DUPLICATES = {
     "shared_head.head.weight": "lm_head.weight",
 }
 # fmt: on
+# Ends Megatron's name of the weights of an indexer's heads.
+HEAD_WEIGHTS = "indexer.linear_weights_proj.weight"
+
+
+def parts_of(config: ModelConfig, *, moe: bool = False, indexer: bool = False) -> dict[str, bool]:
+    """Whether a layer of a model has what the table calls so in ``only``.
+
+    Args:
+        config: The model.
+        moe: Whether the layer's MLP is a mixture of experts.
+        indexer: Whether its attention has an indexer of its own.
+    """
+    return {
+        "all": True,
+        "head": not config.tied_embeddings,
+        "q": config.q_lora_rank is None,
+        "q_lora": config.q_lora_rank is not None,
+        "indexer": indexer,
+        "dense": not moe,
+        "moe": moe,
+        "router_bias": moe and config.router_bias,
+        "shared_experts": moe and config.num_shared_experts > 0,
+    }
 
 
 def widths(config: ModelConfig) -> dict[str, int]:

@@ -19,29 +19,30 @@ import torch
 
 from checkpoint_conversion.config_fields import (
     MOST_EXPERTS,
+    MOST_MTP_LAYERS,
+    MOST_POSITIONS,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
     Fields,
-    Rotary,
     shown,
 )
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.indexer import (
     has_indexer_args,
     indexer_args,
-    model_type_of,
     read_indexer_args,
+    sparse_model,
 )
 from checkpoint_conversion.model import (
     DIMENSIONS,
     DTYPES,
-    MOST_MTP_LAYERS,
-    MOST_POSITIONS,
-    MOST_VOCABULARY,
-    MOST_WIDTH,
     ModelConfig,
     ModelFunction,
     read_function,
 )
+from checkpoint_conversion.model_type import of_arguments
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
+from checkpoint_conversion.rotary import Rotary, check_scaling, read_rotary_args
 from checkpoint_conversion.routing import ROUTER_OPTIONS, read_routing_args, routing_args
 from checkpoint_conversion.routing_notes import ignored_notes, routing_notes
 
@@ -49,58 +50,32 @@ from checkpoint_conversion.routing_notes import ignored_notes, routing_notes
 _LATENT_NORM_EPSILON = 1e-6
 
 # Arguments that are the same for all supported models.
+# fmt: off
 COMMON_ARGS: dict[str, object] = {
-    "multi_latent_attention": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "apply_layernorm_1p": False,
-    "qk_layernorm": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "squared_relu": False,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "apply_query_key_layer_scaling": False,
-    "position_embedding_type": "rope",
-    "add_position_embedding": True,
-    "use_rotary_position_embeddings": False,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
+    "multi_latent_attention": True, "swiglu": True, "normalization": "RMSNorm",
+    "apply_layernorm_1p": False, "qk_layernorm": True, "add_bias_linear": False,
+    "add_qkv_bias": False, "squared_relu": False, "group_query_attention": False,
+    "num_query_groups": 1, "apply_query_key_layer_scaling": False,
+    "position_embedding_type": "rope", "add_position_embedding": True,
+    "use_rotary_position_embeddings": False, "rotary_percent": 1.0, "rotary_interleaved": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }
-_MOST = 1e12
-_ARCHITECTURES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-}
+# fmt: on
 # Required values.
-_REQUIRED: dict[str, object] = {
-    "multi_latent_attention": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
+_REQUIRED = {
+    name: COMMON_ARGS[name] for name in ("multi_latent_attention", "swiglu", "normalization")
 }
 # Other values make another model. None: the argument must not be set.
+# fmt: off
 _ONLY: dict[str, object] = {
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": True,
-    "squared_relu": False,
-    "apply_layernorm_1p": False,
-    "layernorm_zero_centered_gamma": False,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "mtp_use_repeated_layer": False,
-    "moe_shared_expert_gate": False,
-    "moe_latent_size": None,
-    "hybrid_layer_pattern": None,
-    "hybrid_override_pattern": None,
-    "heterogeneous_layers_config_path": None,
-    "heterogeneous_layers_config_encoded_json": None,
+    "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True, "squared_relu": False,
+    "apply_layernorm_1p": False, "layernorm_zero_centered_gamma": False, "rotary_percent": 1.0,
+    "rotary_interleaved": False, "mtp_use_repeated_layer": False, "moe_shared_expert_gate": False,
+    "moe_latent_size": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
     "attention_output_gate": False,
 }
+# fmt: on
 
 
 def to_megatron_args(
@@ -131,7 +106,7 @@ def to_megatron_args(
         **_dimensions(config),
         **_experts(config, function),
         **_rotary(function.rotary),
-        **indexer_args(config.indexer, config.model_type),
+        **indexer_args(config.indexer, config.model.sparse),
         # Megatron 0.19's name, and that of earlier releases.
         layernorm_epsilon=function.norm_epsilon,
         norm_epsilon=function.norm_epsilon,
@@ -160,7 +135,7 @@ def router_options(args: Namespace) -> dict[str, object]:
 
 def model_notes(config: ModelConfig) -> list[str]:
     """Where this package computes something else than the authors' code, one line each."""
-    return ignored_notes(Fields(config.hugging_face, []), config.model_type)
+    return ignored_notes(config)
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:
@@ -183,7 +158,7 @@ def megatron_notes(config: ModelConfig) -> list[str]:
 
 
 def _function(config: ModelConfig) -> ModelFunction:
-    fields = Fields(config.hugging_face, [])
+    fields = config.fields
     function = read_function(fields, config)
     fields.raise_problems("config.json does not say what Megatron needs to know:")
     return function
@@ -240,7 +215,7 @@ def from_megatron_args(
     fields = Fields(values, [], prefix)
     check_kind(fields)
     rotary = read_rotary_args(fields)
-    _check_scaling(fields, rotary)
+    check_scaling(fields, rotary)
     config = {
         **_read_dimensions(fields),
         **_read_experts(fields),
@@ -257,7 +232,8 @@ def from_megatron_args(
 def check_kind(fields: Fields) -> None:
     """Record every argument that belongs to another kind of model."""
     for name, accepted in (_REQUIRED | _ONLY).items():
-        if (fields.given(name) or name in _REQUIRED) and not fields.equals(name, accepted):
+        fields.only(name, accepted)
+        if name in _REQUIRED and not fields.given(name):
             fields.wrong(name, shown(accepted))
     variant = "experimental_attention_variant"
     if fields.given(variant) and not has_indexer_args(fields):
@@ -302,7 +278,7 @@ def read_norm_epsilon(fields: Fields) -> float:
 def _read_experts(fields: Fields) -> dict[str, object]:
     if not fields.given("num_experts"):
         # Dense models of V2 and V3 are the same.
-        return {**_kind(fields, "deepseek_v3"), "first_k_dense_replace": fields.raw("num_layers")}
+        return {**_kind(fields, "sigmoid"), "first_k_dense_replace": fields.raw("num_layers")}
     width = fields.integer("moe_ffn_hidden_size", MOST_WIDTH)
     shared = fields.integer("moe_shared_expert_intermediate_size", 2**30, least=0, default=0)
     if shared % width:
@@ -318,16 +294,16 @@ def _read_experts(fields: Fields) -> dict[str, object]:
 
 def _routing(fields: Fields) -> dict[str, object]:
     routing = read_routing_args(fields)
-    softmax = routing["scoring_func"] == "softmax"
-    if softmax and has_indexer_args(fields):
+    scores = str(routing["scoring_func"])
+    if scores == "softmax" and has_indexer_args(fields):
         fields.wrong("moe_router_score_function", "'sigmoid' with sparse attention")
-    return {**_kind(fields, "deepseek_v2" if softmax else "deepseek_v3"), **routing}
+    return {**_kind(fields, scores), **routing}
 
 
-def _kind(fields: Fields, dense: str) -> dict[str, object]:
-    """Model type and architecture, ``dense`` without sparse attention."""
-    model_type = model_type_of(fields) if has_indexer_args(fields) else dense
-    return {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+def _kind(fields: Fields, scores: str) -> dict[str, object]:
+    """Model type and architecture, by the router's scores and the indexer."""
+    model = sparse_model(fields) if has_indexer_args(fields) else of_arguments(scores, None)
+    return {"architectures": [model.architectures[0]], "model_type": model.name}
 
 
 def _layer_pattern(fields: Fields) -> dict[str, object]:
@@ -355,37 +331,6 @@ def _layer_pattern(fields: Fields) -> dict[str, object]:
         # These models of transformers do not read moe_layer_freq.
         found["mlp_layer_types"] = ["sparse" if moe else "dense" for moe in pattern]
     return found
-
-
-def read_rotary_args(fields: Fields) -> Rotary:
-    """Read the rotary embedding; what is missing has the default of MLATransformerConfig."""
-    return Rotary(
-        rope_type=fields.choice("rope_type", ("rope", "yarn"), "yarn"),
-        rotary_base=fields.number("rotary_base", 1e-6, _MOST, default=10000),
-        rotary_scaling_factor=fields.number("rotary_scaling_factor", 1.0, _MOST, default=40.0),
-        original_max_position_embeddings=fields.integer(
-            "original_max_position_embeddings", MOST_POSITIONS, default=4096
-        ),
-        beta_fast=fields.number("beta_fast", 1e-6, _MOST, default=32.0),
-        beta_slow=fields.number("beta_slow", 1e-6, _MOST, default=1.0),
-        mscale=fields.number("mscale", 0.0, _MOST, default=1.0),
-        mscale_all_dim=fields.number("mscale_all_dim", 0.0, _MOST, default=0.0),
-    )
-
-
-def _check_scaling(fields: Fields, rotary: Rotary) -> None:
-    if rotary.rotary_scaling_factor <= 1:
-        return
-    if rotary.rope_type == "rope" and rotary.mscale_all_dim:
-        # Megatron scales the softmax all the same, transformers does not.
-        fields.wrong("mscale_all_dim", f"0 with rope_type 'rope' and {_scaling(rotary)}")
-    if rotary.rope_type == "yarn" and not rotary.mscale_all_dim and rotary.mscale != 1:
-        # Transformers heeds mscale only if both are there.
-        fields.wrong("mscale", f"1 with mscale_all_dim 0 and {_scaling(rotary)}")
-
-
-def _scaling(rotary: Rotary) -> str:
-    return f"rotary_scaling_factor {rotary.rotary_scaling_factor:g}"
 
 
 def _dtype(fields: Fields) -> dict[str, object]:

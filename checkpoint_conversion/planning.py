@@ -15,20 +15,17 @@ import torch
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.config_fields import dtype_name
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
-from checkpoint_conversion.indexer import HEAD_WEIGHTS
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import count_parameters, without_mtp_layers
+from checkpoint_conversion.mapping import count_parameters, rows_by_name, without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model import ModelConfig
 
 # Target size of a part: 64 MiB, or half of the largest tensor if that is more. Several parts then
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
-# Ends of names of weights that --dtype leaves alone.
-_KEPT = ("e_score_correction_bias", HEAD_WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ def plan_conversion(
         left_out.update(dict.fromkeys(sorted(excluded), "--exclude-mtp"))
     if options.dtype is not None:
         config = config.with_dtype(options.dtype)
-        tensors = {name: cast(name, tensor, options.dtype) for name, tensor in tensors.items()}
+        tensors = _cast(tensors, config, options.dtype)
     largest = max(tensor.nbytes for tensor in tensors.values())
     writer = writer_for(to, config, options)
     parts = writer.plan(tensors, max(_SMALLEST_PART, largest // 2))
@@ -125,15 +122,12 @@ def dtype_notes(checkpoint: Checkpoint) -> list[str]:
     return [f"{len(wide)} tensors are float64{model} (the first: {wide[0]}); --dtype rounds them"]
 
 
-def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """A weight in another dtype.
-
-    What transformers keeps in float32 keeps its dtype here, because a rounded one selects others:
-    the routing's correction bias (experts), the weights of the indexer's heads (keys).
-    """
-    if name.endswith(_KEPT):
-        return tensor
-    return tensor.to(dtype)
+def _cast(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
+    """The weights in another dtype, but for those that the table keeps in float32."""
+    kept = {name for name, row in rows_by_name(config).items() if row.float32}
+    return {name: tensor if name in kept else tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _without_mtp(
@@ -148,20 +142,15 @@ def _without_mtp(
 
 def _check_all_read(stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
     unused = sorted(stored.keys() - _leaves(tensors.values()))
-    if unused:
-        raise CheckpointError(
-            f"{len(unused)} tensors of the source are no part of the model and would get lost:",
-            unused,
-        )
+    raise_problems(
+        f"{len(unused)} tensors of the source are no part of the model and would get lost:", unused
+    )
 
 
 def _check_all_written(tensors: Mapping[str, LazyTensor], entries: Iterable[Entry]) -> None:
     written = _leaves(entry.tensor for entry in entries)
     lost = sorted(_leaves(tensors.values()) - written)
-    if lost:
-        raise CheckpointError(
-            f"{len(lost)} tensors of the source would not get into the target:", lost
-        )
+    raise_problems(f"{len(lost)} tensors of the source would not get into the target:", lost)
 
 
 def _check_parts(parts: Sequence[Part]) -> None:
@@ -169,8 +158,7 @@ def _check_parts(parts: Sequence[Part]) -> None:
     names = Counter(part.name for part in parts)
     blocks = Counter((entry.key, entry.offset) for part in parts for entry in part.entries)
     twice = [str(what) for counter in (names, blocks) for what, n in counter.items() if n > 1]
-    if twice:
-        raise CheckpointError("The target would have the same thing twice:", twice)
+    raise_problems("The target would have the same thing twice:", twice)
 
 
 def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:

@@ -12,56 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
+from checkpoint_conversion.model_type import ModelType, declared, model_fields
 
 GROUP_SCORE = "moe_router_group_score_topk"
 NORMALISED = "moe_router_norm_topk_prob"
 ROUTER_OPTIONS = (GROUP_SCORE, NORMALISED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingDefaults:
-    """What transformers takes for a model type where config.json does not say.
-
-    Attributes:
-        topk_methods: Accepted values of ``topk_method``, the default first.
-    """
-
-    scoring_func: str
-    topk_methods: tuple[str, ...]
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-
-
-_V3 = RoutingDefaults(
-    scoring_func="sigmoid",
-    topk_methods=("noaux_tc",),
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-)
-DEFAULTS = {
-    "deepseek_v2": RoutingDefaults(
-        scoring_func="softmax",
-        topk_methods=("greedy", "group_limited_greedy"),
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-    ),
-    "deepseek_v3": _V3,
-    "kimi_k2": _V3,
-    "glm4_moe_lite": RoutingDefaults(
-        scoring_func="sigmoid",
-        topk_methods=("noaux_tc",),
-        norm_topk_prob=True,
-        routed_scaling_factor=1.8,
-    ),
-    "mistral4": RoutingDefaults(
-        scoring_func="softmax",
-        topk_methods=("greedy",),
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
-    ),
-    "deepseek_v32": _V3,
-    "glm_moe_dsa": _V3,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +45,12 @@ class Routing:
         return self.topk_method == "noaux_tc"
 
 
-def read_routing(fields: Fields, model_type: str, num_experts: int) -> Routing:
+def read_routing(fields: Fields, model: ModelType, num_experts: int) -> Routing:
     """Read the routing of a model with MoE layers from the fields of config.json.
 
     A config.json that was made of Megatron's arguments may also have our two.
     """
-    default = DEFAULTS[model_type]
-    method = fields.choice("topk_method", default.topk_methods, default.topk_methods[0])
+    method = fields.choice("topk_method", model.topk_methods, model.topk_methods[0])
     groups = limit = 1
     if method != "greedy":
         groups = fields.integer_or_null("n_group", MOST_EXPERTS) or 1
@@ -109,20 +63,17 @@ def read_routing(fields: Fields, model_type: str, num_experts: int) -> Routing:
         _check_sizes(fields, topk, groups, limit, num_experts)
     if not fields.problems and not unlimited:
         _check_groups(fields, topk, limit, num_experts // groups, best)
-    normalised = fields.boolean("norm_topk_prob", default=default.norm_topk_prob)
-    if model_type == "deepseek_v2":
-        # Transformers does not read it.
+    normalised = fields.boolean("norm_topk_prob", default=True)
+    if model.ignores_norm_topk_prob:
         normalised = False
     return Routing(
-        scoring_func=fields.choice("scoring_func", (default.scoring_func,), default.scoring_func),
+        scoring_func=fields.choice("scoring_func", (model.scoring_func,), model.scoring_func),
         topk_method=method,
         num_experts_per_tok=topk,
         n_group=1 if unlimited else groups,
         topk_group=1 if unlimited else limit,
         norm_topk_prob=fields.boolean(NORMALISED, default=normalised),
-        routed_scaling_factor=fields.number(
-            "routed_scaling_factor", 1e-6, 1e6, default=default.routed_scaling_factor
-        ),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
         group_score_topk=best,
     )
 
@@ -182,7 +133,7 @@ def options_of(config: Mapping[str, object]) -> dict[str, object]:
     """Our arguments of a model that Megatron's router does not route for, by its config.json.
 
     Args:
-        config: Of a model type of ``DEFAULTS``; nothing else needs them.
+        config: Of a model type that can be converted; nothing else needs them.
 
     Returns:
         Those that are not None.
@@ -190,11 +141,14 @@ def options_of(config: Mapping[str, object]) -> dict[str, object]:
     Raises:
         CheckpointError: If its routing cannot be computed.
     """
-    fields = Fields(config, [])
-    kind, experts = fields.raw("model_type"), fields.raw("n_routed_experts")
-    if kind not in DEFAULTS or not isinstance(experts, int):
+    model = declared(config.get("model_type"))
+    if not isinstance(model, ModelType):
         return {}
-    own = routing_args(read_routing(fields, str(kind), experts))
+    fields = model_fields(model, config)
+    experts = fields.raw("n_routed_experts")
+    if not isinstance(experts, int):
+        return {}
+    own = routing_args(read_routing(fields, model, experts))
     fields.raise_problems("config.json describes a routing that cannot be computed:")
     return {name: own[name] for name in ROUTER_OPTIONS if own[name] is not None}
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model_type import of_arguments
 from checkpoint_conversion.routing import (
     GROUP_SCORE,
     NORMALISED,
@@ -27,8 +28,8 @@ def routing_differences(routing: Routing, fields: Fields) -> list[str]:
         fields: Of the arguments.
     """
     found = Fields(read_routing_args(fields), [])
-    kind = "deepseek_v2" if found.raw("scoring_func") == "softmax" else "deepseek_v3"
-    own = read_routing(found, kind, fields.integer("num_experts", MOST_EXPERTS))
+    model = of_arguments(str(found.raw("scoring_func")), interleaved=None)
+    own = read_routing(found, model, fields.integer("num_experts", MOST_EXPERTS))
     ignored = {"topk_method"} | ({"group_score_topk"} if routing.n_group == 1 else set())
     names = [field.name for field in dataclasses.fields(Routing) if field.name not in ignored]
     differing = [
@@ -53,14 +54,13 @@ def refuse_another_router(
     Raises:
         CheckpointError: Listing what differs.
     """
-    routing = read_function(Fields(config.hugging_face, []), config).routing
+    routing = read_function(config.fields, config).routing
     if routing is None or args.get("num_experts") != config.num_experts:
         return
     if args.get("moe_router_topk") is None:
         return
     differences = routing_differences(routing, Fields(args, [], prefix))
-    if differences:
-        raise CheckpointError(summary, differences)
+    raise_problems(summary, differences)
 
 
 def routing_notes(routing: Routing) -> list[str]:
@@ -87,29 +87,18 @@ def _option(own: dict[str, object], name: str) -> str:
     return f"; this package's layers need AbsorbedMLAOptions({name}={own[name]})"
 
 
-def ignored_notes(fields: Fields, model_type: str) -> list[str]:
-    """A note about a field of config.json that the model's authors read and transformers ignores.
-
-    Args:
-        fields: Of config.json.
-        model_type: Of the model.
-    """
-    if model_type != "deepseek_v2" or not fields.equals("norm_topk_prob", True):
+def ignored_notes(config: ModelConfig) -> list[str]:
+    """A note about a field of config.json that a model's authors read and transformers ignores."""
+    fields, why = config.fields, config.model.ignores_norm_topk_prob
+    # What was made of Megatron's arguments says it otherwise.
+    if why is None or not fields.equals("norm_topk_prob", True) or fields.given(NORMALISED):
         return []
-    if fields.given(NORMALISED):
-        return []
-    return [
-        "norm_topk_prob is true: transformers ignores the field in DeepSeek-V2, and so does this "
-        "package; DeepSeek's own code divides the scores of a token's experts by their sum"
-    ]
+    return [f"norm_topk_prob is true: {why}"]
 
 
-def only_megatrons(fields: Fields) -> list[str]:
-    """Why no Hugging Face model routes as a config.json made of Megatron's arguments says.
-
-    Args:
-        fields: Of config.json.
-    """
+def only_megatrons(config: ModelConfig) -> list[str]:
+    """Why no Hugging Face model routes as a config.json made of Megatron's arguments says."""
+    fields = config.fields
     return [
         f"{name} is {fields.raw(name)}: no model of Hugging Face's routes so"
         for name in ROUTER_OPTIONS

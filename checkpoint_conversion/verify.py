@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -18,14 +19,12 @@ from checkpoint_conversion.comparison import (
     compare_tensors,
     peak_of_slab,
 )
-from checkpoint_conversion.config_fields import Fields
-from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats import recognise
+from checkpoint_conversion.errors import CheckpointError, raise_problems
+from checkpoint_conversion.formats import open_checkpoint, recognise
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logit_comparison import (
     LogitComparison,
-    Source,
     compare_in_subprocess,
     sample_tokens,
     why_not,
@@ -33,10 +32,11 @@ from checkpoint_conversion.logit_comparison import (
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes, model_notes
-from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig, ModelFunction, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
 from checkpoint_conversion.report import Side, VerificationReport
+from checkpoint_conversion.source import Source
 
 # For float32 sums in another order, as by another library.
 LOGITS_TOLERANCE = 1e-4
@@ -51,9 +51,6 @@ def verify(
     a: Path,
     b: Path | None = None,
     *,
-    hf_config: Path | None = None,
-    follow_links: bool = False,
-    drop_tokens: bool = False,
     exclude_mtp: bool = False,
     tolerance: float = 0.0,
     logits: bool | None = None,
@@ -62,15 +59,13 @@ def verify(
     max_tokens: int = MOST_TOKENS,
     workers: int | None = None,
     reporter: Reporter | None = None,
+    **how: Any,
 ) -> VerificationReport:
     """Compare two checkpoints, tensor by tensor, and each with the manifest beside it.
 
     Args:
         a: Folder of a checkpoint of any format.
         b: Folder of another one; None only compares ``a`` with its manifest.
-        hf_config: A config.json for Megatron checkpoints, which overrides their own.
-        follow_links: Whether links may lead out of the folders.
-        drop_tokens: Compare Megatron checkpoints without tokens that ``hf_config`` does not have.
         exclude_mtp: Compare without the multi-token-prediction layers.
         tolerance: Largest relative error of a tensor that is accepted.
         logits: Whether to compare what the models predict; None: if they can be evaluated here.
@@ -79,6 +74,7 @@ def verify(
         max_tokens: Upper bound on the tokens of it that are used.
         workers: Threads that read; None: one per core, up to 4.
         reporter: Receives progress messages.
+        how: Further fields of :class:`Source`.
 
     Raises:
         CheckpointError: If a checkpoint cannot be read, ``a`` alone has no manifest, or
@@ -89,8 +85,8 @@ def verify(
     paths = [a] if b is None else [a, b]
     if b is None:
         _check_single(a, {"--exclude-mtp": exclude_mtp, "--logits": logits, "--text": text})
-    sources = _sources(paths, hf_config, follow_links, drop_tokens)
-    checkpoints = [source.open() for source in sources]
+    sources = _sources(paths, how)
+    checkpoints = [open_checkpoint(**vars(source)) for source in sources]
     reporter = reporter or Reporter()
     report = compare_models(checkpoints, exclude_mtp, workers, reporter)
     if b is not None and logits is not False:
@@ -122,20 +118,15 @@ def _check_single(path: Path, options: Mapping[str, object]) -> None:
         )
 
 
-def _sources(
-    paths: Sequence[Path], hf_config: Path | None, follow_links: bool, drop_tokens: bool
-) -> list[Source]:
+def _sources(paths: Sequence[Path], how: Mapping[str, Any]) -> list[Source]:
     """How to open each checkpoint; ``hf_config`` and ``drop_tokens`` are not for Hugging Face's."""
     own = [getattr(recognise(path), "format", None) == "hf" for path in paths]
-    for option, given in (("--hf-config", hf_config), ("--drop-tokens", drop_tokens)):
-        if given and all(own):
+    for name in ("hf_config", "drop_tokens"):
+        if how.get(name) and all(own):
+            option = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{option} is for Megatron checkpoints; there is none")
-    return [
-        Source(path, None, follow_links)
-        if has_own
-        else Source(path, hf_config, follow_links, drop_tokens)
-        for path, has_own in zip(paths, own)
-    ]
+    links = {"follow_links": how.get("follow_links", False)}
+    return [Source(path, **(links if hf else how)) for path, hf in zip(paths, own)]
 
 
 def _logits(
@@ -149,10 +140,9 @@ def _logits(
     notes = _notes(checkpoints)
     try:
         reasons = list(why_not(*checkpoints))
-        if reasons:
-            raise CheckpointError("The logits cannot be compared here:", reasons)
+        raise_problems("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
-        positions = [c.config.hugging_face["max_position_embeddings"] for c in checkpoints]
+        positions = [_function(c.config).max_position_embeddings for c in checkpoints]
         # The second checkpoint's tokenizer, if the first has none.
         auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
         tokens, origin = sample_tokens(auxiliary, a.vocab_size, min(max_tokens, *positions), text)
@@ -317,7 +307,11 @@ def _meaning(config: ModelConfig) -> dict[str, object]:
     dimensions = asdict(config)
     # Kimi-K2 is a DeepSeek-V3 by another name.
     del dimensions["hugging_face"], dimensions["model_type"]
-    function = asdict(read_function(Fields(config.hugging_face, []), config))
+    function = asdict(_function(config))
     for section in ("rotary", "routing"):
         function |= function.pop(section) or {}
     return dimensions | function
+
+
+def _function(config: ModelConfig) -> ModelFunction:
+    return read_function(config.fields, config)

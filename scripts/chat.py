@@ -16,7 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from absorbed_mla.serving.option_flags import add_flags
+from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -29,8 +33,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--api-key", default="none", help="if the server asks for one")
     add("--system", help="message that every conversation begins with")
     add("--complete", action="store_true", help="continue each line, without a chat template")
-    add("--max-tokens", type=int, default=256, help="of an answer")
-    add("--temperature", type=float, default=0.7, help="0 is greedy")
+    add_flags(
+        parser,
+        SamplingParams,
+        ["max_tokens", "temperature"],
+        max_tokens={"default": 256, "help": "of an answer"},
+        temperature={"default": 0.7},
+    )
     return parser.parse_args(argv)
 
 

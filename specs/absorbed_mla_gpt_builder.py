@@ -16,12 +16,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.training.models import gpt as host
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
+from absorbed_mla.megatron_names import BUILDER, GPT_BUILDER, MTP_BLOCK_SPEC
 from absorbed_mla.unsupported import refuse_tied_embeddings_beside_mtp
 from specs.absorbed_mla_mtp_specs import mtp_block_of
 from specs.absorbed_mla_parts import LayerParts, parts_of
-
-# The function of the host by which its builder makes the spec of the MTP layers.
-_SEAM = "mtp_block_spec"
 
 
 class AbsorbedMLAGPTModelBuilder(GPTModelBuilder):
@@ -36,13 +34,16 @@ class AbsorbedMLAGPTModelBuilder(GPTModelBuilder):
             ``specs.absorbed_mla_layer_specs`` or a function that returns one.
 
     Raises:
-        ValueError: If there is no ``transformer_layer_spec``.
+        ValueError: If there is no ``transformer_layer_spec``, or this release of Megatron makes the
+            spec of MTP's layers by another function.
     """
 
     def __init__(self, model_config: GPTModelConfig) -> None:
         super().__init__(model_config)
         if model_config.transformer_layer_spec is None:
             raise _no_absorbed_mla(None)
+        GPT_BUILDER.require({BUILDER: host})
+        self._built_from = model_config
 
     def build_model(
         self,
@@ -57,7 +58,7 @@ class AbsorbedMLAGPTModelBuilder(GPTModelBuilder):
             ValueError: If the decoder's spec is not one of absorbed MLA, or the last one of several
                 stages has MTP and an output layer that is tied to the embedding.
         """
-        made = self._model_config
+        made = self._built_from
         refuse_tied_embeddings_beside_mtp(
             made.transformer, made.share_embeddings_and_output_weights
         )
@@ -67,14 +68,13 @@ class AbsorbedMLAGPTModelBuilder(GPTModelBuilder):
 
 @contextlib.contextmanager
 def _mtp_like_the_decoder() -> Iterator[None]:
-    """Have the host ask us for the spec of the MTP layers."""
-    assert hasattr(host, _SEAM), f"{host.__name__}.{_SEAM} is where Megatron makes MTP's spec"
-    original = getattr(host, _SEAM)
-    setattr(host, _SEAM, _mtp_block_spec)
+    """Have Megatron ask us for the spec of the MTP layers."""
+    original = MTP_BLOCK_SPEC.of(host)
+    MTP_BLOCK_SPEC.replace(host, _mtp_block_spec)
     try:
         yield
     finally:
-        setattr(host, _SEAM, original)
+        MTP_BLOCK_SPEC.replace(host, original)
 
 
 def _mtp_block_spec(
@@ -82,7 +82,7 @@ def _mtp_block_spec(
     transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
     vp_stage: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """What the host calls instead of its own function, with the decoder's spec."""
+    """What Megatron calls instead of its own function, with the decoder's spec."""
     parts = _decoder_parts(transformer_layer_spec)
     if parts is None:
         raise _no_absorbed_mla(transformer_layer_spec)

@@ -16,10 +16,18 @@ import torch
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import collectives, megatron_operators
+from absorbed_mla.batch_invariant import collectives, megatron_operators, norms, products, te_gemm
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
+# What Megatron's mode installs on a GPU in the place of its own.
+OPERATORS = {
+    megatron_operators.MM: products.mm,
+    megatron_operators.ADDMM: products.addmm,
+    megatron_operators.TE_GEMM: te_gemm.general_gemm,
+    megatron_operators.TE_RMS_NORM: norms.TERMSNorm,
+    megatron_operators.TE_NORMALIZATION: norms.apply_normalization,
+}
 # Device type -> the library that holds the operators replaced on it.
 _replaced: dict[str, torch.library.Library] = {}
 
@@ -43,11 +51,13 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
         device_type: ``"cuda"`` or ``"cpu"``; None: a GPU where there is one.
 
     Raises:
-        ValueError: For another device.
+        ValueError: For another device, or a release of Megatron that makes sums over ranks by other
+            functions.
     """
     device_type = _device_type(device_type)
+    megatron_operators.require_sums()
     if device_type == "cuda":
-        megatron_operators.enable()
+        megatron_operators.enable(OPERATORS)
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
     collectives.sum_in_rank_order()
@@ -61,7 +71,7 @@ def disable_batch_invariant_mode(device_type: str | None = None) -> None:
     if device_type in _replaced:
         _replaced.pop(device_type)._destroy()
     if not _replaced:
-        collectives.restore_megatron_sums()
+        megatron_operators.restore_sums()
 
 
 @contextlib.contextmanager

@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import megatron_operators
 from absorbed_mla.batch_invariant.products import DTYPES
 from absorbed_mla.once_differentiable import once_differentiable
-
-# Passes on to TransformerEngine what it does not compute. Older versions lack it.
-_HOST_NORMALIZATION = getattr(megatron, "_te_apply_normalization_patched", None)
 
 
 def rms_norm(
@@ -56,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         return x_grad.view(x.shape), weight_grad, None, None, None
 
 
-class HostRMSNorm:
+class TERMSNorm:
     """In place of the autograd function that Megatron gives TransformerEngine's RMSNorm."""
 
     @staticmethod
@@ -85,8 +82,9 @@ def apply_normalization(
     """
     own = normalization == "RMSNorm" and output_quantizer is None and ln_bias is None
     if not own or inputmat.dtype not in DTYPES:
-        assert _HOST_NORMALIZATION is not None
-        return _HOST_NORMALIZATION(
+        megatrons = megatron_operators.megatron_te_normalization
+        assert megatrons is not None, "it has been replaced"
+        return megatrons(
             *(inputmat, ln_out, ln_weight, ln_bias, eps, output_quantizer, output_dtype),
             *(normalization, *margin_and_zero_centered),
         )

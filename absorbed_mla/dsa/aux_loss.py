@@ -1,4 +1,4 @@
-"""Handing an indexer's loss to Megatron: to its backward, and to its log."""
+"""Aux-loss scaler of the indexer: hands its loss to Megatron's backward and to its log."""
 
 from __future__ import annotations
 

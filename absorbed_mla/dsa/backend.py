@@ -1,4 +1,4 @@
-"""Interfaces of the implementations: attention over chosen keys, and the indexer's work.
+"""Interfaces of the DSA backends: sparse attention over top-k keys, and the indexer's work.
 
 An implementation is a file in ``dsa/backends`` (an entry of ``SPARSE_BACKENDS``) or in
 ``dsa/indexer_backends`` (``INDEXER_BACKENDS``). None of it uses autograd but the loss.
@@ -18,7 +18,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.key_subset import Support
+from absorbed_mla.dsa.key_subset import KeySubset
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.log_once import log_once
@@ -175,7 +175,7 @@ class IndexerBackend(Protocol):
         index: IndexVectors,
         inputs: AttentionInputs,
         lse: Tensor | None,
-        supports: Iterable[Support],
+        subsets: Iterable[KeySubset],
         *,
         attention_scale: float,
         factor: float,
@@ -187,7 +187,7 @@ class IndexerBackend(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class OverChosen:
+class TopKBackend:
     """An ``AttentionBackend`` of one call: attention over the keys of a selection.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Attention of new tokens over the cached keys that were chosen for them."""
+"""Sparse attention of new tokens over the top-k keys of a paged cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from absorbed_mla.inference.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)
-class OverCachedKeys:
+class CachedTopKBackend:
     """A ``PagedBackend`` of one call, which runs the implementation of training.
 
     Attributes:
@@ -77,11 +77,11 @@ def _over_fp8_rows(forward, q_content, q_rope, rows, slots, scale) -> AttentionO
     width = q_content.shape[-1] + q_rope.shape[-1]
     out = q_content.new_empty(q_content.shape, dtype=compute_dtype(q_content))
     lse = out.new_empty(out.shape[:3])
-    for support in chosen_keys(slots, width):
-        kv = latents.decode(support.take(rows), q_content.dtype).view(-1, 1, width)
+    for subset in chosen_keys(slots, width):
+        kv = latents.decode(subset.take(rows), q_content.dtype).view(-1, 1, width)
         place = torch.arange(len(kv), dtype=torch.int32, device=kv.device)
-        place = place.view(support.indices.shape).masked_fill(support.indices < 0, -1)
-        part = support.queries
+        place = place.view(subset.indices.shape).masked_fill(subset.indices < 0, -1)
+        part = subset.queries
         found = _over_rows(forward, q_content[part], q_rope[part], kv, place, scale)
         out[part], lse[part] = found
     return AttentionOutput(out, lse)

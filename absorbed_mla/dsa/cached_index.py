@@ -1,4 +1,4 @@
-"""What an indexer has for one step of generation: new tokens' vectors, and all cached keys."""
+"""Index vectors of new tokens in one step of generation, and the cached index keys."""
 
 from __future__ import annotations
 

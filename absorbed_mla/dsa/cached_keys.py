@@ -1,4 +1,4 @@
-"""Keys in a paged cache by their place in memory: what positions of a request are there."""
+"""Slots of a paged KV cache: where the positions of a request lie in memory."""
 
 from __future__ import annotations
 

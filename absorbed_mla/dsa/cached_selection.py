@@ -1,4 +1,4 @@
-"""The choice of keys for new tokens among those that are cached for their requests."""
+"""Top-k selection for new tokens among the index keys cached for their requests."""
 
 from __future__ import annotations
 

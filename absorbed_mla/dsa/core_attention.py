@@ -1,44 +1,42 @@
-"""Sparse attention in the ``core_attention`` slot: its indexer, what it chooses, how it learns."""
+"""DeepSeek Sparse Attention in Megatron's ``core_attention`` slot, with its indexer and loss."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.attend import AttentionPlan
-from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED
 from absorbed_mla.core_attention.forms.base import Query
 from absorbed_mla.core_attention.key_source import WholeKeySource
 from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.aux_loss import report_loss
-from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
-from absorbed_mla.dsa.cached_attention import OverCachedKeys
+from absorbed_mla.dsa.backend import SparseRequest, TopKBackend
+from absorbed_mla.dsa.cached_attention import CachedTopKBackend
 from absorbed_mla.dsa.cached_index import CachedIndex
 from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
-from absorbed_mla.dsa.index_sharing import LayerSelection
+from absorbed_mla.dsa.implementations import SparseImplementations
+from absorbed_mla.dsa.index_sharing import LayerSelection, Selected
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
+from absorbed_mla.dsa.sequence_parallel import SequenceParallelIndexer
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.dsa.unused_indexer import with_zero_gradients
 from absorbed_mla.inference.step import InferenceStep
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS, Registry
+from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.unsupported import refuse_other_variant
 
@@ -137,7 +135,7 @@ class SparseCoreAttention(LatentCoreAttention):
                 pg_collection=pg_collection,
                 name=f"{name}.indexer" if name is not None else None,
             )
-        self._chosen_implementations = DerivedTables()
+        self._implementations = SparseImplementations(options, dims, self.dsa)
         self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
         self.sequence_parallel = config.sequence_parallel and self._tp_group is not None
 
@@ -178,34 +176,39 @@ class SparseCoreAttention(LatentCoreAttention):
     ) -> SparsePlan:
         """See ``LatentCoreAttention``; with the selection, and the index vectors for their loss."""
         assert isinstance(plan, SparsePlan)
-        request = self._request(hidden_states)
+        request = self._implementations.request(hidden_states)
         learns = self._learns(only_indexer=not trained)
-
-        @functools.cache
-        def index() -> IndexVectors:
-            with torch.set_grad_enabled(learns):
-                return self._index_vectors(plan, hidden_states, query_latent, cos, sin)
-
         shape = self._selection_shape(plan, request, hidden_states.shape[1])
-
-        def select() -> Tensor | None:
-            if shape is None:
-                return None
-            return self._implementation(INDEXER_BACKENDS, request).select(
-                index(),
-                plan.keys.spans(),
-                self.dsa.topk,
-                relu=self.dsa.scoring_relu,
-                tp_group=self._tp_group,
-            )
-
-        chosen = self.selection.get(select, shape, hidden_states.device)
+        selected = self.selection.take(shape, hidden_states.device)
+        index: IndexVectors | None = None
+        if learns or (selected is None and shape is not None):
+            with torch.set_grad_enabled(learns):
+                index = self._whole_indexer().vectors(hidden_states, query_latent, cos, sin)
+                index = index._replace(key=plan.keys.gather(index.key))
+        if selected is None:
+            selected = Selected(None if shape is None else self._select(index, plan, request))
+        self.selection.leave(selected)
+        chosen = selected.chosen
         self._check_shape(chosen, shape)
-        plan = replace(plan, chosen=chosen, index=index() if learns else None)
+        plan = replace(plan, chosen=chosen, index=index if learns else None)
         if chosen is None:
             return plan
-        sparse = self._implementation(SPARSE_BACKENDS, request)
-        return replace(plan, backend=OverChosen(sparse, chosen))
+        sparse = self._implementations.get(SPARSE_BACKENDS, request)
+        return replace(plan, backend=TopKBackend(sparse, chosen))
+
+    def _select(
+        self, index: IndexVectors | None, plan: SparsePlan, request: SparseRequest
+    ) -> Tensor:
+        """The layer's own selection."""
+        assert index is not None
+        chosen: Tensor = self._implementations.get(INDEXER_BACKENDS, request).select(
+            index,
+            plan.keys.spans(),
+            self.dsa.topk,
+            relu=self.dsa.scoring_relu,
+            tp_group=self._tp_group,
+        )
+        return chosen
 
     def choose_cached_keys(
         self,
@@ -214,7 +217,7 @@ class SparseCoreAttention(LatentCoreAttention):
         query_latent: Callable[[], Tensor],
         cos: Tensor,
         sin: Tensor,
-    ) -> OverCachedKeys | None:
+    ) -> CachedTopKBackend | None:
         """Cache index keys, and choose among the cached ones for new tokens.
 
         Args:
@@ -236,33 +239,36 @@ class SparseCoreAttention(LatentCoreAttention):
                 "replay_selections is for forwards without an inference_context: cached tokens "
                 "were computed with selections of their own"
             )
-        request = self._request(hidden_states)
-        few = step.lengths is not None and self._all_keys(request, step.lengths.keys)
+        request = self._implementations.request(hidden_states)
+        few = step.lengths is not None and self._implementations.dense_serves(
+            request, step.lengths.keys
+        )
         shape = None if few else (len(cos), self.dsa.topk)
         cached: CachedIndex | None = None
         if self.indexer is not None:
+            indexer = self._whole_indexer()
             # Rows of the table in Megatron's layout, in which every request has the same.
             cos, sin = (step.unpack(x.unsqueeze(1))[:, 0] for x in (cos, sin))
             if shape is None:
-                key = self._whole_key(hidden_states, cos, sin)
+                key = indexer.key(hidden_states, cos, sin)
                 step.write_index_keys(step.pack(key), self._indexed)
             else:
-                index = self._whole_index(hidden_states, query_latent, cos, sin)
+                index = indexer.vectors(hidden_states, query_latent, cos, sin)
                 cached = CachedIndex.write(step, index, self._indexed)
-
-        def select() -> Tensor | None:
-            if shape is None:
-                return None
+        selected = self.selection.take(shape, hidden_states.device)
+        if selected is None and shape is None:
+            selected = Selected(None)
+        elif selected is None:
             assert cached is not None
-            implementation = self._implementation(INDEXER_BACKENDS, request)
-            return cached.select(implementation, self.dsa.topk, relu=self.dsa.scoring_relu)
-
-        device, repeated = hidden_states.device, step.lengths is None
-        chosen = self.selection.get(select, shape, device, repeated=repeated)
-        if chosen is None:
+            backend = self._implementations.get(INDEXER_BACKENDS, request)
+            relu = self.dsa.scoring_relu
+            selected = Selected(cached.select(backend, self.dsa.topk, relu=relu))
+        self.selection.leave(selected, repeated=step.lengths is None)
+        if selected.chosen is None:
             return None
         request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
-        return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)
+        sparse = self._implementations.get(SPARSE_BACKENDS, request)
+        return CachedTopKBackend(sparse, selected.chosen)
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
@@ -276,18 +282,18 @@ class SparseCoreAttention(LatentCoreAttention):
         dsa = self.dsa
         with torch.no_grad():
             [block] = plan.keys.blocks(kv, keep=False)
-        request = self._request(kv)
+        request = self._implementations.request(kv)
         if plan.chosen is None:
             request = replace(request, topk=0)
-        indexing = self._implementation(INDEXER_BACKENDS, request)
+        indexing = self._implementations.get(INDEXER_BACKENDS, request)
         row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
-        supports, over_attended = self._supports(plan, block.kv, row_width)
+        subsets, over_attended = self._key_subsets(plan, block.kv, row_width)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
         loss = indexing.loss(
             plan.index,
             latent_inputs(*query, block.kv),
             lse if over_attended else None,
-            supports,
+            subsets,
             attention_scale=self.softmax_scale,
             factor=dsa.loss_coefficient / rows,
             relu=dsa.scoring_relu,
@@ -310,13 +316,13 @@ class SparseCoreAttention(LatentCoreAttention):
             place = decoder + min(place, mtp)
         return place, decoder + mtp
 
-    def _supports(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
+    def _key_subsets(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
         """The keys of the loss, and whether the attention was over them."""
-        supports: Any
+        subsets: Any
         if self.dsa.sparse_loss and plan.chosen is not None:
             return chosen_keys(plan.chosen, row_width), True
-        supports = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
-        return supports, plan.chosen is None
+        subsets = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
+        return subsets, plan.chosen is None
 
     def _learns(self, *, only_indexer: bool) -> bool:
         """Whether this forward has a loss of the indexer.
@@ -342,73 +348,20 @@ class SparseCoreAttention(LatentCoreAttention):
         assert self.indexer is not None
         return any(parameter.requires_grad for parameter in self.indexer.parameters())
 
-    def _index_vectors(
-        self,
-        plan: SparsePlan,
-        hidden_states: Tensor,
-        query_latent: Callable[[], Tensor],
-        cos: Tensor,
-        sin: Tensor,
-    ) -> IndexVectors:
-        """Of all queries of this context-parallel rank, and of the keys of all of them."""
-        index = self._whole_index(hidden_states, query_latent, cos, sin)
-        return index._replace(key=plan.keys.gather(index.key))
-
-    def _whole_index(
-        self,
-        hidden_states: Tensor,
-        query_latent: Callable[[], Tensor],
-        cos: Tensor,
-        sin: Tensor,
-    ) -> IndexVectors:
-        """Index vectors of all tokens of this context-parallel rank."""
+    def _whole_indexer(self) -> SequenceParallelIndexer:
         assert self.indexer is not None
-        with torch.no_grad():
-            latent = query_latent()
-        own_cos, own_sin = (self._own_rows(x, len(hidden_states)) for x in (cos, sin))
-        index = self.indexer(hidden_states, latent, own_cos, own_sin)
-        return IndexVectors(*(self._all_rows(x) for x in index))
-
-    def _whole_key(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The key of :meth:`_whole_index` alone."""
-        assert self.indexer is not None
-        own_cos, own_sin = (self._own_rows(x, len(hidden_states)) for x in (cos, sin))
-        return self._all_rows(self.indexer.key(hidden_states, own_cos, own_sin))
-
-    def _own_rows(self, x: Tensor, count: int) -> Tensor:
-        """Of all tokens' rows those that this rank projects, its own under sequence parallelism."""
-        if not self.sequence_parallel:
-            return x
-        assert self._tp_group is not None
-        rank = self._tp_group.rank()
-        return x[rank * count : (rank + 1) * count]
-
-    def _all_rows(self, x: Tensor) -> Tensor:
-        """Rows of all ranks; backward sums over them: they take turns with the loss's queries."""
-        if not self.sequence_parallel:
-            return x
-        gathered: Tensor = gather_from_sequence_parallel_region(x, group=self._tp_group)
-        return gathered
+        return SequenceParallelIndexer(
+            self.indexer, self._tp_group if self.sequence_parallel else None
+        )
 
     def _selection_shape(
         self, plan: SparsePlan, request: SparseRequest, batch: int
     ) -> tuple[int, int, int] | None:
         """[S_q, B, topk]; None where nothing is chosen."""
-        if self._all_keys(request, plan.layout.lengths):
+        if self._implementations.dense_serves(request, plan.layout.lengths):
             return None
         cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
         return plan.layout.num_tokens // cp_size, batch, self.dsa.topk
-
-    def _all_keys(self, request: SparseRequest, lengths: Iterable[int]) -> bool:
-        """Whether the dense attention serves: no sequence of these is longer than top-k.
-
-        In parity mode that must give the bits of a choice of all keys.
-        """
-        if self.dsa.topk < max(lengths, default=0):
-            return False
-        return not request.batch_invariant or bool(
-            self._implementation(SPARSE_BACKENDS, request).equals_dense
-        )
 
     def _check_shape(self, chosen: Tensor | None, expected: tuple[int, int, int] | None) -> None:
         """Refuse a selection of other tokens, which a kernel would read out of bounds."""
@@ -418,25 +371,3 @@ class SparseCoreAttention(LatentCoreAttention):
                 f"a selection for layer {self.layer_number} must be {wanted}, "
                 f"got {tuple(chosen.shape)}"
             )
-
-    def _implementation(self, registry: Registry, request: SparseRequest) -> Any:
-        """What the options name, chosen once for every kind of call."""
-        asked = getattr(self.options, registry.option)
-        return self._chosen_implementations.get(
-            (registry.option, request), lambda: choose_implementation(registry, asked, request)
-        )
-
-    def _request(self, x: Tensor) -> SparseRequest:
-        return SparseRequest(
-            device=x.device,
-            dtype=x.dtype,
-            heads=self.dims.num_heads_per_rank,
-            kv_lora_rank=self.dims.kv_lora_rank,
-            rope_dim=self.dims.qk_rope_head_dim,
-            index_heads=self.dsa.num_heads,
-            index_dim=self.dsa.head_dim,
-            topk=self.dsa.topk,
-            relu=self.dsa.scoring_relu,
-            deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
-            batch_invariant=self.options.batch_invariant,
-        )

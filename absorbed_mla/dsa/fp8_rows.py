@@ -1,4 +1,4 @@
-"""Index queries and keys in FP8, to choose keys by: e4m3 with a scale for every row.
+"""FP8 quantization of index queries and keys: e4m3 with a scale for every row.
 
 DeepSeek-V3.2 selects so in its released inference code. Scales are powers of two, as there: no bit
 is lost by dividing by them, so that kernels and this module round alike.

@@ -1,4 +1,4 @@
-"""Which selection a layer takes: its own, an earlier layer's, or one that it is given."""
+"""Cross-layer index sharing: a layer's selection is its own, an earlier layer's, or a given one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from absorbed_mla.dsa.checkpoint_scope import Recomputation, current_recomputation
+from absorbed_mla.dsa.checkpoint_scope import CheckpointScope, current_scope, scope_checkpoints
 from absorbed_mla.dsa.config import DSAConfig
-from absorbed_mla.dsa.pipeline_indices import passages
+from absorbed_mla.dsa.pipeline_indices import stage_p2p
 
 
 class Selected(NamedTuple):
@@ -24,16 +24,16 @@ class Selected(NamedTuple):
 
 
 class _Latest(NamedTuple):
-    """The selection on its way to the layers that share it, and the checkpoint it was made in."""
+    """The selection for the layers that share it, and the checkpoint it was made in."""
 
     source: int
     selected: Selected
-    recomputation: Recomputation | None
+    scope: CheckpointScope | None
 
 
 @dataclass(eq=False)
-class Neighbours:
-    """What the layers built with one config know of each other.
+class SharedIndices:
+    """What the layers built with one config share.
 
     Attributes:
         last_built: Number of the layer built last.
@@ -45,7 +45,7 @@ class Neighbours:
 
 
 # By the config, which all layers of a pipeline stage are built with.
-_neighbours: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_shared_indices: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class LayerSelection:
@@ -72,6 +72,7 @@ class LayerSelection:
         layer_number: int,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
+        scope_checkpoints()
         self.layer_number = layer_number
         self.source = dsa.source_layer(layer_number)
         self.shares = self.source != layer_number
@@ -79,10 +80,10 @@ class LayerSelection:
         self.is_shared_next = not is_last and dsa.source_layer(layer_number + 1) == self.source
         self.recorder: Callable[[Selected], Any] | None = None
         self.replayed: Iterator[Selected] | None = None
-        self._neighbours: Neighbours = _neighbours.setdefault(config, Neighbours())
-        self._arrival, self._departure = passages(config, dsa, pp_group, layer_number)
-        begins = self._neighbours.last_built != layer_number - 1
-        if self.shares and begins and self._arrival is None:
+        self._sharing: SharedIndices = _shared_indices.setdefault(config, SharedIndices())
+        self._previous_stage, self._next_stage = stage_p2p(config, dsa, pp_group, layer_number)
+        begins = self._sharing.last_built != layer_number - 1
+        if self.shares and begins and self._previous_stage is None:
             raise ValueError(
                 f"layer {layer_number} shares the selection of layer {self.source}, but "
                 f"layer {layer_number - 1} was not built before it: in a HybridModel let every "
@@ -90,79 +91,76 @@ class LayerSelection:
                 f"(dsa_indexer_topk_freq={dsa.topk_freq}, "
                 f"dsa_indexer_skip_topk_offset={dsa.skip_topk_offset})"
             )
-        self._neighbours.last_built = layer_number
+        self._sharing.last_built = layer_number
 
     @property
     def crosses_stages(self) -> bool:
         """Whether the selection comes from another pipeline stage, or goes to one."""
-        return self._arrival is not None or self._departure is not None
+        return self._previous_stage is not None or self._next_stage is not None
 
-    def get(
-        self,
-        select: Callable[[], Tensor | None],
-        shape: Sequence[int] | None,
-        device: torch.device,
-        *,
-        repeated: bool = False,
-    ) -> Tensor | None:
-        """The selection of one forward.
+    def take(self, shape: Sequence[int] | None, device: torch.device) -> Selected | None:
+        """The selection of a forward that comes from elsewhere; None: the layer makes its own.
 
         Args:
-            select: Makes the layer's own.
             shape: Of the selection; None where every query has all keys that it sees.
             device: Where it is.
-            repeated: Whether each layer may run several times before the next one, as when Megatron
-                captures it in a CUDA graph: what is shared is then kept until the next forward.
 
         Raises:
             ValueError: If the layer whose selection is shared did not run just before, or there is
                 nothing left to replay.
         """
-        recomputation = current_recomputation()
-        if recomputation is not None and self in recomputation.seen:
-            return self._again(select, recomputation).chosen
-        if self._arrival is not None:
-            received = None if shape is None else self._arrival.receive(shape, device)
-            found, kept = Selected(received), True
-        elif self.shares:
-            found, kept = self._shared(recomputation)
-        elif self.replayed is not None:
-            found, kept = self._next_replayed(device), True
-        else:
-            found, kept = Selected(select()), False
+        scope = current_scope()
+        if scope is not None and self in scope.seen:
+            # What layers in the same checkpoint share is made again.
+            return scope.kept.get(self, scope.kept.get(_SHARED) if self.shares else None)
+        if self._previous_stage is not None:
+            return Selected(None if shape is None else self._previous_stage.receive(shape, device))
+        if self.shares:
+            return self._shared().selected
+        return None if self.replayed is None else self._next_replayed(device)
+
+    def leave(self, found: Selected, *, repeated: bool = False) -> None:
+        """Record the selection of a forward, and leave it for who needs it.
+
+        Args:
+            found: What :meth:`take` gave, or the layer's own.
+            repeated: Whether each layer may run several times before the next one, as when Megatron
+                captures it in a CUDA graph: what is shared is then kept until the next forward.
+        """
+        scope = current_scope()
+        if scope is not None and self in scope.seen:
+            if self.is_shared_next:
+                scope.kept[_SHARED] = found
+            return
         if self.recorder is not None:
             self.recorder(found)
-        if recomputation is not None:
-            recomputation.seen.add(self)
-            if kept:
-                recomputation.kept[self] = found
-        if self._departure is not None and found.chosen is not None:
-            self._departure.send(found.chosen)
-        if self.is_shared_next and self._departure is None:
-            self._neighbours.latest = _Latest(self.source, found, recomputation)
+        if scope is not None:
+            scope.seen.add(self)
+            if self._is_from_outside(scope):
+                scope.kept[self] = found
+        if self._next_stage is not None and found.chosen is not None:
+            self._next_stage.send(found.chosen)
+        if self.is_shared_next and self._next_stage is None:
+            self._sharing.latest = _Latest(self.source, found, scope)
         elif self.shares and not repeated:
             # The tensor must not outlive the forward.
-            self._neighbours.latest = None
-        return found.chosen
+            self._sharing.latest = None
 
-    def _again(self, select: Callable[[], Tensor | None], recomputation: Recomputation) -> Selected:
-        """What the first run had; what layers in the same checkpoint share is made again."""
-        found = recomputation.kept.get(self)
-        if found is None:
-            found = recomputation.kept[_SHARED] if self.shares else Selected(select())
-        if self.is_shared_next:
-            recomputation.kept[_SHARED] = found
-        return found
+    def _is_from_outside(self, scope: CheckpointScope) -> bool:
+        """Whether the recomputation of a checkpoint could not make this forward's selection."""
+        if self.shares and self._previous_stage is None:
+            return self._shared().scope is not scope
+        return self.shares or self.replayed is not None
 
-    def _shared(self, recomputation: Recomputation | None) -> tuple[Selected, bool]:
-        """The selection of the source, and whether it was made outside of the checkpoint."""
-        latest = self._neighbours.latest
+    def _shared(self) -> _Latest:
+        """The selection of the source."""
+        latest = self._sharing.latest
         if latest is None or latest.source != self.source:
             raise ValueError(
                 f"layer {self.layer_number} shares the selection of layer {self.source}, which "
                 "did not run before it in this forward"
             )
-        return latest.selected, latest.recomputation is not recomputation
+        return latest
 
     def _next_replayed(self, device: torch.device) -> Selected:
         assert self.replayed is not None

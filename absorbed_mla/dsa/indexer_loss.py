@@ -1,4 +1,4 @@
-"""The loss that an indexer learns from: how far its scores are from the attention's choice.
+"""The indexer's loss: KL divergence of its scores from the attention's probabilities.
 
 DeepSeek-V3.2 (arXiv:2512.02556), section 2.1: for every query, KL(p || softmax(I)), where p is the
 sum over heads of the attention's probabilities, normalised and detached, and I are the indexer's
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs
-from absorbed_mla.dsa.key_subset import Support, head_groups, turns
+from absorbed_mla.dsa.key_subset import KeySubset, head_groups, turns
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.sparse_reference import masked_scores, probabilities
 from absorbed_mla.dsa.types import IndexVectors
@@ -27,7 +27,7 @@ class HeadSum:
 
     Args:
         inputs: In the absorbed form, this rank's heads.
-        lse: [S_q, B, N] over the keys of the supports; None to compute it again.
+        lse: [S_q, B, N] over the keys of the subsets; None to compute it again.
         scale: Multiplies the scores.
         dtype: To compute in.
     """
@@ -40,14 +40,14 @@ class HeadSum:
         self.kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
         self.lse, self.scale, self.dtype = lse, scale, dtype
 
-    def __call__(self, support: Support) -> Tensor:
+    def __call__(self, subset: KeySubset) -> Tensor:
         """[B, Q, P]; 0 where a query has no key."""
-        rows = support.queries
-        taken = support.take(self.kv).to(self.dtype)
+        rows = subset.queries
+        taken = subset.take(self.kv).to(self.dtype)
         total: Tensor | None = None
-        for heads in head_groups(self.query[0].shape[2], support.heads):
+        for heads in head_groups(self.query[0].shape[2], subset.heads):
             query = torch.cat([x[rows, :, heads] for x in self.query], dim=-1).to(self.dtype)
-            scores = masked_scores(query, taken, support, self.scale)
+            scores = masked_scores(query, taken, subset, self.scale)
             if self.lse is None:
                 lse = torch.logsumexp(scores, dim=-1)
             else:
@@ -62,16 +62,16 @@ class LossPieces(NamedTuple):
     """What the loss computes with, a chunk of queries at a time.
 
     Attributes:
-        head_sum: Makes what computes the target from a support, as :class:`HeadSum`.
+        head_sum: Makes what computes the target from a subset, as :class:`HeadSum`.
         scores: As ``scores.index_scores``; where a key is not seen, anything.
         add_gradient: As ``scores.add_index_gradient``.
     """
 
     head_sum: Callable[
-        [AttentionInputs, Tensor | None, float, torch.dtype], Callable[[Support], Tensor]
+        [AttentionInputs, Tensor | None, float, torch.dtype], Callable[[KeySubset], Tensor]
     ]
-    scores: Callable[[IndexVectors, Support, bool], Tensor]
-    add_gradient: Callable[[IndexVectors, Tensor, IndexVectors, Support, bool], None]
+    scores: Callable[[IndexVectors, KeySubset, bool], Tensor]
+    add_gradient: Callable[[IndexVectors, Tensor, IndexVectors, KeySubset, bool], None]
 
 
 REFERENCE_PIECES = LossPieces(HeadSum, index_scores, add_index_gradient)
@@ -81,7 +81,7 @@ def indexer_loss(
     index: IndexVectors,
     inputs: AttentionInputs,
     lse: Tensor | None,
-    supports: Iterable[Support],
+    subsets: Iterable[KeySubset],
     *,
     attention_scale: float,
     factor: float,
@@ -89,7 +89,7 @@ def indexer_loss(
     tp_group: dist.ProcessGroup | None = None,
     pieces: LossPieces = REFERENCE_PIECES,
 ) -> Tensor:
-    """``factor`` times the sum of KL(p || softmax(I)) over the queries of ``supports``.
+    """``factor`` times the sum of KL(p || softmax(I)) over the queries of ``subsets``.
 
     The gradient is computed along with the loss, chunk by chunk, and kept until backward, which
     multiplies it by the gradient of the loss: it takes the memory of ``index``, and nothing of the
@@ -98,14 +98,14 @@ def indexer_loss(
     Args:
         index: The indexer's output; the only one that gets a gradient.
         inputs: Those of the attention in the absorbed form, this rank's heads.
-        lse: [S_q, B, N] of the attention over the keys of ``supports``, fp32 (fp64). None where it
+        lse: [S_q, B, N] of the attention over the keys of ``subsets``, fp32 (fp64). None where it
             was over others, as in a warm-up during sparse attention: it is computed again then.
-        supports: ``visible_keys`` for the warm-up, ``chosen_keys`` for the sparse stage.
+        subsets: ``visible_keys`` for the warm-up, ``chosen_keys`` for the sparse stage.
         attention_scale: Multiplies the scores of the attention.
         factor: The coefficient, over the number of queries if their mean is the loss.
         relu: Whether products of the indexer pass a ReLU.
         tp_group: Ranks over which the heads are split, all with the same ``index`` and
-            ``supports``; None for one. They take turns with the chunks, so a rank has some terms of
+            ``subsets``; None for one. They take turns with the chunks, so a rank has some terms of
             the gradient, times the number of ranks: Megatron averages gradients of the indexer.
         pieces: What it is computed with.
 
@@ -120,14 +120,14 @@ def indexer_loss(
     head_sum = pieces.head_sum(inputs, lse, attention_scale, index.weights.dtype)
     loss = _Loss(pieces, head_sum, factor, relu, tp_group)
     if torch.is_grad_enabled() and any(x.requires_grad for x in index):
-        return _IndexerLoss.apply(loss, supports, *index)
+        return _IndexerLoss.apply(loss, subsets, *index)
     with torch.no_grad():
-        return loss.compute(supports, index, gradient=None)
+        return loss.compute(subsets, index, gradient=None)
 
 
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss, supports, query, key, weights):
+    def forward(ctx, loss, subsets, query, key, weights):
         index = IndexVectors(query, key, weights)
         # bf16 has the range of fp32, fp16 has not.
         kept = query.dtype if query.dtype is torch.bfloat16 else weights.dtype
@@ -136,7 +136,7 @@ class _IndexerLoss(torch.autograd.Function):
             torch.zeros_like(key, dtype=weights.dtype),
             torch.zeros_like(weights),
         )
-        found = loss.compute(supports, index, gradient)
+        found = loss.compute(subsets, index, gradient)
         ctx.dtypes = [x.dtype for x in index]
         ctx.save_for_backward(*gradient)
         return found
@@ -160,34 +160,34 @@ class _Loss(NamedTuple):
     """
 
     pieces: LossPieces
-    head_sum: Callable[[Support], Tensor]
+    head_sum: Callable[[KeySubset], Tensor]
     factor: float
     relu: bool
     tp_group: dist.ProcessGroup | None
 
-    def target(self, support: Support, owner: int) -> Tensor:
+    def target(self, subset: KeySubset, owner: int) -> Tensor:
         """The distribution over keys that the indexer should have, [B, Q, P].
 
         A row sums to 1, or to 0 where a query has no key. Only the rank ``owner`` of the group has
         that of all heads.
         """
-        total = self.head_sum(support)
+        total = self.head_sum(subset)
         if self.tp_group is not None:
             dist.reduce(total, group=self.tp_group, group_dst=owner)
         return total / total.sum(-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
 
     def compute(
-        self, supports: Iterable[Support], index: IndexVectors, gradient: IndexVectors | None
+        self, subsets: Iterable[KeySubset], index: IndexVectors, gradient: IndexVectors | None
     ) -> Tensor:
         """The loss; its gradient is added to ``gradient``, if that is wanted."""
         size = 1 if self.tp_group is None else self.tp_group.size()
         total = index.weights.new_zeros(())
-        for support, owner, own in turns(self.tp_group, supports):
-            wanted = self.target(support, owner)
+        for subset, owner, own in turns(self.tp_group, subsets):
+            wanted = self.target(subset, owner)
             if not own:
                 continue
-            seen = support.seen.expand(wanted.shape)
-            scores = self.pieces.scores(index, support, self.relu).masked_fill(~seen, -torch.inf)
+            seen = subset.seen.expand(wanted.shape)
+            scores = self.pieces.scores(index, subset, self.relu).masked_fill(~seen, -torch.inf)
             # A query without keys has no distribution: its row is 0 everywhere.
             scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
             predicted = torch.log_softmax(scores, dim=-1)
@@ -196,7 +196,7 @@ class _Loss(NamedTuple):
             if gradient is not None:
                 score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0)
                 score_grad *= self.factor * size  # Megatron averages over ranks
-                self.pieces.add_gradient(gradient, score_grad, index, support, self.relu)
+                self.pieces.add_gradient(gradient, score_grad, index, subset, self.relu)
         if self.tp_group is not None:
             dist.all_reduce(total, group=self.tp_group)
         return total * self.factor

@@ -1,4 +1,4 @@
-"""Pieces of the indexer's loss by the ``triton`` kernels, called like those they replace."""
+"""Parts of the indexer's loss by the ``triton`` kernels, called like those they replace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TritonHeadSum:
         self.inputs, self.scale = inputs, scale
         self.lse = None if lse is None else lse.float()
 
-    def __call__(self, support: VisibleKeys | ChosenKeys) -> Tensor:
+    def __call__(self, subset: VisibleKeys | ChosenKeys) -> Tensor:
         """See ``HeadSum``."""
         from absorbed_mla.kernels.dsa.kl_target import visible_target
 
@@ -38,17 +38,17 @@ class TritonHeadSum:
             lse = self.inputs.q_content.new_empty(
                 self.inputs.q_content.shape[:3], dtype=torch.float32
             )
-            lse[support.queries] = self._lse(support)
+            lse[subset.queries] = self._lse(subset)
         q_content, q_rope, k_content, k_rope, _ = self.inputs
         operands = q_content, q_rope, k_content.squeeze(2), k_rope
         with torch.cuda.device_of(lse):
-            if isinstance(support, VisibleKeys):
-                span = support.span
+            if isinstance(subset, VisibleKeys):
+                span = subset.span
                 keys = span.key_start, span.num_keys, span.causal_offset
                 return visible_target(operands, lse, span.queries, *keys, self.scale)
-            rows = support.queries
+            rows = subset.queries
             own = q_content[rows], q_rope[rows], *operands[2:]
-            return self.chosen_target(own, lse[rows], support.indices)
+            return self.chosen_target(own, lse[rows], subset.indices)
 
     def chosen_target(
         self, operands: tuple[Tensor, Tensor, Tensor, Tensor], lse: Tensor, chosen: Tensor
@@ -58,38 +58,38 @@ class TritonHeadSum:
 
         return chosen_target(operands, lse, chosen, self.scale)
 
-    def _lse(self, support: VisibleKeys | ChosenKeys) -> Tensor:
-        """Of the attention over the support's keys, whose output nobody reads."""
-        rows = support.queries
+    def _lse(self, subset: VisibleKeys | ChosenKeys) -> Tensor:
+        """Of the attention over the subset's keys, whose output nobody reads."""
+        rows = subset.queries
         q_content, q_rope, k_content, k_rope, _ = self.inputs
         own = q_content[rows], q_rope[rows]
-        if isinstance(support, ChosenKeys):
+        if isinstance(subset, ChosenKeys):
             inputs = AttentionInputs(*own, k_content, k_rope, None)
-            return self.sparse.forward(inputs, support.indices, self.scale).lse
-        keys = support.span.keys
+            return self.sparse.forward(inputs, subset.indices, self.scale).lse
+        keys = subset.span.keys
         inputs = AttentionInputs(*own, k_content[keys], k_rope[keys], None)
-        span = support.span
+        span = subset.span
         own_span = Span(0, span.num_queries, 0, span.num_keys, span.causal_offset)
         return DENSE.forward(inputs, ScoreRules(self.scale, Spans([own_span]))).lse
 
 
-def triton_scores(index: IndexVectors, support: VisibleKeys | ChosenKeys, relu: bool) -> Tensor:
+def triton_scores(index: IndexVectors, subset: VisibleKeys | ChosenKeys, relu: bool) -> Tensor:
     """As ``index_scores``, fp32; where a key is not seen, anything."""
     from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
 
     with torch.cuda.device_of(index.query):
-        if isinstance(support, VisibleKeys):
-            return triton_index_scores(index, support, relu)
-        rows = support.queries
+        if isinstance(subset, VisibleKeys):
+            return triton_index_scores(index, subset, relu)
+        rows = subset.queries
         query, weights = index.query[rows], index.weights[rows]
-        return chosen_scores(query, index.key, weights, support.indices, relu)
+        return chosen_scores(query, index.key, weights, subset.indices, relu)
 
 
 def triton_add_index_gradient(
     gradient: IndexVectors,
     score_grad: Tensor,
     index: IndexVectors,
-    support: VisibleKeys | ChosenKeys,
+    subset: VisibleKeys | ChosenKeys,
     relu: bool,
 ) -> None:
     """As ``add_index_gradient``.
@@ -100,18 +100,18 @@ def triton_add_index_gradient(
     from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
 
-    rows = support.queries
+    rows = subset.queries
     query, weights = index.query[rows], index.weights[rows]
     with torch.cuda.device_of(query):
-        if isinstance(support, VisibleKeys):
-            keys = support.span.keys
+        if isinstance(subset, VisibleKeys):
+            keys = subset.span.keys
             parts = gradient.query[rows], gradient.key[keys], gradient.weights[rows]
-            offset = support.span.causal_offset
+            offset = subset.span.causal_offset
             key = index.key[keys]
             add_visible_gradient(parts, score_grad, query, key, weights, offset, relu)
         else:
             parts = gradient.query[rows], gradient.key, gradient.weights[rows]
-            chosen = support.indices
+            chosen = subset.indices
             fixed = torch.are_deterministic_algorithms_enabled()
             add_chosen_gradient(parts, score_grad, query, index.key, weights, chosen, relu, fixed)
 

@@ -1,6 +1,6 @@
-"""Which keys a chunk of queries is compared with: all that it sees, or those chosen for it.
+"""Key subsets of a chunk of queries: the top-k keys chosen for it, or all that it sees.
 
-A support is a few queries and P keys for each; what is computed with it never holds more than a
+A subset is a few queries and P keys for each; what is computed with it never holds more than a
 chunk of scores. All of it is plain PyTorch, without autograd.
 """
 
@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 2**24
 CHUNK_QUERIES = 256
 
 
-class Support(Protocol):
+class KeySubset(Protocol):
     """A chunk of queries and the keys for each of them."""
 
     @property
@@ -69,7 +69,7 @@ class VisibleKeys:
     Attributes:
         span: The queries and the keys.
         device: Where the tensors are.
-        heads: See ``Support``.
+        heads: See ``KeySubset``.
     """
 
     span: Span
@@ -78,7 +78,7 @@ class VisibleKeys:
 
     @property
     def queries(self) -> slice:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return self.span.queries
 
     @property
@@ -92,24 +92,24 @@ class VisibleKeys:
 
     @property
     def seen(self) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         keys = torch.arange(self.span.num_keys, device=self.device)
         return keys < self.num_seen[:, None]
 
     def take(self, rows: Tensor) -> Tensor:
-        """See ``Support``: [P, B, D]."""
+        """See ``KeySubset``: [P, B, D]."""
         return rows[self.span.keys]
 
     def products(self, query: Tensor, taken: Tensor) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return torch.einsum("qbhd,pbd->bhqp", query, taken)
 
     def sum_of_keys(self, weights: Tensor, taken: Tensor) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return torch.einsum("bhqp,pbd->qbhd", weights, taken)
 
     def add_to_keys(self, total: Tensor, weights: Tensor, query: Tensor) -> None:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         total[self.span.keys] += torch.einsum("bhqp,qbhd->pbd", weights, query)
 
 
@@ -118,9 +118,9 @@ class ChosenKeys:
     """The keys that a selection has for the queries.
 
     Attributes:
-        queries: See ``Support``.
+        queries: See ``KeySubset``.
         indices: int32 [Q, B, P], -1 where there are fewer.
-        heads: See ``Support``.
+        heads: See ``KeySubset``.
     """
 
     queries: slice
@@ -129,26 +129,26 @@ class ChosenKeys:
 
     @property
     def seen(self) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return (self.indices >= 0).transpose(0, 1)
 
     def take(self, rows: Tensor) -> Tensor:
-        """See ``Support``: [Q, B, P, D]; zeros where there is no key."""
+        """See ``KeySubset``: [Q, B, P, D]; zeros where there is no key."""
         batch = torch.arange(rows.shape[1], device=rows.device)
         taken = rows[self.indices.clamp(min=0).long(), batch[:, None]]
         # The first row may be memory of a cache that holds NaN.
         return taken.masked_fill_((self.indices < 0)[..., None], 0.0)
 
     def products(self, query: Tensor, taken: Tensor) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return torch.einsum("qbhd,qbpd->bhqp", query, taken)
 
     def sum_of_keys(self, weights: Tensor, taken: Tensor) -> Tensor:
-        """See ``Support``."""
+        """See ``KeySubset``."""
         return torch.einsum("bhqp,qbpd->qbhd", weights, taken)
 
     def add_to_keys(self, total: Tensor, weights: Tensor, query: Tensor) -> None:
-        """See ``Support``; missing keys must have weight 0.
+        """See ``KeySubset``; missing keys must have weight 0.
 
         On a GPU the order of these sums, and so the last bits, differ from run to run unless
         ``torch.use_deterministic_algorithms`` is on.

@@ -1,4 +1,4 @@
-"""Shared selections on their way from one pipeline stage to the next.
+"""Pipeline P2P of the indices that layers share: selections go from one stage to the next.
 
 Megatron sends hidden states between stages, of one shape, so selections travel beside them: in
 process groups of two ranks, one for each direction, in the order of the forwards. That order is the
@@ -25,17 +25,17 @@ from absorbed_mla.dsa.config import DSAConfig
 # Selections that a stage may be ahead of the next one: more than Megatron's schedules are.
 _MOST_IN_FLIGHT = 16
 _SENDER, _RECEIVER = 0, 1
-# Passages made so far between two ranks; a name in the store is used once.
+# Groups made so far of two ranks; a name in the store is used once.
 _made: Counter[str] = Counter()
 
 
-class Passage:
-    """One direction between two stages.
+class IndexP2P:
+    """Point-to-point communication of selections in one direction between two stages.
 
     Args:
         pp_group: The pipeline's stages.
         sender: A rank of it.
-        receiver: Another one. Both ranks must construct the passage at the same time.
+        receiver: Another one. Both ranks must construct it at the same time.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, sender: int, receiver: int) -> None:
@@ -88,16 +88,16 @@ def _is_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend(group)
 
 
-# By the pipeline's group: all models in it use the same passages.
-_passages: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the pipeline's group: all models in it use the same.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def passages(
+def stage_p2p(
     config: MLATransformerConfig,
     dsa: DSAConfig,
     pp_group: dist.ProcessGroup | None,
     layer_number: int,
-) -> tuple[Passage | None, Passage | None]:
+) -> tuple[IndexP2P | None, IndexP2P | None]:
     """Where the selection that a layer shares comes from, and where the next layer gets it from.
 
     Every rank of the group must ask when it builds its first layer: ranks connect then.
@@ -109,7 +109,7 @@ def passages(
         layer_number: Counted from 1, over all stages.
 
     Returns:
-        The passage from the stage of the layer before, and the one to the stage of the layer
+        Those with the stage of the layer before, and with the stage of the layer
         after; None where that is on the same stage, or its own selection is made there.
     """
     if pp_group is None or pp_group.size() == 1 or getattr(config, "is_hybrid_model", False):
@@ -121,11 +121,11 @@ def passages(
         if dsa.shares_selection(layer) and owners[layer - 2] != owners[layer - 1]
     }
     own = pp_group.rank()
-    known: dict[tuple[int, int], Passage] = _passages.setdefault(pp_group, {})
+    known: dict[tuple[int, int], IndexP2P] = _known.setdefault(pp_group, {})
     # One after the other in the order that all ranks have: no two can wait for each other.
     for ranks in sorted(set(borders.values())):
         if own in ranks and ranks not in known:
-            known[ranks] = Passage(pp_group, *ranks)
+            known[ranks] = IndexP2P(pp_group, *ranks)
     before, after = borders.get(layer_number), borders.get(layer_number + 1)
     return (
         known[before] if before is not None and before[1] == own else None,

@@ -1,4 +1,4 @@
-"""Taking the selections of a model's forwards, and giving them to it again.
+"""Record and replay of the selections of a model's forwards.
 
 Reinforcement learning samples with one set of weights or kernels and trains with another. With the
 keys that were chosen while sampling, both are probabilities of the same function.

@@ -1,4 +1,4 @@
-"""The exact choice of the best keys of every query, in a total order."""
+"""Exact top-k selection of the keys of every query, in a total order."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.key_subset import Support, chosen_keys, head_groups
+from absorbed_mla.dsa.key_subset import KeySubset, chosen_keys, head_groups
 from absorbed_mla.once_differentiable import once_differentiable
 
 SparseForward = Callable[[AttentionInputs, Tensor, float], AttentionOutput]
@@ -84,15 +84,15 @@ def sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) -> Att
     width = q_content.shape[-1]
     out = query.new_zeros(*query.shape[:3], width, dtype=compute)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=compute)
-    for support in chosen_keys(chosen, query.shape[-1]):
-        rows = support.queries
+    for subset in chosen_keys(chosen, query.shape[-1]):
+        rows = subset.queries
         # Not of all keys joined: they may be a whole cache.
-        parts = support.take(k_content.squeeze(2)), support.take(k_rope)
+        parts = subset.take(k_content.squeeze(2)), subset.take(k_rope)
         taken = torch.cat(parts, dim=-1).to(compute)
-        for heads in head_groups(query.shape[2], support.heads):
-            scores = masked_scores(query[rows, :, heads].to(compute), taken, support, scale)
+        for heads in head_groups(query.shape[2], subset.heads):
+            scores = masked_scores(query[rows, :, heads].to(compute), taken, subset, scale)
             found = torch.logsumexp(scores, dim=-1)
-            out[rows, :, heads] = support.sum_of_keys(
+            out[rows, :, heads] = subset.sum_of_keys(
                 probabilities(scores, found), taken[..., :width]
             )
             lse[rows, :, heads] = found.permute(2, 0, 1)
@@ -119,26 +119,26 @@ def sparse_backward(
     delta = (output.out.to(compute) * grad.out.to(compute)).sum(-1)
     if grad.lse is not None:
         delta = delta - grad.lse
-    for support in chosen_keys(chosen, kv.shape[-1]):
-        rows = support.queries
-        taken = support.take(kv).to(compute)
-        for heads in head_groups(query.shape[2], support.heads):
+    for subset in chosen_keys(chosen, kv.shape[-1]):
+        rows = subset.queries
+        taken = subset.take(kv).to(compute)
+        for heads in head_groups(query.shape[2], subset.heads):
             q, do = query[rows, :, heads].to(compute), grad.out[rows, :, heads].to(compute)
-            scores = masked_scores(q, taken, support, scale)
+            scores = masked_scores(q, taken, subset, scale)
             probs = probabilities(scores, output.lse[rows, :, heads].permute(1, 2, 0))
-            dprobs = support.products(do, taken[..., :width])
+            dprobs = subset.products(do, taken[..., :width])
             dscores = probs * (dprobs - delta[rows, :, heads].permute(1, 2, 0)[..., None]) * scale
-            dquery[rows, :, heads] = support.sum_of_keys(dscores, taken)
-            support.add_to_keys(dkv, dscores, q)
-            support.add_to_keys(dkv[..., :width], probs, do)
+            dquery[rows, :, heads] = subset.sum_of_keys(dscores, taken)
+            subset.add_to_keys(dkv, dscores, q)
+            subset.add_to_keys(dkv[..., :width], probs, do)
     dcontent, drope = dquery.split([width, dquery.shape[-1] - width], dim=-1)
     return AttentionInputs(dcontent, drope, dkv[..., None, :width], dkv[..., width:], None)
 
 
-def masked_scores(query: Tensor, taken: Tensor, support: Support, scale: float) -> Tensor:
+def masked_scores(query: Tensor, taken: Tensor, subset: KeySubset, scale: float) -> Tensor:
     """Scaled scores [B, H, Q, P] of ``query`` [Q, B, H, C + R]; -inf where there is no key."""
-    scores = support.products(query, taken) * scale
-    return scores.masked_fill(~support.seen.expand(scores.shape[0], -1, -1)[:, None], -torch.inf)
+    scores = subset.products(query, taken) * scale
+    return scores.masked_fill(~subset.seen.expand(scores.shape[0], -1, -1)[:, None], -torch.inf)
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an indexer computes from its input."""
+"""Index vectors: what an indexer computes from its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An indexer without a loss in a training of Megatron's: its parameters have gradients of zero."""
+"""Zero gradients for the parameters of an indexer without a loss in a training of Megatron's."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
-from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
 from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.inference.prefill_context_parallel import TokenShares
 from absorbed_mla.inference.row_groups import (
     ALL_ABSORBED,
+    ChunkedContext,
     Segment,
     is_cheaper_expanded,
     rows_of,

@@ -13,7 +13,13 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from torch import Tensor
 
-from absorbed_mla.inference.megatron_names import require_names
+from absorbed_mla.megatron_names import (
+    ALLOCATE_MEMORY,
+    CONTEXT,
+    INDEX_KEYS,
+    is_kept_by_memory_saver,
+    keep_offloaded,
+)
 
 # Attribute of the context: [layers with an indexer, blocks, block_size, Di].
 _NAME = "index_keys"
@@ -60,14 +66,14 @@ def allocate_index_keys(
         ValueError: While a CUDA graph is captured, if memory savers keep the latents, or if this
             version of Megatron allocates them in another way.
     """
-    require_names(context, ["_allocate_memory_buffer"], "a cache of index keys")
+    INDEX_KEYS.require({CONTEXT: context})
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "a DynamicInferenceContext needs memory for index keys before a CUDA graph is "
             "captured: run one forward without graphs first, or call "
             "absorbed_mla.inference.index_keys.allocate_index_keys"
         )
-    if getattr(context, "_uses_torch_memory_saver", False):
+    if is_kept_by_memory_saver(context):
         raise ValueError(
             "static_kv_memory_pointers=True with torch_memory_saver does not keep index keys; use "
             "kv_cache_management_mode='persist' or unified_memory_level=1"
@@ -79,19 +85,18 @@ def allocate_index_keys(
         setattr(context, _NAME, memory)
         if context.kv_cache_management_mode == KVCacheManagementMode.OFFLOAD:
             copy = torch.empty(shape, dtype=dtype, pin_memory=memory.is_cuda)
-            context._offloadable_tensor_names.add(_NAME)
-            context._offloadable_cpu_backups[_NAME] = copy
+            keep_offloaded(context, _NAME, copy)
 
-    # The host makes its memory again after it was freed.
-    of_latents = context._allocate_memory_buffer
+    # Megatron makes its memory again after it was freed.
+    of_latents = ALLOCATE_MEMORY.of(context)
 
     def allocate_both() -> None:
         of_latents()
         allocate()
 
-    context._allocate_memory_buffer = allocate_both
+    ALLOCATE_MEMORY.replace(context, allocate_both)
     unified = context.unified_memory_level != 0
     pool = torch.cuda.use_mem_pool(context.unified_memory_mempool) if unified else None
-    # As the host's, no tensor of inference mode, which nothing outside of it may write to.
+    # As Megatron's, no tensor of inference mode, which nothing outside of it may write to.
     with pool or contextlib.nullcontext(), torch.inference_mode(False):
         allocate()

@@ -9,6 +9,7 @@ from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.inference.backend import PagedRequest
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels import operators
+from absorbed_mla.kernels.paged.call import PagedCall
 
 _FP8_CAPABILITY = (8, 9)
 
@@ -34,23 +35,27 @@ class PagedKernelBackend:
         batch_invariant: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See ``backends.reference.paged_reference``; the LSE is in fp32."""
-        lists = rows.query_starts, rows.query_lengths, rows.kv_lengths
-        longest = rows.max_query_length, rows.max_kv_length
         how = key_start, key_end, batch_invariant
+        call = PagedCall(
+            q_content,
+            q_rope,
+            cache,
+            rows.query_starts,
+            rows.query_lengths,
+            rows.kv_lengths,
+            rows.block_table,
+            rows.max_query_length,
+            rows.max_kv_length,
+            scale,
+            *how,
+        )
         # Layers differ in the values only.
         shapes = q_content.shape, q_rope.shape, q_content.dtype, cache.dtype
         table = rows.tables.get(
             ("paged schedule", self.name, shapes, how),
-            lambda: operators.paged_schedule(
-                q_content, q_rope, cache, *lists, *longest, *how, self.name
-            ),
+            lambda: operators.paged_schedule(call, self.name),
         )
-        return operators.paged_attention_forward(
-            *(q_content, q_rope, cache, *lists, rows.block_table, *longest, scale, *how),
-            None,
-            self.name,
-            *table,
-        )
+        return operators.paged_attention_forward(*call, self.name, *table)
 
 
 def training_request(request: PagedRequest) -> AttentionRequest:

@@ -1,4 +1,4 @@
-"""A residual connection and the norm behind it, in one pass over each row."""
+"""Fused residual addition and RMSNorm, in one pass over each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in e4m3, FP8 with three bits of mantissa and no infinity (arXiv:2209.05433)."""
+"""The FP8 format e4m3: three bits of mantissa and no infinity (arXiv:2209.05433)."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.e4m3 import e4m3_bits, from_e4m3
 from absorbed_mla.kernels.triton.common import interpreted, load_rows, narrow
+from absorbed_mla.kernels.triton_private import elementwise_max
 
 # As in ``absorbed_mla/fp8_latents.py``, which this folder does not import: GROUP, LEAST and
 # RECIPROCAL_OF_LARGEST.
@@ -93,7 +94,7 @@ def _encode_kernel(
         wide = wide.to(tl.float32)
         # As integers, of which those of NaN are the largest.
         bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.reduce(bits, 1, tl.standard._elementwise_max).to(tl.float32, bitcast=True)
+        largest = tl.reduce(bits, 1, elementwise_max).to(tl.float32, bitcast=True)
         scales = tl.where(largest < _LEAST, _LEAST, largest) * _RECIPROCAL
         values = e4m3_bits(tl.div_rn(wide, scales[:, None]), INTERPRETED)
         tl.store(values_ptr + (token * stride_values)[:, None] + column, values, mask=inside)

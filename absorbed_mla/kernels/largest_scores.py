@@ -1,4 +1,4 @@
-"""Kernel of ``core_attention.largest_scores``: the scores again, of tiles whose LSE is large."""
+"""Kernel of the max logits of QK-clip: scores are computed again for tiles whose LSE is large."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
 )
 from absorbed_mla.kernels.triton.launch import shared_memory
+from absorbed_mla.kernels.triton_private import elementwise_max
 
 # Queries of a program.
 QUERIES = 128
@@ -137,7 +138,7 @@ def _largest_kernel(
         token = (query_start + row).to(tl.int64)
         lse_rows = lse_ptr + token * lse_s + batch * lse_b + head * lse_n
         lse = tl.load(lse_rows, mask=valid, other=float("-inf"))
-        bound = tl.reduce(lse, 0, tl.standard._elementwise_max)
+        bound = tl.reduce(lse, 0, elementwise_max)
         # An atomic that changes nothing: one thread reads for all. After a load, threads that saw
         # another program's finding would go another way than those that did not.
         found = tl.atomic_max(of_heads_ptr + head, float("-inf"), sem="relaxed")
@@ -199,7 +200,7 @@ def _largest_of_tile(
         seen = ((key - key_start)[None, :] <= (row + offset)[:, None]) & there[None, :]
         largest = tl.maximum(largest, tl.where(seen, scores, float("-inf")))
     largest = tl.where(valid[:, None], largest, float("-inf"))
-    return tl.reduce(row_max(largest), 0, tl.standard._elementwise_max)
+    return tl.reduce(row_max(largest), 0, elementwise_max)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The launch of a kernel at little cost to the host."""
+"""Kernel launcher with little cost to the host."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from absorbed_mla.kernels.latent_backward import LatentBackward
+from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.registration import operator
 
 
@@ -167,33 +169,24 @@ def latent_attention_backward(
     reads ``num_buffers``.
     """
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
+    call = LatentBackward(*saved, scale)
     with torch.cuda.device_of(q_content):
         if kernel == "hopper" and key_tiles is not None:
             module = _kernel_module(kernel, "stored_backward")
-            return module.backward_stored(*saved, query_tiles, key_tiles, scale)
+            return module.backward_stored(call, query_tiles, key_tiles)
         module = _kernel_module(kernel, "backward")
         if kernel == "triton":
             assert key_tiles is not None
-            return module.backward(*saved, query_tiles, key_tiles, num_buffers, scale)
-        return module.backward(*saved, query_tiles, scale)
+            return module.backward(call, query_tiles, key_tiles, num_buffers)
+        return module.backward(call, query_tiles)
 
 
 @torch.library.register_fake(latent_attention_backward)
-def _(
-    grad_out,
-    grad_lse,
-    out,
-    lse,
-    q_content,
-    q_rope,
-    latent,
-    k_rope,
-    query_tiles,
-    key_tiles,
-    num_buffers,
-    scale,
-    kernel,
-):
+def _(grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, *rest):
+    return _latent_gradients(q_content, q_rope, latent, k_rope)
+
+
+def _latent_gradients(q_content, q_rope, latent, k_rope):
     dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
     return (
         q_content.new_empty(q_content.shape),
@@ -224,28 +217,28 @@ def paged_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``.
 
+    The arguments are the fields of :class:`PagedCall`, which an operator of PyTorch cannot take.
     ``tiles`` and ``starts`` are what :func:`paged_schedule` gave; without them they are made.
     """
-    module = _paged_module(kernel)
+    call = PagedCall(
+        q_content,
+        q_rope,
+        cache,
+        query_starts,
+        query_lengths,
+        kv_lengths,
+        block_table,
+        max_query_length,
+        max_kv_length,
+        scale,
+        key_start,
+        key_end,
+        batch_invariant,
+        num_splits,
+    )
     table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
     with torch.cuda.device_of(q_content):
-        return module.forward(
-            q_content,
-            q_rope,
-            cache,
-            query_starts,
-            query_lengths,
-            kv_lengths,
-            block_table,
-            max_query_length,
-            max_kv_length,
-            scale,
-            key_start,
-            key_end,
-            batch_invariant,
-            num_splits,
-            table,
-        )
+        return _paged_module(kernel).forward(call, table)
 
 
 @torch.library.register_fake(paged_attention_forward)
@@ -254,32 +247,17 @@ def _(q_content, q_rope, cache, *rest):
     return q_content.new_empty(q_content.shape), lse
 
 
-def paged_schedule(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    query_starts: Tensor,
-    query_lengths: Tensor,
-    kv_lengths: Tensor,
-    max_query_length: int,
-    max_kv_length: int,
-    key_start: int,
-    key_end: int | None,
-    batch_invariant: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor] | tuple[()]:
+def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tuple[()]:
     """The tables of ``kernels/paged/schedule.py`` for calls that differ in the values only.
 
     Empty where there is nothing to attend to.
     """
-    plan, tables = _kernel_module("paged", "plan"), _kernel_module("paged", "schedule")
-    window, requests = plan.window_of(max_kv_length, key_start, key_end), len(query_starts)
-    if not (len(q_content) and requests and max_query_length and window and cache.numel()):
+    if not (len(call.q_content) and call.has_keys):
         return ()
-    batch = requests, max_query_length, window, batch_invariant, None
-    with torch.cuda.device_of(q_content):
-        division = _paged_module(kernel).divide(q_content, q_rope, cache, *batch)
-        return tables.schedule(query_starts, query_lengths, kv_lengths, key_start, division)
+    with torch.cuda.device_of(call.q_content):
+        division = _paged_module(kernel).divide(call)
+        tables = _kernel_module("paged", "schedule")
+        return tables.schedule(*call.lengths, call.key_start, division)
 
 
 def _paged_module(kernel: str):
@@ -380,30 +358,12 @@ def sparse_attention_backward(
     module = _kernel_module(folder, f"{prefix}backward")
     with torch.cuda.device_of(q_content):
         backward = getattr(module, f"{prefix}backward")
-        return backward(*saved, chosen, scale, deterministic)
+        return backward(LatentBackward(*saved, scale), chosen, deterministic)
 
 
 @torch.library.register_fake(sparse_attention_backward)
-def _(
-    grad_out,
-    grad_lse,
-    out,
-    lse,
-    q_content,
-    q_rope,
-    latent,
-    k_rope,
-    chosen,
-    scale,
-    deterministic,
-    kernel,
-):
-    dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
-    return (
-        q_content.new_empty(q_content.shape),
-        q_rope.new_empty(q_rope.shape),
-        latent.new_empty(dkv_shape, dtype=torch.float32),
-    )
+def _(grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, *rest):
+    return _latent_gradients(q_content, q_rope, latent, k_rope)
 
 
 @functools.cache

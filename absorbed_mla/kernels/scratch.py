@@ -1,4 +1,4 @@
-"""Memory that a kernel writes and nobody is given."""
+"""Uninitialised scratch memory that a kernel writes and nobody is given."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from absorbed_mla.log_once import log_once
+from absorbed_mla.megatron_names import MUON_REGISTRY, OPTIMIZERS
 from absorbed_mla.muon.orthogonalization_groups import orthogonalization_groups
 from absorbed_mla.muon.parameter_attributes import ATTRIBUTE, KVUp, KVUpPart, kv_up_weights
 from absorbed_mla.muon.step import Step
 
 logger = logging.getLogger(__name__)
 _FOLLOWS = "follows_muon_kv_up"
-_MEGATRON_MODULE = "megatron.core.optimizer.emerging_optimizers"
 # Megatron's optimizers that orthogonalise, by their names in its registry.
 _MEGATRON_NAMES = ("muon", "adaptive_muon")
 
@@ -89,14 +89,15 @@ def _follow(optimizer: Optimizer) -> None:
 def _follow_in_megatron() -> str | None:
     """Let every Muon that Megatron makes from now on follow the marks; or say why it cannot."""
     try:
-        module = importlib.import_module(_MEGATRON_MODULE)
+        module = importlib.import_module(OPTIMIZERS)
     except ImportError:
         return None  # A release without Muon: there is nothing to follow.
     try:
-        entries = [module._EMERGING_OPTIMIZERS[name] for name in _MEGATRON_NAMES]
+        registry = MUON_REGISTRY.of(module)
+        entries = [registry[name] for name in _MEGATRON_NAMES]
         classes = [entry.optimizer_cls for entry in entries]
     except (AttributeError, KeyError) as error:
-        return f"{_MEGATRON_MODULE} has another registry ({error!r})"
+        return f"{OPTIMIZERS} has another registry ({error!r})"
     for entry, optimizer_class in zip(entries, classes):
         if not hasattr(optimizer_class, _FOLLOWS):
             entry.optimizer_cls = _following(optimizer_class)

@@ -14,16 +14,27 @@ def enable_cpu_inference() -> bool:
 
     Returns:
         True if the process now runs on the CPU, False if a GPU is there and nothing was changed.
+
+    Raises:
+        ValueError: If this release of Megatron lacks one of the kernels.
     """
     if torch.cuda.is_available():
         return False
     enable_cpu_host()
+    # Imported here, after that has replaced what Megatron asks for.
     from megatron.core.inference.text_generation_controllers import (
         mtp_utils_pytorch,
         text_generation_controller,
     )
 
-    # Megatron has these two in PyTorch as well.
-    for name in ("verify_speculative_tokens", "prepare_next_forward_pass"):
-        setattr(text_generation_controller, name, getattr(mtp_utils_pytorch, name))
+    from absorbed_mla.serving.megatron_engine.names import (
+        CONTROLLERS,
+        DRAFTS_ON_CPUS,
+        KERNELS_OF_DRAFTS,
+    )
+
+    DRAFTS_ON_CPUS.require({CONTROLLERS: text_generation_controller})
+    # Megatron has these in PyTorch as well.
+    for kernel in KERNELS_OF_DRAFTS:
+        kernel.replace(text_generation_controller, kernel.of(mtp_utils_pytorch))
     return True

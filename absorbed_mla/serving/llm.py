@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.chat_messages import template_options_of, with_text
-from absorbed_mla.serving.llm_engine import LLMEngine
+from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.prompts import Prompt, encode, params_of, prompts_of, required
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
@@ -219,15 +218,36 @@ class LLM(LLMEngine):
         names: list[str],
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
-        several = prompts_of(prompts)
-        each = params_of(sampling_params, len(several))
+        several = _prompts_of(prompts)
+        each = _params_of(sampling_params, len(several))
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
             for i, (prompt, params) in enumerate(zip(several, each)):
-                tokens = encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
-                encoded.append((prompt, tokens, params))
+                encoded.append((prompt, self._encode(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
+
+
+def _prompts_of(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One or several prompts as a list."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given)
+
+
+def _params_of(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Parameters of each of ``count`` prompts.
+
+    Raises:
+        ValueError: If another number is given.
+    """
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts and {len(given)} sampling_params")
+    return list(given)
 
 
 def _bar(shown: bool) -> Any:

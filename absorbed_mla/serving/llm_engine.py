@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from absorbed_mla.serving.exclusive import FairLock, interrupts_deferred
-from absorbed_mla.serving.llm_requests import Requests
+from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.prompts import Prompt, encode
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
     from absorbed_mla.serving.statistics import Statistics
+
+
+# A text, or token ids.
+Prompt = str | Sequence[int]
 
 
 class LLMEngine:
@@ -41,7 +46,7 @@ class LLMEngine:
         own = () if tokenizer is None else tokenizer.end_tokens
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
         self._sizes = runner.options()
-        self._requests = Requests(tokenizer)
+        self._requests = OutputProcessor(tokenizer)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
         self._lock = FairLock()
@@ -75,7 +80,7 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         with self._exclusively():
-            tokens = encode(prompt, params, self.tokenizer, self._sizes)
+            tokens = self._encode(prompt, params)
             return self._add(prompt, tokens, params, request_id)
 
     def step(self) -> list[RequestOutput]:
@@ -88,7 +93,7 @@ class LLMEngine:
         requests, grown = self._requests, list[RequestOutput]()
         try:
             with self._exclusively():
-                grown = requests.claim(lambda name: name not in requests.of_calls, self._step)
+                grown = self._claim(lambda name: name not in requests.of_calls)
         except BaseException:
             # After Ctrl-C they are there for the next call.
             with self._exclusively():
@@ -194,7 +199,7 @@ class LLMEngine:
             missing = set(names)
             while missing:
                 with self._exclusively():
-                    grown = self._requests.claim(missing.__contains__, self._step)
+                    grown = self._claim(missing.__contains__)
                 for output in grown:
                     missing -= {output.request_id} if output.finished else set()
                     yield output
@@ -212,9 +217,35 @@ class LLMEngine:
         ends = () if params.ignore_eos else self._end_tokens
         return self._requests.add(text, tokens, params, name, ends)
 
-    def _step(self) -> list[RequestOutput]:
-        self._require_awake()
-        return self._requests.advance(self._runner.step(self._requests.commands()))
+    def _claim(self, is_own: Callable[[str], bool]) -> list[RequestOutput]:
+        """A caller's outputs that have grown; runs a step unless there are some already."""
+        requests = self._requests
+        if not requests.has_unclaimed(is_own):
+            self._require_awake()
+            requests.process(self._runner.step(requests.commands()))
+        return requests.claim(is_own)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams, where: str = "") -> list[int]:
+        """Token ids of a prompt that can run.
+
+        Args:
+            prompt: Text or token ids.
+            params: As the user gave them.
+            where: What an error begins with.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        tokenizer, sizes = self.tokenizer, self._sizes
+        tokens = required(tokenizer).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.stop and tokenizer is None:
+            raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
+        assert sizes.vocab_size is not None
+        of_engine = of_output(params, 0, ())
+        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
+        if why_not:
+            raise ValueError(f"{where}{why_not}")
+        return tokens
 
     def _wake(self) -> None:
         if not self._awake:
@@ -224,3 +255,77 @@ class LLMEngine:
     def _require_awake(self) -> None:
         if not self._awake:
             raise RuntimeError("the model is asleep; call wake()")
+
+
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "the model came without a tokenizer: give prompts as token ids, or "
+            "LLM(..., tokenizer=FOLDER or 'bytes')"
+        )
+    return tokenizer
+
+
+class FairLock:
+    """A lock that threads get in the order in which they ask; its owner may take it again."""
+
+    def __init__(self) -> None:
+        self._waiting, self._held = threading.Lock(), threading.RLock()
+
+    def __enter__(self) -> None:
+        # The owner asks again where Python closes an abandoned generator meanwhile.
+        if self._held._is_owned():  # type: ignore[attr-defined]
+            self._held.acquire()
+            return
+        try:
+            # Who has just released it must wait behind the thread that holds the first one.
+            with self._waiting:
+                self._held.acquire()
+        except BaseException:
+            # A second Ctrl-C, which may come when this thread has it already.
+            if self._held._is_owned():  # type: ignore[attr-defined]
+                self._held.release()
+            raise
+
+    def __exit__(self, *_) -> None:
+        self._held.release()
+
+
+class _Deferred:
+    """A handler of SIGINT that calls the one before it later, and the second time at once."""
+
+    def __init__(self, before: Callable) -> None:
+        self.before = before
+        self.received: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            self.before(number, frame)
+        self.received = number, frame
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C (SIGINT) waits until the block has ended; a second one does not.
+
+    So that an exchange with other processes is not cut in half. In other threads than the main one,
+    which get no signals, nothing happens.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not callable(before) or isinstance(before, _Deferred):
+        yield
+        return
+    handler = _Deferred(before)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if handler.received is not None:
+            before(*handler.received)

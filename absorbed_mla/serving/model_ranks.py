@@ -17,6 +17,8 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable, require_shares
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, indexers
 
 
@@ -149,15 +151,12 @@ def require_divided(model: GPTModel, options: EngineOptions) -> None:
     """
     if exchange_of(model) is None:
         return
-    refused = {
-        "decode_context_parallel": (options.decode_context_parallel, False),
-        "num_speculative_tokens": (options.num_speculative_tokens, 0),
-        "host_cache_tokens": (options.host_cache_tokens, 0),
-        "prefix_cache_dir": (options.prefix_cache_dir, None),
-    }
-    for name, (got, accepted) in refused.items():
-        if got != accepted:
-            raise ValueError(f"{name} must be {accepted} with data-parallel attention, got {got!r}")
+    for name, accepted in options_of(ModelFields)["data_parallel_attention"].needs.items():
+        got = getattr(options, name, accepted[0])
+        if got not in accepted:
+            raise ValueError(
+                f"{name} must be {accepted[0]} with data-parallel attention, got {got!r}"
+            )
     layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
     if any(layer.options.batch_invariant for layer in layers):
         raise ValueError(

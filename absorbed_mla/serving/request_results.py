@@ -1,8 +1,10 @@
-"""Results of requests, and their progress after a step."""
+"""The requests of an engine: their progress after a step, and their results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
@@ -12,6 +14,11 @@ from megatron.core.inference.inference_request import (
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 
+if TYPE_CHECKING:
+    from absorbed_mla.serving.sampling.device_sampler import SampledRequest
+
+# Error of a request whose logits are no numbers any more.
+NON_FINITE_LOGITS = "the model's logits are NaN or infinite, so that no token can be drawn"
 # Log-probabilities of the most likely tokens at one position, by token.
 TopLogProbs = dict[int, float]
 
@@ -67,6 +74,148 @@ class Progress:
         """For pipes, in half of the time that slots take by themselves."""
         fields = self.number, self.tokens, self.log_probs, self.top_log_probs, self.result
         return Progress, fields
+
+
+class Failures:
+    """Requests whose logits are not finite: only tokens before the first missing one count.
+
+    Megatron's engine goes on with another token until the request is ended, with the next step.
+    """
+
+    def __init__(self) -> None:
+        # By number, how many tokens a request has that count.
+        self._counts: dict[int, int] = {}
+        self._of_step: Mapping[int, int] = {}
+
+    @property
+    def any_in_step(self) -> bool:
+        """Whether the last step may have been one of a request that has failed."""
+        return bool(self._of_step or self._counts)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the requests that have failed, but not ended."""
+        return set(self._counts)
+
+    def begin_step(self, failed: Mapping[int, int]) -> None:
+        """A step has ended; see ``RequestSampler.failed``."""
+        self._of_step = failed
+
+    def cut(self, progress: Progress, before: int) -> Progress:
+        """Progress without the tokens after a failure, if there is one.
+
+        Args:
+            progress: What the last step did for a request.
+            before: How many tokens the request had before.
+        """
+        number = progress.number
+        place = self._of_step.get(number)
+        if place is not None and place < len(progress.tokens):
+            self._counts.setdefault(number, before + place)
+        if number not in self._counts:
+            return progress
+        count, result = self._counts[number], progress.result
+        if result is not None:
+            del self._counts[number]
+            result = Result(
+                result.tokens[:count],
+                result.log_probs[:count],
+                result.top_log_probs[:count],
+                result.prompt_log_probs,
+                result.prompt_top_log_probs,
+                "error",
+                NON_FINITE_LOGITS,
+            )
+        new = max(count - before, 0)
+        return Progress(
+            number,
+            progress.tokens[:new],
+            progress.log_probs[:new],
+            progress.top_log_probs[:new],
+            result,
+        )
+
+
+class EngineRequests:
+    """The requests of an engine that have not ended, and the results of those that have.
+
+    Args:
+        sampled: What the sampler knows of the requests, which are removed with their ends.
+
+    Attributes:
+        params: By number, sampling parameters of what has not ended.
+        results: By number, the results of what has ended.
+        unreported: Of requests that ended without a forward pass.
+        to_abort: Numbers of requests to be aborted.
+        failures: Of requests whose logits are not finite; None: there was none.
+    """
+
+    def __init__(self, sampled: dict[int, SampledRequest]) -> None:
+        self._sampled = sampled
+        self.params: dict[int, SamplingParams] = {}
+        self.results: dict[int, Result] = {}
+        self.unreported: list[Progress] = []
+        self.to_abort: set[int] = set()
+        self.failures: Failures | None = None
+
+    def begin_step(self, failed: Mapping[int, int]) -> None:
+        """A step has ended; see ``RequestSampler.failed``."""
+        if failed and self.failures is None:
+            self.failures = Failures()
+        if self.failures is not None:
+            self.failures.begin_step(failed)
+
+    def end(self, number: int, result: Result) -> None:
+        """End a request without a forward pass; its result is for the next report."""
+        self._keep(number, result)
+        self.unreported.append(Progress(number, [], result=result))
+
+    def end_waiting(self, number: int, record: DynamicInferenceRequestRecord) -> None:
+        """End a request that waits; it may have been evicted in the step it was to end in."""
+        aborted = number in self.to_abort
+        result = result_of(record, self.params[number], aborted=aborted)
+        ended = self._cut(Progress(number, [], result=result), len(result.tokens))
+        assert ended.result is not None
+        self.end(number, ended.result)
+
+    def without_failures(self, progress: Sequence[Progress]) -> Sequence[Progress]:
+        """Progress of requests whose tokens the sampler has, without those of failures."""
+        if self.failures is None or not self.failures.any_in_step:
+            return progress
+        cut = []
+        for one in progress:
+            before = len(self._sampled[one.number].generated) - len(one.tokens)
+            cut.append(self._cut(one, before))
+        return [one for one in cut if one.tokens or one.result]
+
+    def progress(
+        self, records: Mapping[int, tuple[DynamicInferenceRequestRecord, bool]]
+    ) -> Iterator[Progress]:
+        """Progress by Megatron's record of every request, and whether the request has ended."""
+        for number, (record, ended) in records.items():
+            before = len(self._sampled[number].generated)
+            new = count_tokens(record) - before
+            result = None
+            if ended:
+                aborted = number in self.to_abort
+                result = result_of(record, self.params[number], aborted=aborted)
+            if new or ended:
+                progress = progress_of(record, number, new, result)
+                self._sampled[number].generated.extend(progress.tokens)
+                progress = self._cut(progress, before)
+                if progress.tokens or ended:
+                    yield progress
+                result = progress.result
+            if result is not None:
+                self._keep(number, result)
+
+    def _cut(self, progress: Progress, before: int) -> Progress:
+        return progress if self.failures is None else self.failures.cut(progress, before)
+
+    def _keep(self, number: int, result: Result) -> None:
+        self.results[number] = result
+        self._sampled.pop(number, None)
+        self.params.pop(number, None)
 
 
 def count_tokens(record: DynamicInferenceRequestRecord) -> int:

@@ -1,17 +1,18 @@
-"""Statistics of an engine's steps, and what counts them."""
+"""Statistics of an engine's steps: counters of its own, and those of Megatron's engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
-from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 
-from absorbed_mla.inference.kv_offload.context import OffloadingContext
+from absorbed_mla.serving.megatron_engine.engine import (
+    prefix_blocks_matched,
+    tokens_accepted,
+    tokens_drafted,
+)
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
-from absorbed_mla.serving.scheduler.in_flight_step import Flight
 
 
 @dataclass
@@ -56,28 +57,9 @@ class Statistics:
             setattr(total, field_.name, max(values) if largest else sum(values))
         return total
 
-    def count_step(
-        self, context: DynamicInferenceContext, rows: InferenceBatchDimensions, *, padded: bool
-    ) -> None:
-        """Count a forward pass.
 
-        Args:
-            context: Of the engine.
-            rows: Numbers of its requests.
-            padded: Whether it had the size of a CUDA graph.
-        """
-        self.steps += 1
-        self.graph_steps += padded
-        self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0
-        self.most_rows = max(self.most_rows, rows.req_count)
-        self.most_paused = max(self.most_paused, context.paused_request_count)
-        if isinstance(context, OffloadingContext):
-            self.streamed_blocks += context.tiers.num_streamed
-        self.chunks += context.chunked_prefill_request_id >= 0
-
-
-class StepCounter:
-    """Counts the steps of an engine, and what Megatron has counted since :meth:`begin`.
+class MegatronCounters:
+    """What Megatron's engine has counted since :meth:`begin`.
 
     Args:
         host: Megatron's engine.
@@ -91,36 +73,24 @@ class StepCounter:
         self._host, self._stored, self._drafts = host, stored, drafts
         self.begin()
 
-    def begin(self) -> Statistics:
-        """Begin anew; returns statistics that the next steps bring up to date."""
+    def begin(self) -> None:
+        """Count from now on."""
         self._before = self._totals()
-        self._statistics = Statistics()
-        return self._statistics
 
-    def count(self, flight: Flight | None) -> None:
-        """Count a forward pass.
-
-        Args:
-            flight: The step, if the decode loop ran it.
-        """
-        context, found = self._host.context, self._statistics
-        if flight is None:
-            padded = context.using_cuda_graph_this_step()
-            found.count_step(context, context.batch_dimensions, padded=padded)
-        else:
-            found.count_step(context, flight.sizes, padded=flight.padded)
+    def write_to(self, statistics: Statistics) -> None:
+        """Bring the fields that Megatron counts up to date."""
         for name, total in self._totals().items():
-            setattr(found, name, total - self._before[name])
+            setattr(statistics, name, total - self._before[name])
 
     def _totals(self) -> dict[str, int]:
         """By field of :class:`Statistics`, since Megatron's engine was reset."""
         host = self._host
         totals = {
             "evicted": host.evicted_request_count,
-            "prefix_blocks": host._prefix_cache_blocks_matched,
+            "prefix_blocks": prefix_blocks_matched(host),
             "disk_blocks": 0 if self._stored is None else self._stored.blocks_read,
         }
         if self._drafts:
-            totals["drafted"] = int(host._spec_tokens_proposed_per_pos.sum())
-            totals["accepted"] = int(host._spec_tokens_accepted_per_pos.sum())
+            totals["drafted"] = int(tokens_drafted(host).sum())
+            totals["accepted"] = int(tokens_accepted(host).sum())
         return totals

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_conversion.checkpoint_folder import kind_of, require_kind
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.source import Source
 
 if TYPE_CHECKING:
     from checkpoint_conversion.formats.base import Checkpoint, TargetOptions, Writer
@@ -42,35 +43,24 @@ def recognise(path: Path) -> Any | None:
     return None if kind is None else _load(_READERS[kind])
 
 
-def open_checkpoint(
-    path: Path,
-    hf_config: Path | None = None,
-    follow_links: bool = False,
-    drop_tokens: bool = False,
-) -> Checkpoint:
+def open_checkpoint(path: Path, **how: Any) -> Checkpoint:
     """Recognise a checkpoint's format and read its headers.
 
     Args:
         path: Its folder.
-        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
-        follow_links: Whether links may lead out of the folder.
-        drop_tokens: Whether a Megatron checkpoint may lose rows of its embedding that are tokens by
-            what it says of itself, because ``hf_config`` has fewer.
+        how: Further fields of :class:`Source`.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.
     """
-    kind = require_kind(path)
-    reader = _load(_READERS[kind])
-    if kind == "hugging_face":
-        if hf_config is not None or drop_tokens:
-            option = "--drop-tokens" if hf_config is None else "--hf-config"
-            raise CheckpointError(
-                f"{option} is for Megatron checkpoints; {path} is a Hugging Face folder with a "
-                "config.json of its own"
-            )
-        return reader(path, follow_links=follow_links)
-    return reader(path, hf_config=hf_config, follow_links=follow_links, drop_tokens=drop_tokens)
+    source, kind = Source(path, **how), require_kind(path)
+    if kind == "hugging_face" and (source.hf_config is not None or source.drop_tokens):
+        option = "--drop-tokens" if source.hf_config is None else "--hf-config"
+        raise CheckpointError(
+            f"{option} is for Megatron checkpoints; {path} is a Hugging Face folder with a "
+            "config.json of its own"
+        )
+    return _load(_READERS[kind])(**vars(source))
 
 
 def require_target(to: str) -> str:

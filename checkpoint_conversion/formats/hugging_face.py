@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from checkpoint_conversion.checkpoint_folder import (
     shown_name,
 )
 from checkpoint_conversion.config_fields import dtype_name, shown
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
+from checkpoint_conversion.expert_stacks import stacked, unstacked
 from checkpoint_conversion.formats.base import (
     Checkpoint,
     Entry,
@@ -44,7 +46,6 @@ from checkpoint_conversion.fp8 import (
     SCALE_SUFFIX,
     QuantisedTensor,
     dequantised,
-    is_quantised,
     pair_problems,
     quantised,
 )
@@ -52,26 +53,22 @@ from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.manifest import TensorRecord, tensor_record
 from checkpoint_conversion.mapping import (
     check_complete,
+    count_mtp_layers,
     hugging_face_shapes,
-    image_tensors,
-    stacked,
-    stacks_experts,
-    text_name,
-    unstacked,
+    rows_by_name,
+    without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.model_type import declared, text_names
 from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.source import Source
 from checkpoint_conversion.target_folder import sync_path
-from checkpoint_conversion.tied_head import without_tied_head
 
 SINGLE = f"model{SUFFIX}"
 # Suffixes of weights in formats that are not read.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 # Rotary frequencies in some older checkpoints; they follow from config.json.
 _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
-_OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
-
-
 # Begins the name of a file with the weights of a PEFT adapter.
 _ADAPTER = "adapter_model."
 _POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
@@ -84,7 +81,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     Args:
         path: The folder.
-        follow_links: Whether links may lead out of it.
+        how: Further fields of :class:`Source`; only links matter.
 
     Raises:
         CheckpointError: Listing every file that cannot be read, and every contradiction between
@@ -93,8 +90,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     format = "hf"
 
-    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+    def __init__(self, path: Path, **how: Any) -> None:
         self.path = self.auxiliary_folder = path
+        follow_links = Source(path, **how).follow_links
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
@@ -104,13 +102,16 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{path} has a PEFT adapter ({adapters[0]}) beside the weights, which would be "
                 "lost: merge it into them (PEFT: merge_and_unload()), or take it out of the folder"
             )
-        config = ModelConfig.from_hugging_face(read_json(files[CONFIG], MAX_CONFIG_BYTES))
+        fields = read_json(files[CONFIG], MAX_CONFIG_BYTES)
+        config = ModelConfig.from_hugging_face(fields)
         tensors, shards = _read_shards(path, files, follow_links)
-        images = image_tensors(list(tensors))
-        buffers = [name for name in tensors if _BUFFER.fullmatch(text_name(name))] + images
-        self.left_alone = {name: tensors.pop(name).nbytes for name in buffers}
+        names = text_names(declared(fields.get("model_type")), tensors)
+        images = [name for name, own in names.items() if own is None]
+        buffers = [name for name, own in names.items() if own and _BUFFER.fullmatch(own)]
+        self.left_alone = {name: tensors.pop(name).nbytes for name in (*buffers, *images)}
         self.stored = tensors
-        mtp_layers = _mtp_layers(map(text_name, self.stored), config.num_layers)
+        self._names = {name: own for name, own in names.items() if name in tensors and own}
+        mtp_layers = count_mtp_layers(self._names.values(), config)
         self.config = dataclasses.replace(config, mtp_layers=mtp_layers)
         self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
         self.layout = layout_of(self.stored.values(), shards, config.fp8_scales)
@@ -125,7 +126,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """Every weight of the model, FP8 dequantised; see the base class."""
         problems: list[str] = []
-        named = {text_name(name): tensor for name, tensor in self.stored.items()}
+        named = {self._names[name]: tensor for name, tensor in self.stored.items()}
         named = unstacked(named, self.config)
         tensors = _dequantised(named, dtype or torch.bfloat16, problems)
         tensors = without_tied_head(tensors, self.config, problems)
@@ -133,11 +134,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:
             problems += error.problems
-        if problems:
-            raise CheckpointError(
-                f"The tensors in {self.path} do not fit the model; {len(problems)} problems:",
-                problems,
-            )
+        raise_problems(
+            f"The tensors in {self.path} do not fit the model; {len(problems)} problems:", problems
+        )
         return tensors
 
 
@@ -155,12 +154,14 @@ class HuggingFaceWriter(Writer):
 
     def __init__(self, config: ModelConfig, options: TargetOptions, format: str = "hf") -> None:
         _check_options(options)
-        if options.fp8 and stacks_experts(config):
+        if options.fp8 and config.model.stacks:
             raise CheckpointError(
                 f"--fp8 {options.fp8}: {config.model_type} stores its experts as one tensor, which "
                 "DeepSeek's FP8 has no place for"
             )
         self.config, self.options, self.format = config, options, format
+        rows = rows_by_name(config) if options.fp8 else {}
+        self._in_fp8 = {name for name, row in rows.items() if row.fp8}
         self._parts: list[Part] = []
         self._quantised: dict[str, QuantisedTensor] = {}
 
@@ -230,7 +231,7 @@ class HuggingFaceWriter(Writer):
 
     def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
         """Entries that stay in one shard: a tensor, or an FP8 weight and its scales."""
-        if not self.options.fp8 or not is_quantised(name):
+        if name not in self._in_fp8:
             return (Entry(name, tensor),)
         result = self._quantised[name] = quantised(tensor, self.options.fp8)
         return Entry(name, result.weight), Entry(name + SCALE_SUFFIX, result.scale_inv)
@@ -311,10 +312,7 @@ def _read_shards(
             problems.append(str(error))
     if weight_map is not None:
         problems += _disagreements(weight_map, headers)
-    if problems:
-        raise CheckpointError(
-            f"The files in {folder} cannot be read; {len(problems)} problems:", problems
-        )
+    raise_problems(f"The files in {folder} cannot be read; {len(problems)} problems:", problems)
     return {name: t for header in headers.values() for name, t in header.items()}, len(shards)
 
 
@@ -328,8 +326,7 @@ def _read_index(path: Path) -> dict[str, str]:
         for name, file in weight_map.items()
         if not isinstance(file, str)
     ]
-    if problems:
-        raise CheckpointError(f"weight_map in {path} must hold names of files:", problems)
+    raise_problems(f"weight_map in {path} must hold names of files:", problems)
     return weight_map
 
 
@@ -349,15 +346,6 @@ def _disagreements(
             elif named != shard:
                 problems.append(f"{name} is in {shard}, but {INDEX} has it in {shown_name(named)}")
     return problems
-
-
-def _mtp_layers(names: Iterable[str], num_layers: int) -> int:
-    """Number of multi-token-prediction layers, which follow the model's own."""
-    found = {int(match[1]) for match in map(_OF_MTP.match, names) if match}
-    count = 0
-    while num_layers + count in found:
-        count += 1
-    return count
 
 
 def _notes(
@@ -390,8 +378,7 @@ def _check_options(options: TargetOptions) -> None:
         problems.append(f"fp8 {options.fp8}: must be one of {', '.join(SCALE_FORMATS)}")
     if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
         problems.append(f"max_shard_bytes {options.max_shard_bytes}: must be at least 1")
-    if problems:
-        raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
+    raise_problems("A Hugging Face checkpoint cannot be written with:", problems)
 
 
 def _bytes_in_file(entries: Sequence[Entry]) -> int:

@@ -18,16 +18,16 @@ where I is the rank's share of an expert's width. Each expert is one block of co
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absorbed_mla.checkpoint.names import KV_DOWN, Q_DOWN, QKV_DOWN
-from checkpoint_conversion.checkpoint_folder import RANK_FILE, rank_folders, weights_folder
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, rank_folders
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     RankFile,
@@ -36,14 +36,8 @@ from checkpoint_conversion.formats.legacy_ranks import (
     read_rank_file,
     sizes_of,
 )
-from checkpoint_conversion.formats.megatron_folder import (
-    AUXILIARY,
-    MegatronCheckpoint,
-    auxiliary_files,
-    read_config,
-)
+from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.pt_file import StoredTensor
-from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.layouts import (
     VOCABULARY,
     MegatronLayout,
@@ -52,6 +46,7 @@ from checkpoint_conversion.layouts import (
 from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
 from checkpoint_conversion.mapping_table import Rule
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.source import Source
 
 _EMBEDDING, _OUTPUT = VOCABULARY
 _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.")
@@ -65,13 +60,6 @@ _GROUPED_MLP = re.compile(r"(.*mlp\.experts\.)weight([12])")
 class LegacyCheckpoint(MegatronCheckpoint):
     """A per-rank checkpoint, opened by reading the pickles of all ranks' files.
 
-    Args:
-        path: The folder of all iterations, or of one of them.
-        hf_config: A config.json to use instead of what the checkpoint says of itself.
-        follow_links: Whether links may lead out of the folder.
-        drop_tokens: Whether rows of the embedding may be dropped that are tokens by what the
-            checkpoint says of itself.
-
     Raises:
         CheckpointError: If rank files are missing, superfluous or damaged, or nothing describes
             the model.
@@ -79,39 +67,22 @@ class LegacyCheckpoint(MegatronCheckpoint):
 
     format = "megatron-legacy"
 
-    def __init__(
-        self,
-        path: Path,
-        hf_config: Path | None = None,
-        follow_links: bool = False,
-        drop_tokens: bool = False,
-    ) -> None:
-        self.path = path
-        inner = weights_folder(path)
-        self._sizes, self._files = _read_files(path, inner, follow_links)
-        first = self._files[Rank()]
-        self.auxiliary_folder = inner / AUXILIARY
-        self.auxiliary = auxiliary_files(self.auxiliary_folder, follow_links)
-        config = read_config(hf_config, self.auxiliary, first.args)
-        names = [name for file in self._files.values() for name in file.weights]
-        self.config = dataclasses.replace(config, mtp_layers=_count(_MTP_LAYER, names))
-        self._first_layers = _first_layers(self.config, self._sizes, self._files)
-        self.stored, self.left_alone = {}, {}
+    def __init__(self, path: Path, **how: Any) -> None:
+        super().__init__(path, **how)
+        self._sizes, self._files = _read_files(self.folder, self.source)
+        first, self.stored, self.left_alone = self._files[Rank()], {}, {}
         for file in self._files.values():
             for name, tensor in file.weights.items():
                 self.stored[f"{file.folder}/{name}"] = tensor.lazy(f"{file.folder}/{name}")
             for name, size in file.left_alone.items():
                 self.left_alone[f"{file.folder}/{name}"] = size
-        self.layout = _describe(self.config, self._sizes, names, first.iteration)
-        self.notes = []
+        names = [name for file in self._files.values() for name in file.weights]
         embedding = first.weights.get(_EMBEDDING)
         rows = embedding.shape[0] * self._sizes.tensor if embedding and embedding.shape else 0
         states = [name for name in self.left_alone if name.endswith("_extra_state")]
-        vocabulary = self.config.vocab_size
-        self.notes += check_padding(
-            vocabulary, rows - vocabulary, self.auxiliary, first.args, drop_tokens
-        )
-        self.note_states(states)
+        self.describe_model(first.args, _count(_MTP_LAYER, names), rows, states)
+        self._first_layers = _first_layers(self.config, self._sizes, self._files)
+        self.layout = _describe(self.config, self._sizes, names, first.iteration)
 
     def whole_tensors(self) -> dict[str, LazyTensor]:
         """Merge what the ranks have; see the base class.
@@ -146,10 +117,9 @@ class LegacyCheckpoint(MegatronCheckpoint):
             if len({(tensor.shape, tensor.dtype) for tensor in same}) > 1:
                 found = " and ".join(sorted({f"{t.dtype} {t.shape}" for t in same}))
                 problems.append(f"{whole} is {found} on different ranks")
-        if problems:
-            raise CheckpointError(
-                f"The ranks' files do not fit the model; {len(problems)} problems:", problems
-            )
+        raise_problems(
+            f"The ranks' files do not fit the model; {len(problems)} problems:", problems
+        )
         problem = "are copies of one weight, but differ"
         return {whole: same_values(same, problem) for whole, same in copies.items()}
 
@@ -174,22 +144,21 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return result
 
 
-def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dict[Rank, RankFile]]:
+def _read_files(inner: Path, source: Source) -> tuple[Sizes, dict[Rank, RankFile]]:
     """The sizes of the grid of ranks, and every rank's file."""
     folders = {path.name: path for path in rank_folders(inner)}
     if not folders:
         raise CheckpointError(f"{inner} has no mp_rank_*/{RANK_FILE}")
     # Any rank's args give the sizes; folder names alone are ambiguous.
-    first = read_rank_file(root, next(iter(folders.values())), follow_links)
+    first = read_rank_file(next(iter(folders.values())), source)
     sizes = sizes_of(first.args, folders)
     problems = folder_problems(folders, sizes)
-    if problems:
-        raise CheckpointError(f"{inner} is not complete:", problems)
+    raise_problems(f"{inner} is not complete:", problems)
     files = {}
     for rank in sizes.ranks():
         folder = folders[sizes.folder(rank)]
         same = folder.name == first.folder
-        files[rank] = first if same else read_rank_file(root, folder, follow_links)
+        files[rank] = first if same else read_rank_file(folder, source)
     if len({file.iteration for file in files.values()}) > 1:
         raise CheckpointError(
             f"{inner} has files of different iterations:",
@@ -214,8 +183,7 @@ def _first_layers(config: ModelConfig, sizes: Sizes, files: Mapping[Rank, RankFi
         problems.append(
             f"{config.num_experts} experts cannot be shared by {sizes.expert} expert-parallel ranks"
         )
-    if problems:
-        raise CheckpointError("The ranks' files do not fit the model:", problems)
+    raise_problems("The ranks' files do not fit the model:", problems)
     return [sum(counts[:stage]) for stage in range(sizes.pipeline)]
 
 

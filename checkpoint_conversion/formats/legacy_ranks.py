@@ -18,10 +18,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, file_inside, shown_name
-from checkpoint_conversion.config_fields import shown
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, shown_name
+from checkpoint_conversion.config_fields import Fields, shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
+from checkpoint_conversion.source import Source
 
 # A damaged file may claim any number.
 _MOST_RANKS = 1 << 16
@@ -69,25 +70,22 @@ def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
     """
     if "tensor_model_parallel_size" not in args:
         return _sizes_from_names(folders)
-    problems: list[str] = []
+    fields = Fields(args, [])
     sizes = Sizes(
-        _size(args, "tensor_model_parallel_size", problems),
-        _size(args, "pipeline_model_parallel_size", problems),
-        _size(args, "expert_model_parallel_size", problems),
-    )
-    expert_tensor = args.get("expert_tensor_parallel_size")
-    if args.get("num_experts") is not None and expert_tensor not in (None, sizes.tensor):
-        problems.append(
-            f"expert_tensor_parallel_size={shown(expert_tensor)} is not supported; it must be "
-            f"tensor_model_parallel_size, {sizes.tensor}"
+        *(
+            fields.integer(f"{name}_model_parallel_size", _MOST_RANKS, default=1)
+            for name in ("tensor", "pipeline", "expert")
         )
-    virtual = args.get("virtual_pipeline_model_parallel_size")
+    )
+    if fields.given("num_experts"):
+        accepted = f"tensor_model_parallel_size, {sizes.tensor}"
+        fields.only("expert_tensor_parallel_size", sizes.tensor, accepted)
+    virtual = fields.raw("virtual_pipeline_model_parallel_size")
     if virtual not in (None, 1):
-        problems.append(f"{virtual_pipeline_refusal()} (it is {shown(virtual)})")
+        fields.problems.append(f"{virtual_pipeline_refusal()} (it is {shown(virtual)})")
     if sizes.tensor * sizes.pipeline * sizes.expert > _MOST_RANKS:
-        problems.append(f"{describe(sizes)} are more than {_MOST_RANKS}")
-    if problems:
-        raise CheckpointError("The checkpoint's args cannot be converted:", problems)
+        fields.problems.append(f"{describe(sizes)} are more than {_MOST_RANKS}")
+    fields.raise_problems("The checkpoint's args cannot be converted:")
     return sizes
 
 
@@ -113,14 +111,6 @@ def describe(sizes: Sizes) -> str:
     if sizes.expert > 1:
         parts.append(f"{sizes.expert} expert-parallel")
     return " x ".join(parts) + " ranks"
-
-
-def _size(args: Mapping[str, object], name: str, problems: list[str]) -> int:
-    value = args.get(name, 1)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST_RANKS:
-        return value
-    problems.append(f"{name} must be a positive number of ranks, got {shown(value)}")
-    return 1
 
 
 def _sizes_from_names(folders: Iterable[str]) -> Sizes:
@@ -151,19 +141,17 @@ class RankFile:
     problems: list[str] = field(default_factory=list)
 
 
-def read_rank_file(root: Path, folder: Path, follow_links: bool) -> RankFile:
+def read_rank_file(folder: Path, source: Source) -> RankFile:
     """Read the file in a rank's folder, without the values of tensors.
 
     Args:
-        root: The checkpoint's folder, above the rank's.
         folder: The rank's folder.
-        follow_links: Whether links may lead out of ``root``.
+        source: The checkpoint.
 
     Raises:
         CheckpointError: If it cannot be read, or does not hold a rank's model.
     """
-    name = (folder / RANK_FILE).relative_to(root).as_posix()
-    file = open_pt(file_inside(root, name, follow_links=follow_links))
+    file = open_pt(source.file(folder / RANK_FILE))
     content = file.content
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path} holds no dict but a {type(content).__name__}")

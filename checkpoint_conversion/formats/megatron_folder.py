@@ -7,11 +7,13 @@ DST/release/hugging_face/                 config.json and tokenizer, which Megat
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,17 +23,19 @@ from checkpoint_conversion.checkpoint_folder import (
     TRACKER,
     files_inside,
     read_json,
+    weights_folder,
 )
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.formats.vocabulary import check_padding
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import to_hugging_face
+from checkpoint_conversion.mapping import to_hugging_face, without_tied_head
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.routing import GROUP_SCORE, NORMALISED
 from checkpoint_conversion.routing_notes import refuse_another_router
-from checkpoint_conversion.tied_head import without_tied_head
+from checkpoint_conversion.source import Source
 
 AUXILIARY = "hugging_face"
 _ANOTHER_ROUTER = (
@@ -43,7 +47,66 @@ _ANOTHER_ROUTER = (
 
 
 class MegatronCheckpoint(Checkpoint):
-    """Base class of the readers of Megatron's formats."""
+    """Base class of the readers of Megatron's formats.
+
+    Args:
+        path: The folder of all iterations, or of one of them.
+        how: Further fields of :class:`Source`.
+
+    Attributes:
+        source: Both.
+        folder: Of the weights.
+    """
+
+    def __init__(self, path: Path, **how: Any) -> None:
+        self.source, self.path, self.notes = Source(path, **how), path, []
+        self.folder = weights_folder(path)
+        self.auxiliary_folder = self.folder / AUXILIARY
+        self.auxiliary = {}
+        if self.auxiliary_folder.is_dir():
+            links = self.source.follow_links
+            self.auxiliary = files_inside(self.auxiliary_folder, follow_links=links)
+
+    def describe_model(
+        self, args: Mapping[str, object], mtp_layers: int, rows: int, states: Collection[str]
+    ) -> None:
+        """Set ``config``, and add to the notes.
+
+        Args:
+            args: The training's arguments; empty if the checkpoint has none.
+            mtp_layers: Multi-token-prediction layers of the weights.
+            rows: Of the embedding.
+            states: Names of module states that are not empty, for which no other format has room.
+
+        Raises:
+            CheckpointError: If nothing describes the model, or rows of tokens would be lost.
+        """
+        config = self._read_config(args)
+        self.config = dataclasses.replace(config, mtp_layers=mtp_layers)
+        size, drop = config.vocab_size, self.source.drop_tokens
+        self.notes += check_padding(size, rows - size, self.auxiliary, args, drop)
+        if states:
+            self.notes.append(
+                f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "
+                f"(the first: {next(iter(states))})"
+            )
+
+    def _read_config(self, args: Mapping[str, object]) -> ModelConfig:
+        """From the first source that there is: a user's config.json, that beside the weights, args.
+
+        Arguments beside a config.json must describe the same router: the weights do not show it.
+        """
+        path = self.source.hf_config or self.auxiliary.get(CONFIG)
+        if path is not None:
+            config = ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
+            refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
+            return config
+        if args:
+            return from_megatron_args(args)
+        raise CheckpointError(
+            f"nothing says what the model is: the checkpoint has neither args nor "
+            f"{AUXILIARY}/{CONFIG}; give its config.json with --hf-config"
+        )
 
     @abstractmethod
     def whole_tensors(self) -> dict[str, LazyTensor]:
@@ -57,61 +120,14 @@ class MegatronCheckpoint(Checkpoint):
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         problems: list[str] = []
         tensors = without_tied_head(self.whole_tensors(), self.config, problems)
-        if problems:
-            raise CheckpointError("The Megatron tensors do not fit the model:", problems)
-        tensors, _ = without_padding(tensors, self.config.vocab_size)
+        raise_problems("The Megatron tensors do not fit the model:", problems)
+        tensors = without_padding(tensors, self.config.vocab_size)
         return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
-
-    def note_states(self, states: Collection[str]) -> None:
-        """Note module states that are not empty, by name: they have no place in another format."""
-        if states:
-            self.notes.append(
-                f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "
-                f"(the first: {next(iter(states))})"
-            )
 
 
 def inner_name(iteration: int | None) -> str:
     """Name of the weights' folder; ``iteration`` None means a release."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
-
-
-def auxiliary_files(folder: Path, follow_links: bool) -> dict[str, Path]:
-    """Files of the model in the folder beside the weights, by name.
-
-    Raises:
-        CheckpointError: If a link leads out of it and may not.
-    """
-    return files_inside(folder, follow_links=follow_links) if folder.is_dir() else {}
-
-
-def read_config(
-    hf_config: Path | None, auxiliary: Mapping[str, Path], args: Mapping[str, object]
-) -> ModelConfig:
-    """The model's config, from the first source that there is.
-
-    Arguments beside a config.json must describe the same router: the weights do not show it.
-
-    Args:
-        hf_config: The config.json that the user gave.
-        auxiliary: Files beside the weights, perhaps with a config.json.
-        args: The training's arguments; empty if the checkpoint has none.
-
-    Raises:
-        CheckpointError: If there is no source, it describes a model that cannot be converted, or
-            the arguments describe another router.
-    """
-    path = hf_config or auxiliary.get(CONFIG)
-    if path is not None:
-        config = ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
-        refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
-        return config
-    if args:
-        return from_megatron_args(args)
-    raise CheckpointError(
-        f"nothing says what the model is: the checkpoint has neither args nor "
-        f"{AUXILIARY}/{CONFIG}; give its config.json with --hf-config"
-    )
 
 
 def write_around(

@@ -14,27 +14,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import shown_name
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
+# fmt: off
 _DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
+    "I16": torch.int16, "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64,
 }
+# fmt: on
 # The largest size in torch; only an empty tensor could have a larger one in a file.
 _LARGEST_SIZE = 2**63 - 1
 # Raised by safetensors and torch for a file that was changed after its header was read.
@@ -62,8 +53,7 @@ def read_header(path: Path) -> dict[str, LazyTensor]:
                     tensors[name] = _Region(path, name, dtype, shape, origin, shape).lazy()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    if problems:
-        raise CheckpointError(f"{path} holds tensors that cannot be read:", problems)
+    raise_problems(f"{path} holds tensors that cannot be read:", problems)
     return tensors
 
 

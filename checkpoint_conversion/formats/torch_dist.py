@@ -20,13 +20,13 @@ The mapping to Hugging Face has numbered layers, ``mlp.experts.local_experts.E.`
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from absorbed_mla.checkpoint.names import KV_UP
 from checkpoint_conversion.checkpoint_folder import (
@@ -34,15 +34,9 @@ from checkpoint_conversion.checkpoint_folder import (
     METADATA,
     file_inside,
     read_json,
-    weights_folder,
 )
-from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.megatron_folder import (
-    AUXILIARY,
-    MegatronCheckpoint,
-    auxiliary_files,
-    read_config,
-)
+from checkpoint_conversion.errors import CheckpointError, raise_problems
+from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.pt_file import open_pt
 from checkpoint_conversion.formats.torch_dist_metadata import (
     ChunkedTensor,
@@ -50,8 +44,7 @@ from checkpoint_conversion.formats.torch_dist_metadata import (
     Storage,
     TiledTensor,
 )
-from checkpoint_conversion.formats.vocabulary import check_padding
-from checkpoint_conversion.layouts import MegatronLayout, without_padding
+from checkpoint_conversion.layouts import VOCABULARY, MegatronLayout
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
 from checkpoint_conversion.model import ModelConfig
 
@@ -79,63 +72,41 @@ _NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm|k_norm)")
 class TorchDistCheckpoint(MegatronCheckpoint):
     """A distributed checkpoint of a standard or an absorbed model.
 
-    Args:
-        path: The folder of all iterations, or of one of them.
-        hf_config: A config.json to use instead of what the checkpoint says of itself.
-        follow_links: Whether links may lead out of the folder.
-        drop_tokens: Whether rows of the embedding may be dropped that are tokens by what the
-            checkpoint says of itself.
-
     Raises:
         CheckpointError: If it cannot be read, contradicts itself, or nothing describes the model.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        hf_config: Path | None = None,
-        follow_links: bool = False,
-        drop_tokens: bool = False,
-    ) -> None:
-        self.path, self.notes = path, []
-        folder = weights_folder(path)
+    def __init__(self, path: Path, **how: Any) -> None:
+        super().__init__(path, **how)
         # The folder of the iteration may be a link, too.
-        metadata = (folder / METADATA).relative_to(path).as_posix()
-        file_inside(path, metadata, follow_links=follow_links)
-        check_backend(folder, follow_links)
-        storage = Storage(folder, follow_links)
+        self.source.file(self.folder / METADATA)
+        check_backend(self.folder, self.source.follow_links)
+        storage = Storage(self.folder, self.source.follow_links)
         self._weights = storage.read([n for n in storage.tensors if not is_left_alone(n)])
-        self.auxiliary_folder = folder / AUXILIARY
-        self.auxiliary = auxiliary_files(self.auxiliary_folder, follow_links)
-        common = self._read_common(folder, storage, follow_links, hf_config)
-        args = arguments(common)
-        config = read_config(hf_config, self.auxiliary, args)
-        self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(self._weights))
         self.stored = {name: tensor.lazy() for name, tensor in self._weights.items()}
-        states = states_in_use(storage)
-        vocabulary = self.config.vocab_size
-        _, padding = without_padding(self.stored, vocabulary)
-        self.notes += check_padding(vocabulary, padding, self.auxiliary, args, drop_tokens)
-        self.note_states(states)
+        common, states = self._read_common(storage), states_in_use(storage)
+        both = [self.stored[name].shape[:1] for name in VOCABULARY if name in self.stored]
+        rows = max(sum(both, ()), default=0)
+        self.describe_model(arguments(common), count_mtp_layers(self._weights), rows, states)
         self.left_alone = self._left_alone(storage, states)
         absorbed = has_absorbed_blocks(self._weights, self.config)
         self.format = "absorbed" if absorbed else "megatron"
         stacked = any(map(_STACKED_LAYERS.fullmatch, self._weights))
         layout = MegatronLayout.recognise(map(_pattern, self._weights))
-        self.layout = describe(layout, stacked, iteration(common))
+        number = common.get("iteration")
+        iteration = number if type(number) is int and number > 0 else None
+        self.layout = describe(layout, stacked, iteration)
 
     def whole_tensors(self) -> dict[str, LazyTensor]:
         """Split what is stacked; see the base class."""
         return numbered_tensors(self._weights, self.config)
 
-    def _read_common(
-        self, folder: Path, storage: Storage, follow_links: bool, hf_config: Path | None
-    ) -> Mapping[str, object]:
+    def _read_common(self, storage: Storage) -> Mapping[str, object]:
         try:
-            return read_common_state(folder, storage, follow_links)
+            return read_common_state(self.folder, storage, self.source.follow_links)
         except CheckpointError as error:
             # It is not needed where a config.json describes the model.
-            if hf_config is None and CONFIG not in self.auxiliary:
+            if self.source.hf_config is None and CONFIG not in self.auxiliary:
                 raise
             self.notes.append(f"the arguments of the training are not read: {error}")
             return {}
@@ -227,12 +198,6 @@ def arguments(common: Mapping[str, object]) -> Mapping[str, object]:
     return vars(args) if isinstance(args, argparse.Namespace) else {}
 
 
-def iteration(common: Mapping[str, object]) -> int | None:
-    """The iteration of a checkpoint; None of a release."""
-    number = common.get("iteration")
-    return number if type(number) is int and number > 0 else None
-
-
 def states_in_use(storage: Storage) -> dict[str, int]:
     """Modules' states that are not empty: name -> size in bytes."""
     states = {name: storage.nbytes(name) for name in storage.objects if is_extra_state(name)}
@@ -284,8 +249,7 @@ def numbered_tensors(
             if name in result:
                 problems.append(f"{name} is there twice, once as {stored_name}")
             result[name] = tensor.lazy(*index)
-    if problems:
-        raise CheckpointError("The distributed checkpoint does not fit the model:", problems)
+    raise_problems("The distributed checkpoint does not fit the model:", problems)
     return _with_joined_halves(result)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_conversion.checkpoint_folder import METADATA, file_inside, name_problem, shown_name
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.pickles import load_metadata
 from checkpoint_conversion.formats.pt_file import FileSlice, PtFile, open_pt
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
@@ -267,8 +267,7 @@ class Storage:
         problems: list[str] = []
         found = {name: self._tensor(name, problems) for name in names}
         problems += self._overlaps()
-        if problems:
-            raise CheckpointError(f"{self._folder} contradicts itself:", problems)
+        raise_problems(f"{self._folder} contradicts itself:", problems)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _refuse_missing_files(self, names: Collection[str]) -> None:
@@ -305,8 +304,7 @@ class Storage:
                 problems.append(f"{_shown(name)} is no tensor's name")
             elif type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
                 problems.append(f"{name} is neither a tensor nor an object")
-        if problems:
-            raise CheckpointError(f"{self._folder / METADATA} cannot be used:", problems)
+        raise_problems(f"{self._folder / METADATA} cannot be used:", problems)
 
     def _of_type(self, kind: type) -> list[str]:
         return [name for name, entry in self._entries.items() if type(entry) is kind]

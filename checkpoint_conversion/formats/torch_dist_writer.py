@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from absorbed_mla.checkpoint.names import KV_UP
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats.base import (
     Entry,
     Part,
@@ -260,8 +260,7 @@ class TorchDistWriter(Writer):
             problems.append("--layers stacked: the model has dense and MoE layers")
         if options.layers == "stacked" and _shares(self.config):
             problems.append("--layers stacked: the model has layers with and without an indexer")
-        if problems:
-            raise CheckpointError(f"--to {self.format} cannot do this:", problems)
+        raise_problems(f"--to {self.format} cannot do this:", problems)
 
 
 def _shares(config: ModelConfig) -> bool:
@@ -305,12 +304,11 @@ def _check_dtypes(parts: Sequence[Part]) -> None:
         for key, found in dtypes.items()
         if len(found) > 1
     ]
-    if problems:
-        raise CheckpointError(
-            "Layers or experts that are stored as one tensor differ in dtype; --dtype makes them "
-            "the same, --layers numbered keeps layers apart:",
-            problems,
-        )
+    raise_problems(
+        "Layers or experts that are stored as one tensor differ in dtype; --dtype makes them "
+        "the same, --layers numbered keeps layers apart:",
+        problems,
+    )
 
 
 def _file_name(rank: int) -> str:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure MLA on one GPU: whole layers beside Megatron's own, and attention beside its peers.
 
-    $ python scripts/benchmarks/attention.py docs/attention
+    $ python scripts/benchmarks/attention.py docs/measurements/attention
     $ python scripts/benchmarks/attention.py /tmp/quick --suite layer --layouts sbhd --seq-lens 4k
     $ python scripts/benchmarks/attention.py /tmp/absorbed --form absorbed --heads 16 --seq-lens 8k
-    $ python scripts/benchmarks/attention.py docs/attention --render one.json other.json
+    $ python scripts/benchmarks/attention.py RESULTS --render one.json other.json
 
 Suite "layer": AbsorbedMLASelfAttention, with and without recomputation of mla_up_proj, beside
 Megatron's MLASelfAttention of TransformerEngine's layers: time of forward and of a step, memory
@@ -22,12 +22,9 @@ where backward is the five products S, dP, dV, dQ, dK; recomputation inside a ke
 The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
 --device cpu with small dimensions). The most important cases come first, because --time-limit
 leaves out the last ones: layers with recomputation, layers without, attention alone; each with
-small inputs before large ones. If a case fails, its row has the error, and the others are measured.
-Results are written after every case. Output:
+small inputs before large ones. Output:
 
     12.3 s  ours recompute n=16 S=8192 sbhd (expanded, cudnn): step_ms 7.1, step of megatron's 0.95
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -42,23 +39,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from absorbed_mla.options import FORMS as FORM_OPTIONS
-from benchmarks import core_attention
+from benchmarks import core_attention, kit
 from benchmarks.core_attention import FORMS, IMPLEMENTATIONS, CoreCase, attention_flops
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import ComparedReport, Refused, Times
-from benchmarks.kit.run import Benchmark
 from benchmarks.kit.tables import gibibytes
-from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
+    from benchmarks.kit.layers import Subject
     from benchmarks.kit.processes import Processes
 
 LAYOUTS = ("sbhd", "thd")
@@ -74,54 +63,24 @@ TARGETS = {"step": 1.0, "kept": 1.01}
 
 
 @dataclass(frozen=True)
-class LayerCase:
-    """One attention layer with its projections, and its input.
+class LayerCase(kit.Case):
+    """One attention layer with its projections, and its input."""
 
-    Attributes:
-        implementation: ``"ours"`` or ``"megatron"``.
-        recompute: Whether ``mla_up_proj`` is recomputed in backward.
-        heads: Of the layer.
-        tokens: Of the sequence or pack.
-        layout: ``"sbhd"``, or ``"thd"``: a pack of documents of mixed lengths.
-        precision: Of the linear layers: ``PLAIN``, or the recipe of FP8's scales.
-    """
-
-    implementation: str
-    recompute: bool
+    text = "{implementation}{recompute:? recompute} n={heads} S={tokens} {layout}{fp8}"
+    implementation: str  # "ours" or "megatron"
+    recompute: bool  # whether mla_up_proj is recomputed in backward
     heads: int
-    tokens: int
-    layout: str
-    precision: str = "bf16"
+    tokens: int  # of the sequence or pack
+    layout: str  # "sbhd", or "thd": a pack of documents of mixed lengths
+    precision: str = "bf16"  # of the linear layers: PLAIN, or the recipe of FP8's scales
 
-    def __str__(self) -> str:
-        recompute = " recompute" if self.recompute else ""
-        named = f"{self.implementation}{recompute} n={self.heads} S={self.tokens} {self.layout}"
-        return named if self.precision == PLAIN else f"{named} fp8 {self.precision}"
+    @property
+    def fp8(self) -> str:
+        """For the name."""
+        return "" if self.precision == PLAIN else f" fp8 {self.precision}"
 
 
 Case = LayerCase | CoreCase
-
-
-def cases(args: argparse.Namespace) -> list[Case]:
-    """All cases, the most important first."""
-    layers: list[Case] = [
-        LayerCase(implementation, recompute, heads, tokens, layout, precision)
-        for recompute in (True, False)
-        for tokens in sorted(args.seq_lens or parse_sizes(LAYER_TOKENS))
-        for heads in sorted(args.heads)
-        for layout in args.layouts
-        for precision in args.precisions
-        for implementation in ("megatron", "ours")
-    ]
-    cores: list[Case] = [
-        CoreCase(implementation, form, heads, tokens)
-        for tokens in sorted(args.seq_lens or parse_sizes(CORE_TOKENS))
-        for heads in sorted(args.heads)
-        for form in FORMS
-        for implementation in IMPLEMENTATIONS
-    ]
-    wanted = {"layer": layers, "core": cores, "all": layers + cores}[args.suite]
-    return arguments.chosen(wanted, args.only)
 
 
 def document_lengths(tokens: int, seed: int) -> list[int]:
@@ -139,29 +98,17 @@ def document_lengths(tokens: int, seed: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case, with its figures or with the error that prevented them.
-
-    Attributes:
-        case: What was measured.
-        forward: None if it was not measured.
-        backward: None if it was not measured.
-        step: Forward and backward; None if it was not measured.
-        kept_bytes: Allocated by forward until backward; None without a GPU.
-        peak_bytes: The most allocated during a step beyond weights, input and output gradient;
-            None without a GPU.
-        ran: Form and backend that a layer of ours chose.
-        error: Empty, or why figures are missing.
-    """
+class Row(kit.Row):
+    """One case, with its figures or with the error that prevented them."""
 
     case: LayerCase | CoreCase
-    forward: Times | None = None
-    backward: Times | None = None
-    step: Times | None = None
-    kept_bytes: int | None = None
+    forward: kit.Times | None = None  # None if it was not measured, as the next ones
+    backward: kit.Times | None = None  # likewise
+    step: kit.Times | None = None  # forward and backward
+    kept_bytes: int | None = None  # allocated by forward until backward; None without a GPU
+    # The most allocated in a step beyond weights, input and output gradient; None without a GPU.
     peak_bytes: int | None = None
-    ran: str = ""
-    error: str = ""
+    ran: str = ""  # form and backend that a layer of ours chose
 
     @property
     def suite(self) -> str:
@@ -201,7 +148,7 @@ def measure_layer(case: LayerCase, args: argparse.Namespace, processes: Processe
     }
 
 
-def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes):
+def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes) -> Subject:
     """The layer with its input.
 
     Raises:
@@ -225,7 +172,7 @@ def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes)
     return layers.build(config, options, processes, case.tokens, packed)
 
 
-class AttentionReport(ComparedReport):
+class AttentionReport(kit.ComparedReport):
     """One run; ratios of a layer are to Megatron's, rates of an attention in TFLOP/s."""
 
     row = Row
@@ -261,7 +208,7 @@ class AttentionReport(ComparedReport):
         return times | gibibytes(row) | ratios_named
 
     @classmethod
-    def panels(cls, reports: Sequence[AttentionReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[AttentionReport]) -> list[kit.Panel]:
         """Ratios of ours to Megatron's layer, and TFLOP/s of attention alone, over the tokens."""
         panels = []
         for what, target in TARGETS.items():
@@ -274,7 +221,7 @@ class AttentionReport(ComparedReport):
                     name += "" if case.precision == PLAIN else f", fp8 {case.precision}"
                     if ratio is not None:
                         points.append((title, name, case.tokens, ratio))
-            panels += collected(sorted(points), "tokens", levels={"target": target})
+            panels += kit.collected(sorted(points), "tokens", levels={"target": target})
         rates = sorted(
             (f"{c.form}, {what}, {c.heads} heads [TFLOP/s]", c.implementation, c.tokens, x)
             for report in reports
@@ -282,62 +229,63 @@ class AttentionReport(ComparedReport):
             for what, x in tflops.items()
             if what != "step"
         )
-        return panels + collected(rates, "tokens")
+        return panels + kit.collected(rates, "tokens")
 
 
-class AttentionBenchmark(Benchmark):
+class AttentionBenchmark(kit.Benchmark):
     """Layers and attention alone; a case whose step would take too long is left out."""
 
-    script, files = "attention.py", "attention"
+    files = "attention"
     report = AttentionReport
+    options = kit.declare(
+        "folder render only device heads=128,16 seconds_per_row=0.5 time_limit=240 seed=1234",
+        suite=kit.one("what to measure", ("layer", "core", "all"), "all"),
+        seq_lens=kit.sizes(
+            "tokens of a sequence or pack "
+            f"(default: {LAYER_TOKENS} for layers, {CORE_TOKENS} for attention alone)"
+        ),
+        layouts=kit.some(
+            "input layouts of the layers: sbhd (one sequence), thd (a pack of documents)", LAYOUTS
+        ),
+        precisions=kit.some(
+            "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU",
+            PRECISIONS,
+            PLAIN,
+        ),
+        fused_down=kit.flag("our layer with mla_down_proj_fusion"),
+        form=kit.one("form that our layer computes in", FORM_OPTIONS, "auto"),
+        backend=kit.one("core_attention_backend of our layer", CORE_ATTENTION_BACKENDS, "auto"),
+        dims=kit.DIMS,
+    )
+    quick = "--form expanded --seq-lens 48"
+    recorded = ("dims", "form", "backend", "fused_down", "ceilings")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
-        from benchmarks.kit.processes import Processes
-
-        self.processes = Processes(args.seed)
+    def prepare(self) -> None:
+        """The processes, and nothing known of any series."""
+        super().prepare()
         # Of the last case of each series that was measured: its cost and its seconds.
         self._known: dict[tuple, tuple[float, float]] = {}
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="128,16", seconds_per_row=0.5, time_limit=240.0)
-        add("--suite", choices=("layer", "core", "all"), default="all", help="what to measure")
-        tokens = f"{LAYER_TOKENS} for layers, {CORE_TOKENS} for attention alone"
-        text = f"tokens of a sequence or pack (default: {tokens})"
-        add("--seq-lens", type=parse_sizes, help=text)
-        text = "input layouts of the layers: sbhd (one sequence), thd (a pack of documents)"
-        add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd,thd", help=text)
-        text = "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU"
-        add("--precisions", type=list_of(one_of(PRECISIONS)), default=PLAIN, help=text)
-        text = "our layer with mla_down_proj_fusion"
-        add("--fused-down", action="store_true", help=text)
-        add("--form", choices=FORM_OPTIONS, default="auto", help="form that our layer computes in")
-        text = "core_attention_backend of our layer"
-        add("--backend", choices=CORE_ATTENTION_BACKENDS, default="auto", help=text)
-        arguments.add_dims(parser, DIMS)
-
-    def environment(self) -> dict:
-        """With the rates that the device reaches."""
-        from benchmarks.kit.timing import ceilings
-
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims=dims_of(self.args),
-            form=self.args.form,
-            backend=self.args.backend,
-            fused_down=self.args.fused_down,
-            ceilings=ceilings(self.processes.on_gpu),
-        )
-
     def cases(self) -> list[Case]:
-        """The most important first."""
-        return cases(self.args)
+        """All cases, the most important first."""
+        args = self.args
+        layers: list[Case] = [
+            LayerCase(implementation, recompute, heads, tokens, layout, precision)
+            for recompute in (True, False)
+            for tokens in sorted(args.seq_lens or kit.parse_sizes(LAYER_TOKENS))
+            for heads in sorted(args.heads)
+            for layout in args.layouts
+            for precision in args.precisions
+            for implementation in ("megatron", "ours")
+        ]
+        cores: list[Case] = [
+            CoreCase(implementation, form, heads, tokens)
+            for tokens in sorted(args.seq_lens or kit.parse_sizes(CORE_TOKENS))
+            for heads in sorted(args.heads)
+            for form in FORMS
+            for implementation in IMPLEMENTATIONS
+        ]
+        return {"layer": layers, "core": cores, "all": layers + cores}[args.suite]
 
     def measure(self, case: Case) -> Row:
         """Times of a case, of a layer its memory, too.
@@ -347,7 +295,7 @@ class AttentionBenchmark(Benchmark):
         """
         if isinstance(case, CoreCase):
             series: tuple = case.implementation, case.form
-            cost = sum(attention_flops(case, dims_of(self.args)))
+            cost = sum(attention_flops(case, kit.dims_of(self.args)))
             measure = core_attention.measure_core
         else:
             series = case.implementation, case.recompute, case.heads, case.layout, case.precision
@@ -357,11 +305,11 @@ class AttentionBenchmark(Benchmark):
             known_cost, known_seconds = self._known[series]
             expected = known_seconds * cost / known_cost
             if expected > LONGEST_STEP:
-                raise Refused(f"left out: a step would take about {expected:.0f} s")
+                raise kit.Refused(f"left out: a step would take about {expected:.0f} s")
         row = Row(case=case, **measure(case, self.args, self.processes))
         self._known[series] = (cost, (row.step or row.forward).median)
         return row
 
 
 if __name__ == "__main__":
-    leave(AttentionBenchmark.main())
+    kit.main(AttentionBenchmark)

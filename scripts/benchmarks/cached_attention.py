@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure attention over cached latents on one device: chunked prefill, and offloaded contexts.
 
-    $ python scripts/benchmarks/cached_attention.py docs/inference
+    $ python scripts/benchmarks/cached_attention.py docs/measurements/inference
     $ python scripts/benchmarks/cached_attention.py /tmp/quick --suites offload --heads 16 \
           --contexts 32k
-    $ python scripts/benchmarks/cached_attention.py docs/inference --render cached.json
+    $ python scripts/benchmarks/cached_attention.py docs/measurements/inference --render cached.json
 
 Suite "prefill": some hundreds or thousands of new tokens over a long context, whose keys and values
 are expanded in chunks, beside attention alone over keys and values that are expanded already. One
@@ -20,39 +20,28 @@ beside a cache that is all on the device, and beside the time that the link betw
 needs for the bytes, (offloaded keys) * (kv_lora_rank + rope) * width.
 
 The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script).
-If a case fails, its row has the error, and the others are measured. Output:
+Output:
 
     3.1 s  prefill n=16 b=1 q=512 context=32768: attention 310, whole 420, bare 480, ratio 0.88
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Report, Times
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+torch: Any = kit.lazy("torch")
 SUITES = ("prefill", "offload")
 PREFILL_TARGET = 0.85
 # Of an offloaded context, cached tokens for each one that stays on the device.
@@ -66,24 +55,16 @@ _OFFLOAD = "offload: added time of the link's"
 
 
 @dataclass(frozen=True)
-class Case:
-    """One step over a cache.
+class CachedCase(kit.Case):
+    """One step over a cache."""
 
-    Attributes:
-        suite: ``"prefill"`` or ``"offload"``.
-        heads: Of the rank.
-        batch: Requests.
-        queries: New tokens of each.
-        context: Cached tokens of each.
-        resident: Positions that stay on the device; None for all.
-    """
-
-    suite: str
-    heads: int
-    batch: int
-    queries: int
-    context: int
-    resident: int | None = None
+    text = "{suite} n={heads} b={batch} q={queries} context={context}{resident:? resident=%s}"
+    suite: str  # "prefill" or "offload"
+    heads: int  # of the rank
+    batch: int  # requests
+    queries: int  # new tokens of each
+    context: int  # cached tokens of each
+    resident: int | None = None  # positions that stay on the device; None for all
 
     @property
     def keys(self) -> int:
@@ -95,26 +76,8 @@ class Case:
         """Pairs of a query and a key that it attends to, of all requests and one head."""
         return self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
 
-    def __str__(self) -> str:
-        size = f"n={self.heads} b={self.batch} q={self.queries} context={self.context}"
-        return f"{self.suite} {size}" + (f" resident={self.resident}" if self.resident else "")
 
-
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """All cases of the command line, but for --only."""
-    for heads in args.heads:
-        if "prefill" in args.suites:
-            for context in args.contexts:
-                for queries in args.queries:
-                    yield Case("prefill", heads, 1, queries, context)
-        if "offload" in args.suites:
-            for batch in args.batches:
-                for context in args.contexts:
-                    resident = max(1, (context + 1) // BUDGET_RATIO)
-                    yield Case("offload", heads, batch, 1, context, resident)
-
-
-def flops(case: Case, dims: dict[str, int]) -> dict[str, int]:
+def flops(case: CachedCase, dims: dict[str, int]) -> dict[str, int]:
     """Floating-point operations of the attention in the expanded form, and of the expansion."""
     nope, rope, v = (dims[f"{name}-head-dim"] for name in ("qk", "qk-pos-emb", "v"))
     return {
@@ -123,34 +86,26 @@ def flops(case: Case, dims: dict[str, int]) -> dict[str, int]:
     }
 
 
-def offloaded_bytes(case: Case, dims: dict[str, int], itemsize: int) -> int:
+def offloaded_bytes(case: CachedCase, dims: dict[str, int], itemsize: int) -> int:
     """What one step copies from host memory."""
     width = dims["kv-lora-rank"] + dims["qk-pos-emb-head-dim"]
     behind = 0 if case.resident is None else max(0, case.keys - case.resident)
     return case.batch * behind * width * itemsize
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one case.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What was measured of one case."""
 
-    Attributes:
-        case: What.
-        ours: Time of a step.
-        beside: Time of attention alone (prefill), or of the step with everything on the device
-            (offload).
-        peak_bytes: The most allocated on the device during a step; None without a GPU.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Case
-    ours: Times | None = None
-    beside: Times | None = None
+    case: CachedCase
+    ours: kit.Times | None = None  # time of a step
+    # Time of attention alone (prefill), or of the step with everything on the device (offload).
+    beside: kit.Times | None = None
+    # The most allocated on the device during a step; None without a GPU.
     peak_bytes: int | None = None
-    error: str = ""
 
 
-class CachedReport(Report):
+class CachedReport(kit.Report):
     """One run; ``environment["link"]`` is in bytes per second."""
 
     row = Row
@@ -180,7 +135,7 @@ class CachedReport(Report):
         }
 
     @classmethod
-    def panels(cls, reports: Sequence[CachedReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[CachedReport]) -> list[kit.Panel]:
         """Rates over those of attention alone, and what offloading adds over the link's time."""
         prefill, offload = [], []
         for report in reports:
@@ -194,92 +149,80 @@ class CachedReport(Report):
                     added = figures["more_ms"] / figures["link_ms"]
                     offload.append((_OFFLOAD, name, case.context, added))
         return [
-            *collected(prefill, "context", levels={"target": PREFILL_TARGET}),
-            *collected(offload, "context", levels={"the link's": 1.0}),
+            *kit.collected(prefill, "context", levels={"target": PREFILL_TARGET}),
+            *kit.collected(offload, "context", levels={"the link's": 1.0}),
         ]
 
 
-class CachedBenchmark(Benchmark):
+class CachedBenchmark(kit.Benchmark):
     """Steps over a filled cache, on one device."""
 
-    script, files = "cached_attention.py", "cached"
+    files = "cached"
     report = CachedReport
+    options = kit.declare(
+        "folder render only device heads=128,16 seconds_per_row=0.3 seed=1234",
+        suites=kit.some(
+            "what to measure: chunked prefill, decode with a partly offloaded cache", SUITES
+        ),
+        contexts=kit.sizes("cached tokens of each request", "32k,128k"),
+        queries=kit.sizes("new tokens of a prefill", "512,2k,8k"),
+        batches=kit.sizes("requests that decode together", "1,8"),
+        context_chunk_size=kit.Option("context_chunk_size of the attention", int, 2**16),
+        dims=kit.DIMS,
+    )
+    quick = "--contexts 24 --queries 6 --batches 2 --context-chunk-size 8"
+    recorded = ("dims",)
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        device = arguments.use_device(args.device)
-        import torch
-
+    def prepare(self) -> None:
+        """Of one device."""
         from absorbed_mla import AbsorbedMLAOptions
 
-        self.dims = dims_of(args)
-        self.options = AbsorbedMLAOptions(context_chunk_size=args.context_chunk_size)
-        self.device = torch.device(device)
-        self.on_gpu = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self._random = partial(torch.randn, device=self.device, dtype=self.dtype)
-        torch.manual_seed(args.seed)
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="128,16", seconds_per_row=0.3)
-        suites = "what to measure: chunked prefill, decode with a partly offloaded cache"
-        add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help=suites)
-        add(
-            "--contexts", type=parse_sizes, default="32k,128k", help="cached tokens of each request"
+        self.use_one_device()
+        self._random = self.processes.random
+        self.dims = kit.dims_of(self.args)
+        self.options_of_attention = AbsorbedMLAOptions(
+            context_chunk_size=self.args.context_chunk_size
         )
-        add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens of a prefill")
-        add("--batches", type=parse_sizes, default="1,8", help="requests that decode together")
-        add(
-            "--context-chunk-size",
-            type=int,
-            default=2**16,
-            help="context_chunk_size of the attention",
-        )
-        arguments.add_dims(parser, DIMS)
 
-    def environment(self) -> dict:
+    def about(self) -> dict:
         """With the rate of the link, in bytes per second."""
-        return provenance.describe(
-            self.on_gpu,
-            self.dtype,
-            itemsize=self.dtype.itemsize,
-            dims=self.dims,
-            link=self.link_bytes_per_second(),
-        )
+        link = self.link_bytes_per_second()
+        return super().about() | {"itemsize": self.dtype.itemsize, "link": link}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[CachedCase]:
         """By heads, suite and size."""
-        return arguments.chosen(cases(self.args), self.args.only)
+        args, found = self.args, []
+        for heads in args.heads:
+            if "prefill" in args.suites:
+                for context in args.contexts:
+                    found += [CachedCase("prefill", heads, 1, new, context) for new in args.queries]
+            if "offload" in args.suites:
+                for batch in args.batches:
+                    for context in args.contexts:
+                        resident = max(1, (context + 1) // BUDGET_RATIO)
+                        found.append(CachedCase("offload", heads, batch, 1, context, resident))
+        return found
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: CachedCase) -> Row:
         """Times of the step and of what it is compared with."""
-        import torch
-
         with torch.no_grad():
             ours, peak = self._times(self._step(case))
             if case.suite == "prefill":
                 beside = self._attention_alone(case)
             else:
                 beside = self._step(replace(case, resident=None))
-            return Row(case, ours, self._times(beside)[0], peak)
+            return Row(case=case, ours=ours, beside=self._times(beside)[0], peak_bytes=peak)
 
     def link_bytes_per_second(self) -> float:
         """From pinned host memory to the device."""
-        import torch
-
         size = LINK_BYTES if self.on_gpu else 2**20
         source = torch.empty(size, dtype=torch.uint8, pin_memory=self.on_gpu)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         times, _ = self._times(lambda: target.copy_(source, non_blocking=True))
         return size / times.median
 
-    def _step(self, case: Case) -> Callable[[], Tensor]:
+    def _step(self, case: CachedCase) -> Callable[[], Tensor]:
         """A forward of the attention over a cache that is filled."""
-        import torch
         from megatron.core.inference.contexts import StaticInferenceContext
 
         from absorbed_mla.dims import MLADims
@@ -295,7 +238,7 @@ class CachedBenchmark(Benchmark):
             qk_rope_head_dim=self.dims["qk-pos-emb-head-dim"],
             v_head_dim=self.dims["v-head-dim"],
         )
-        options = self.options.replace(latent_cache_tokens=case.resident)
+        options = self.options_of_attention.replace(latent_cache_tokens=case.resident)
         attention = CachedAttention(dims, SCALE, options)
         context = StaticInferenceContext(case.batch, case.keys)
         for first in range(0, case.context, FILL_TOKENS):
@@ -322,7 +265,7 @@ class CachedBenchmark(Benchmark):
 
         return run
 
-    def _attention_alone(self, case: Case) -> Callable[[], object]:
+    def _attention_alone(self, case: CachedCase) -> Callable[[], object]:
         """Attention over keys and values of every head that are in memory."""
         from absorbed_mla.core_attention.backend import AttentionRequest
         from absorbed_mla.core_attention.cost import machine_name, rates_on
@@ -342,7 +285,7 @@ class CachedBenchmark(Benchmark):
             masked=False,
             dropout=False,
         )
-        asked, machine = self.options.core_attention_backend, machine_name(self.device)
+        asked, machine = self.options_of_attention.core_attention_backend, machine_name(self.device)
         runnable, _ = ATTENTION_BACKENDS.examine(asked, request)
         backend = max(runnable, key=lambda entry: rates_on(machine, entry)[0])
         q = self._random(case.queries, 1, case.heads, key)
@@ -353,10 +296,8 @@ class CachedBenchmark(Benchmark):
         inputs = AttentionInputs.multi_head(q, k, v)
         return lambda: backend.forward(inputs, rules)
 
-    def _times(self, run: Callable[[], object]) -> tuple[Times, int | None]:
+    def _times(self, run: Callable[[], object]) -> tuple[kit.Times, int | None]:
         """Of repetitions after one that compiles, and peak memory of one."""
-        import torch
-
         from benchmarks.kit.timing import Repeated
 
         run()
@@ -374,4 +315,4 @@ class CachedBenchmark(Benchmark):
 
 
 if __name__ == "__main__":
-    leave(CachedBenchmark.main())
+    kit.main(CachedBenchmark)

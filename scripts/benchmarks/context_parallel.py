@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
 """Measure one attention layer under context parallelism, ours beside Megatron's own.
 
-    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py docs/context-parallel \
+    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py RESULTS \
           --profile
-    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py /tmp/quick \
-          --sizes 64,128 --heads 4 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32
     $ python scripts/benchmarks/context_parallel.py /tmp/both --render two.json four.json
 
 All processes are one context-parallel group. For every sequence length, number of heads and layout
@@ -12,45 +10,33 @@ it measures step time (of the slowest rank, from when all ranks begin), memory a
 each rank sends. Bytes per token are for each of a rank's tokens and each other rank: with S tokens
 on n ranks, sent / (S / n * (n - 1)). Each row is compared with Megatron's layer on the same input
 with the same recomputation. The dimensions are DeepSeek-V3's; GPUs compute in bfloat16, CPUs in
-float32. If a case fails (out of memory, or unsupported), its row has the error, and the others are
-measured; only if one rank alone fails in the middle of a step, the run ends after 120 s. Results
-are written after every case. Output:
+float32. Only if one rank alone fails in the middle of a step, the run ends after 120 s. Output:
 
     9.1 s  ours p2p expanded sbhd S=16384 n=128 (expanded, cudnn): forward_ms 11.2, step_ms 34.1
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from absorbed_mla.options import CP_COMM_TYPES, FORMS
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import ComparedReport
-from benchmarks.kit.run import Benchmark
+from benchmarks import kit
 from benchmarks.kit.tables import gibibytes
-from console.parser import Parser
 from console.ranks import world_size
-from console.script import leave
 
 if TYPE_CHECKING:
     from benchmarks.kit.layers import Subject
-    from benchmarks.kit.processes import Processes
 
+torch: Any = kit.lazy("torch")
 LAYOUTS = ("sbhd", "thd")
 RECOMPUTE = ("none", "mla_up_proj")
 # What TransformerEngine 2.12 accepts for multi-head latent attention.
@@ -58,104 +44,50 @@ MEGATRON_COMM_TYPE = "p2p"
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer and one input.
+class RingCase(kit.Case):
+    """One layer and one input."""
 
-    Attributes:
-        implementation: ``"ours"`` or ``"megatron"``.
-        cp_comm_type: As in Megatron's config.
-        form: Of ours; ``"expanded"`` for Megatron's own, which has no other.
-        tokens: Of the whole sequence or pack.
-        heads: Of the layer.
-        layout: ``"sbhd"``, or ``"thd"``: a pack of equal documents.
-        documents: In the pack; 1 for ``sbhd``.
-        recompute: Module that is recomputed in backward, or ``"none"``.
-    """
+    text = "{implementation} {cp_comm_type} {form}{again} {layout} S={tokens} n={heads}"
+    implementation: str  # "ours" or "megatron"
+    cp_comm_type: str  # as in Megatron's config
+    form: str  # of ours; "expanded" for Megatron's own, which has no other
+    tokens: int  # of the whole sequence or pack
+    heads: int  # of the layer
+    layout: str  # "sbhd", or "thd": a pack of equal documents
+    documents: int  # in the pack; 1 for sbhd
+    recompute: str  # module that is recomputed in backward, or "none"
 
-    implementation: str
-    cp_comm_type: str
-    form: str
-    tokens: int
-    heads: int
-    layout: str
-    documents: int
-    recompute: str
-
-    def __str__(self) -> str:
-        recompute = "" if self.recompute == "none" else f" recompute {self.recompute}"
-        return (
-            f"{self.implementation} {self.cp_comm_type} {self.form}{recompute} {self.layout} "
-            f"S={self.tokens} n={self.heads}"
-        )
-
-
-def cases(args: argparse.Namespace, cp_size: int) -> list[Case]:
-    """All cases, smaller inputs first: what is too large for the machine comes last.
-
-    Raises:
-        ValueError: If there is only one rank, or a sequence does not divide.
-    """
-    if cp_size < 2:
-        raise ValueError(
-            "context parallelism needs 2 or more processes, got 1; start this script by "
-            "torchrun --nproc-per-node 2"
-        )
-    layers = [("ours", comm_type, args.form) for comm_type in args.cp_comm_types]
-    layers += [("megatron", MEGATRON_COMM_TYPE, "expanded")]
-    result: list[Case] = []
-    for tokens in sorted(args.sizes):
-        for heads in args.heads:
-            for layout in args.layouts:
-                documents = args.documents if layout == "thd" else 1
-                chunks = documents * 2 * cp_size
-                if tokens % chunks:
-                    raise ValueError(
-                        f"--sizes: {tokens} tokens do not divide into {documents} document(s) of "
-                        f"2 x {cp_size} chunks; give multiples of {chunks}"
-                    )
-                inputs = (tokens, heads, layout, documents)
-                result += [Case(*one, *inputs, again) for again in args.recompute for one in layers]
-    return arguments.chosen(result, args.only)
+    @property
+    def again(self) -> str:
+        """For the name."""
+        return "" if self.recompute == "none" else f" recompute {self.recompute}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(kit.Row):
     """One case, with its figures or with the error that prevented them.
 
     Times and bytes are the largest over the ranks; those of a repetition over the same repetition.
-
-    Attributes:
-        case: What was measured.
-        cp_size: Ranks.
-        forward_seconds: Every timed forward.
-        step_seconds: Every timed forward and backward.
-        kept_bytes: Allocated by forward until backward; None without a GPU.
-        peak_bytes: The most allocated during a step beyond weights, input and output gradient;
-            None without a GPU.
-        forward_sent_bytes: By a rank. Of collectives as in a ring of n ranks: an all-gather of x
-            sends (n - 1) x, a reduce-scatter of n x as much, an all-reduce of x 2 (n - 1) / n x.
-        backward_sent_bytes: By a rank, counted likewise.
-        traffic: Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
-        forward_overlap: Least fraction of the time of a rank's NCCL kernels in forward, waiting
-            included, that other kernels run in; None if not measured.
-        backward_overlap: The same of backward.
-        ran: Form and backend that a layer of ours took; empty if that was not recorded.
-        error: Empty, or why the figures are missing.
     """
 
-    case: Case
-    cp_size: int
-    forward_seconds: Sequence[float] = ()
-    step_seconds: Sequence[float] = ()
-    kept_bytes: int | None = None
+    case: RingCase
+    cp_size: int  # ranks
+    forward_seconds: Sequence[float] = ()  # every timed forward
+    step_seconds: Sequence[float] = ()  # every timed forward and backward
+    kept_bytes: int | None = None  # allocated by forward until backward; None without a GPU
+    # The most allocated in a step beyond weights, input and output gradient; None without a GPU.
     peak_bytes: int | None = None
+    # By a rank. Of collectives as in a ring of n ranks: an all-gather of x sends (n - 1) x, a
+    # reduce-scatter of n x as much, an all-reduce of x 2 (n - 1) / n x.
     forward_sent_bytes: int = 0
-    backward_sent_bytes: int = 0
+    backward_sent_bytes: int = 0  # by a rank, counted likewise
+    # Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
     traffic: dict[str, list[dict]] | None = None
+    # Least fraction of the time of a rank's NCCL kernels in forward, waiting included, that other
+    # kernels run in; None if not measured.
     forward_overlap: float | None = None
-    backward_overlap: float | None = None
-    ran: str = ""
-    error: str = ""
+    backward_overlap: float | None = None  # the same of backward
+    ran: str = ""  # form and backend that a layer of ours took; empty if that was not recorded
 
     @property
     def compared(self) -> tuple:
@@ -172,33 +104,7 @@ class Row:
         return {name: num_bytes / pairs for name, num_bytes in sent.items()}
 
 
-def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject:
-    """The layer with this rank's part of the input.
-
-    Raises:
-        Refused: If it cannot be built here.
-    """
-    from absorbed_mla import AbsorbedMLAOptions
-    from benchmarks.kit import layers
-
-    config = layers.layer_config(
-        args,
-        processes,
-        heads=case.heads,
-        recompute=None if case.recompute == "none" else case.recompute,
-        cp_comm_type=case.cp_comm_type,
-    )
-    options = AbsorbedMLAOptions(form=case.form) if case.implementation == "ours" else None
-    packed = None
-    if case.layout == "thd":
-        lengths = [case.tokens // case.documents] * case.documents
-        packed = layers.pack(lengths, processes.device)
-        # The same: TransformerEngine reads them under context parallelism.
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
-    return layers.build(config, options, processes, case.tokens // processes.size, packed)
-
-
-class CPReport(ComparedReport):
+class CPReport(kit.ComparedReport):
     """One run, with one number of ranks."""
 
     row = Row
@@ -232,7 +138,7 @@ class CPReport(ComparedReport):
         return found | {f"{name} of megatron's": x for name, x in self.ratios(row).items()}
 
     @classmethod
-    def panels(cls, reports: Sequence[CPReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[CPReport]) -> list[kit.Panel]:
         """Step time and bytes per token over S, for each number of ranks, layout and head count."""
         points = []
         for row in (row for report in reports for row in report.measured):
@@ -246,68 +152,110 @@ class CPReport(ComparedReport):
             for way, value in row.bytes_per_token.items():
                 if value:
                     points.append((f"{title}: bytes per token, {way}", name, case.tokens, value))
-        return collected(points, "tokens of the whole sequence", log_y=True)
+        return kit.collected(points, "tokens of the whole sequence", log_y=True)
 
 
-class CPBenchmark(Benchmark):
+class CPBenchmark(kit.Benchmark):
     """The same cases on all processes; rank 0 writes."""
 
-    script, files = "context_parallel.py", "context_parallel"
+    files = "context_parallel"
     report = CPReport
+    options = kit.declare(
+        "folder render only heads=16,128 seconds_per_row=5 seed=1234",
+        sizes=kit.sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k,64k,128k"),
+        layouts=kit.some(
+            "input layouts: sbhd (one sequence), thd (a pack of documents)", LAYOUTS, "sbhd"
+        ),
+        documents=kit.number("documents of a pack, equally long", 4),
+        cp_comm_types=kit.some(
+            "how the ranks of our layer exchange latents", CP_COMM_TYPES, "all_gather,p2p"
+        ),
+        form=kit.one("form that our layer computes in", FORMS, "expanded"),
+        recompute=kit.some(
+            "modules that both layers recompute in backward; both values give rows of each",
+            RECOMPUTE,
+            "none",
+        ),
+        profile=kit.flag("measure how far our communication overlaps with computation (GPUs only)"),
+        dims=kit.DIMS,
+    )
+    quick = "--sizes 64 --layouts sbhd,thd --documents 2 --recompute none,mla_up_proj"
+    recorded = ("dims",)
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self._cases = cases(args, world_size())
+    def prepare(self) -> None:
+        """Refuse what does not divide, then the processes."""
+        self._cases = self.cases()
         # Only here, so that --help, --render and wrong input need no torch.
-        from benchmarks.kit.processes import CaseError, Processes
+        from benchmarks.kit.processes import CaseError
 
-        self.processes = Processes(args.seed)
+        super().prepare()
         # Raised on every rank, if a case fails on any.
         self.errors = CaseError
-        if args.profile and not self.processes.on_gpu and self.processes.rank == 0:
+        if self.args.profile and not self.processes.on_gpu and self.processes.rank == 0:
             print("--profile has no effect: there is no GPU.")
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None, only=None, seed=1234)
-        arguments.add_common(parser, heads="16,128", seconds_per_row=5.0)
-        sizes = "tokens of a whole sequence or pack, k is 1024"
-        add("--sizes", type=parse_sizes, default="16k,32k,64k,128k", help=sizes)
-        layouts = "input layouts: sbhd (one sequence), thd (a pack of documents)"
-        add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd", help=layouts)
-        add("--documents", type=count, default=4, help="documents of a pack, equally long")
-        comm_types = list_of(one_of(CP_COMM_TYPES))
-        exchange = "how the ranks of our layer exchange latents"
-        add("--cp-comm-types", type=comm_types, default="all_gather,p2p", help=exchange)
-        add("--form", choices=FORMS, default="expanded", help="form that our layer computes in")
-        recompute = "modules that both layers recompute in backward; both values give rows of each"
-        add("--recompute", type=list_of(one_of(RECOMPUTE)), default="none", help=recompute)
-        overlap = "measure how far our communication overlaps with computation (GPUs only)"
-        add("--profile", action="store_true", help=overlap)
-        arguments.add_dims(parser, DIMS)
-
-    def environment(self) -> dict:
+    def about(self) -> dict:
         """With the backend and the environment variables of communication."""
-        import torch
-
         on_gpu = self.processes.on_gpu
-        return provenance.describe(
-            on_gpu,
-            self.processes.dtype,
-            processes=self.processes.size,
-            backend=torch.distributed.get_backend(),
-            dims=dims_of(self.args),
-            versions={"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if on_gpu else {},
-            variables={k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "NVTE_"))},
+        return super().about() | {
+            "processes": self.processes.size,
+            "backend": torch.distributed.get_backend(),
+            "versions": {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if on_gpu else {},
+            "variables": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "NVTE_"))},
+        }
+
+    def cases(self) -> list[RingCase]:
+        """Smaller inputs first: what is too large for the machine comes last.
+
+        Raises:
+            ValueError: If there is only one rank, or a sequence does not divide.
+        """
+        args, cp_size = self.args, world_size()
+        if cp_size < 2:
+            raise ValueError(
+                "context parallelism needs 2 or more processes, got 1; start this script by "
+                "torchrun --nproc-per-node 2"
+            )
+        layers = [("ours", comm_type, args.form) for comm_type in args.cp_comm_types]
+        layers += [("megatron", MEGATRON_COMM_TYPE, "expanded")]
+        result: list[RingCase] = []
+        for tokens, heads, layout in product(sorted(args.sizes), args.heads, args.layouts):
+            documents = args.documents if layout == "thd" else 1
+            chunks = documents * 2 * cp_size
+            if tokens % chunks:
+                raise ValueError(
+                    f"--sizes: {tokens} tokens do not divide into {documents} document(s) of "
+                    f"2 x {cp_size} chunks; give multiples of {chunks}"
+                )
+            inputs = (tokens, heads, layout, documents)
+            result += [RingCase(*one, *inputs, again) for again in args.recompute for one in layers]
+        return result
+
+    def build(self, case: RingCase) -> Subject:
+        """The layer with this rank's part of the input.
+
+        Raises:
+            Refused: If it cannot be built here.
+        """
+        from absorbed_mla import AbsorbedMLAOptions
+        from benchmarks.kit import layers
+
+        processes = self.processes
+        config = layers.layer_config(
+            self.args,
+            processes,
+            heads=case.heads,
+            recompute=None if case.recompute == "none" else case.recompute,
+            cp_comm_type=case.cp_comm_type,
         )
+        options = AbsorbedMLAOptions(form=case.form) if case.implementation == "ours" else None
+        packed = None
+        if case.layout == "thd":
+            lengths = [case.tokens // case.documents] * case.documents
+            packed = layers.pack_for_ranks(lengths, processes.device)
+        return layers.build(config, options, processes, case.tokens // processes.size, packed)
 
-    def cases(self) -> list[Case]:
-        """Smaller inputs first."""
-        return self._cases
-
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: RingCase) -> Row:
         """Times, memory and bytes of one case.
 
         Raises:
@@ -319,7 +267,7 @@ class CPBenchmark(Benchmark):
         from benchmarks.kit.timing import Repeated, repeat_together
 
         args, processes = self.args, self.processes
-        subject = processes.together(lambda: build(case, args, processes))
+        subject = processes.together(lambda: self.build(case))
         ran = ChosenBackends(subject.layer)
         repeated = Repeated(
             subject.forward, subject.backward, subject.forget_gradients, on_gpu=processes.on_gpu
@@ -349,10 +297,10 @@ class CPBenchmark(Benchmark):
             ran=str(ran),
         )
 
-    def failed(self, case: Case, error: str) -> Row:
+    def failed(self, case: RingCase, error: str) -> Row:
         """With the number of ranks."""
         return Row(case=case, cp_size=self.processes.size, error=error)
 
 
 if __name__ == "__main__":
-    leave(CPBenchmark.main())
+    kit.main(CPBenchmark)

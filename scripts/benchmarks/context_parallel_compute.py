@@ -4,8 +4,6 @@
     $ python scripts/benchmarks/context_parallel_compute.py --json compute.json
     $ python scripts/benchmarks/context_parallel_compute.py --cp-sizes 4 --layouts thd \
           --works all_gather:flash_attention_4,all_gather:cudnn
-    $ python scripts/benchmarks/context_parallel_compute.py --device cpu --heads 2 --seq-lens 64 \
-          --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 16 --works all_gather:reference
 
 COMMUNICATION IS NOT IN THESE FIGURES. One process is one rank of the group; what other ranks would
 send is a copy, on the device, of what it sends itself, of the same size. Everything else is the
@@ -21,67 +19,50 @@ Megatron's, or the host's time where that is longer. "difference" is of outputs 
 weights, from those of the first work. Written after every case:
 
     12.3 s  cp=4 sbhd S=16384 n=128: all_gather:cudnn 30.1 ms (0.95), megatron 31.7 ms
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, CP_COMM_TYPES
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
-from benchmarks.kit.tables import markdown_table
-from benchmarks.together import Measured, Work, measure_together
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
+from benchmarks.kit.works import Measured, Work, WorksReport, WorksRow, attempts, measure_together
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from benchmarks.kit.simulated_rank import SimulatedRank
 
+torch: Any = kit.lazy("torch")
 LAYOUTS = ("sbhd", "thd")
 WORKS = tuple(map(":".join, product(CP_COMM_TYPES, CORE_ATTENTION_BACKENDS)))
-DEFAULT = ("all_gather:cudnn", "all_gather:transformer_engine", "p2p:cudnn")
+DEFAULT = "all_gather:cudnn,all_gather:transformer_engine,p2p:cudnn"
 MEGATRON = "megatron"
 # Of a pack: documents by their sixteenths.
 _SIXTEENTHS = (5, 1, 4, 2, 4)
-_TIMES = ("forward ms", "backward ms", "step ms", "host ms", "messages ms")
-_HEAD = ("case", "work", *_TIMES, "messages MiB", "difference", "ratio")
+_TIMES = ("forward", "backward", "step", "host")
+_HEAD = ("case", "work", *(f"{name} ms" for name in (*_TIMES, "messages")))
+_HEAD += ("messages MiB", "difference", "ratio")
 
 
 @dataclass(frozen=True)
-class Case:
-    """One rank's part of one input.
+class RankCase(kit.Case):
+    """One rank's part of one input."""
 
-    Attributes:
-        cp_size: Ranks.
-        layout: ``"sbhd"``, or ``"thd"``: a pack of five documents.
-        tokens: Of the whole sequence or pack.
-        heads: Of the layer.
-    """
-
-    cp_size: int
-    layout: str
-    tokens: int
+    text = "cp={cp_size} {layout} S={tokens} n={heads}"
+    cp_size: int  # ranks
+    layout: str  # "sbhd", or "thd": a pack of five documents
+    tokens: int  # of the whole sequence or pack
     heads: int
-
-    def __str__(self) -> str:
-        return f"cp={self.cp_size} {self.layout} S={self.tokens} n={self.heads}"
 
     @property
     def lengths(self) -> list[int]:
@@ -91,42 +72,16 @@ class Case:
         return [self.tokens // 16 * share for share in _SIXTEENTHS]
 
 
-def cases(args: argparse.Namespace) -> list[Case]:
-    """Shorter and narrower ones first.
-
-    Raises:
-        ValueError: If a sequence does not divide.
-    """
-    ways = product(sorted(args.seq_lens), args.heads, args.cp_sizes, args.layouts)
-    found = [Case(cp, layout, tokens, heads) for tokens, heads, cp, layout in ways]
-    for case in found:
-        chunks = 2 * case.cp_size * (16 if case.layout == "thd" else 1)
-        if case.tokens % chunks:
-            raise ValueError(
-                f"--seq-lens must be multiples of {chunks} for {case.layout} on {case.cp_size} "
-                f"ranks; got {case.tokens}"
-            )
-    return arguments.chosen(found, args.only)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case with its works, or with the error that prevented all of them.
+class Row(WorksRow):
+    """One case with its works."""
 
-    Attributes:
-        case: What was measured.
-        works: Ours and Megatron's.
-        messages: By work, bytes of other ranks' messages in a step, and seconds of such copies.
-        error: Empty, or why nothing was measured.
-    """
-
-    case: Case
-    works: list[Measured] = field(default_factory=list)
+    case: RankCase
+    # By work, bytes of other ranks' messages in a step, and seconds of such copies.
     messages: dict[str, tuple[int, float]] = field(default_factory=dict)
-    error: str = ""
 
     def ratio(self, work: Measured) -> float | None:
-        """Time of a step divided by Megatron's."""
+        """Time of a step divided by Megatron's; None without it, and for itself."""
         theirs = [x for x in self.works if x.name == MEGATRON and not x.error]
         return self.seconds(work) / self.seconds(theirs[0]) if theirs else None
 
@@ -136,29 +91,25 @@ class Row:
         _, copies = self.messages[work.name]
         return max(work.step.median - copies, work.host.median)
 
+    def figures(self, work: Measured) -> dict[str, float]:
+        """Of a work that was measured."""
+        num_bytes, copies = self.messages[work.name]
+        found = {f"{name}_ms": 1e3 * getattr(work, name).median for name in _TIMES}
+        found |= {"messages_ms": 1e3 * copies, "messages_mib": num_bytes / 2**20}
+        ratio = None if work.name == MEGATRON else self.ratio(work)
+        more = {"difference": work.difference, "ratio": ratio}
+        return found | {name: value for name, value in more.items() if value is not None}
 
-class ComputeReport(Report):
+
+class ComputeReport(WorksReport):
     """One run."""
 
     row = Row
 
     def figures(self, row: Row) -> dict[str, float]:
         """Times and ratios of all works, by work and name."""
-        found: dict[str, float] = {}
-        for work in row.works:
-            if work.error:
-                continue
-            for name in ("forward", "backward", "step", "host"):
-                found[f"{work.name} {name}_ms"] = 1e3 * getattr(work, name).median
-            num_bytes, copies = row.messages[work.name]
-            found |= {f"{work.name} messages_ms": 1e3 * copies}
-            found |= {f"{work.name} messages_mib": num_bytes / 2**20}
-            if work.difference is not None:
-                found[f"{work.name} difference"] = work.difference
-            ratio = row.ratio(work)
-            if ratio is not None and work.name != MEGATRON:
-                found[f"{work.name} ratio"] = ratio
-        return found
+        works = [work for work in row.works if not work.error]
+        return {f"{w.name} {k}": value for w in works for k, value in row.figures(w).items()}
 
     def line(self, row: Row) -> str:
         """A row in one line: the steps of its works."""
@@ -169,116 +120,99 @@ class ComputeReport(Report):
             if work.error:
                 parts.append(f"{work.name}: {work.error[:100]}")
                 continue
-            ratio = row.ratio(work)
-            compared = f" ({ratio:.2f})" if ratio and work.name != MEGATRON else ""
+            ratio = row.figures(work).get("ratio")
+            compared = f" ({ratio:.2f})" if ratio else ""
             parts.append(f"{work.name} {1e3 * row.seconds(work):.1f} ms{compared}")
         return f"{row.case}: {', '.join(parts)}"
 
     @classmethod
     def notes(cls, reports: Sequence[ComputeReport]) -> list[str]:
         """A table of all works."""
-        lines = [
-            [str(row.case), work.name, *_cells(row, work)]
-            for report in reports
-            for row in report.measured
-            for work in row.works
-            if not work.error
-        ]
-        return [markdown_table(_HEAD, lines, ("case", "work")) if lines else ""]
+        forms = (*["{:.2f}"] * 5, "{:.0f}", "{:.1e}", "{:.2f}")
+        names = (*(f"{name}_ms" for name in _TIMES), "messages_ms", "messages_mib")
+        lines = []
+        for row in (row for report in reports for row in report.measured):
+            for work in (work for work in row.works if not work.error):
+                found = {"ratio": row.ratio(work)} | row.figures(work)
+                cells = (found.get(name) for name in (*names, "difference", "ratio"))
+                texts = ["" if x is None else form.format(x) for form, x in zip(forms, cells)]
+                lines.append([str(row.case), work.name, *texts])
+        return [kit.markdown_table(_HEAD, lines, ("case", "work")) if lines else ""]
 
 
-def _cells(row: Row, work: Measured) -> list[str]:
-    times = (work.forward, work.backward, work.step, work.host)
-    ratio = row.ratio(work)
-    num_bytes, copies = row.messages[work.name]
-    return [
-        *(f"{1e3 * one.median:.2f}" for one in times if one is not None),
-        f"{1e3 * copies:.2f}",
-        f"{num_bytes / 2**20:.0f}",
-        "" if work.difference is None else f"{work.difference:.1e}",
-        "" if ratio is None else f"{ratio:.2f}",
-    ]
-
-
-def _copy_seconds(num_bytes: int, processes: SimulatedRank) -> float:
-    """Of copies of so many bytes on the device, at the rate of large ones."""
-    import torch
-
-    from benchmarks.kit.timing import Repeated
-
-    size = min(num_bytes, 2**28)
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=processes.device) for _ in "ab")
-    copy = Repeated(lambda: target.copy_(source), on_gpu=processes.on_gpu)
-    copy.once()
-    return min(forward for forward, _, _ in copy.steps(5)) * num_bytes / size
-
-
-class ComputeBenchmark(Benchmark):
+class ComputeBenchmark(kit.Benchmark):
     """Works of the same rank in turns."""
 
-    script = "context_parallel_compute.py"
     report = ComputeReport
+    options = kit.declare(
+        "json render only device heads=16,128 seconds_per_row=0.5 time_limit=55 seed=1234",
+        seq_lens=kit.sizes("tokens of a whole sequence or pack, k is 1024", "16k,32k"),
+        cp_sizes=kit.sizes("context-parallel ranks", "4,2"),
+        layouts=kit.some("inputs", LAYOUTS),
+        works=kit.some(
+            "how ours exchanges latents and attends, beside Megatron's: exchange:backend, ...",
+            WORKS,
+            DEFAULT,
+        ),
+        dims=kit.DIMS,
+    )
+    quick = "--seq-lens 64 --cp-sizes 2 --works all_gather:reference,p2p:reference,p2p:cudnn"
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self._cases = cases(args)
-        arguments.use_device(args.device)
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, render=None, json=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="16,128", seconds_per_row=0.5, time_limit=55.0)
-        sizes = "tokens of a whole sequence or pack, k is 1024"
-        add("--seq-lens", type=parse_sizes, default="16k,32k", help=sizes)
-        add("--cp-sizes", type=parse_sizes, default="4,2", help="context-parallel ranks")
-        add("--layouts", type=list_of(one_of(LAYOUTS)), default=",".join(LAYOUTS), help="inputs")
-        text = "how ours exchanges latents and attends, beside Megatron's: exchange:backend, ..."
-        add("--works", type=list_of(one_of(WORKS)), default=",".join(DEFAULT), help=text)
-        arguments.add_dims(parser, DIMS)
+    def prepare(self) -> None:
+        """Refuse what does not divide; every case has processes of its own."""
+        self.cases()
 
     def environment(self) -> dict:
         """With what is not measured."""
-        import torch
-
         on_gpu = torch.cuda.is_available()
-        return provenance.describe(
+        return kit.provenance.describe(
             on_gpu,
             torch.bfloat16 if on_gpu else torch.float32,
-            dims=dims_of(self.args),
+            dims=self._value("dims"),
             communication="none: messages of other ranks are copies on the device",
         )
 
-    def cases(self) -> list[Case]:
-        """Shorter and narrower ones first."""
-        return self._cases
+    def cases(self) -> list[RankCase]:
+        """Shorter and narrower ones first.
 
-    def measure(self, case: Case) -> Row:
+        Raises:
+            ValueError: If a sequence does not divide.
+        """
+        args = self.args
+        ways = product(sorted(args.seq_lens), args.heads, args.cp_sizes, args.layouts)
+        found = [RankCase(cp, layout, tokens, heads) for tokens, heads, cp, layout in ways]
+        for case in found:
+            chunks = 2 * case.cp_size * (16 if case.layout == "thd" else 1)
+            if case.tokens % chunks:
+                raise ValueError(
+                    f"--seq-lens must be multiples of {chunks} for {case.layout} on "
+                    f"{case.cp_size} ranks; got {case.tokens}"
+                )
+        return found
+
+    def measure(self, case: RankCase) -> Row:
         """The works of a case."""
         from benchmarks.kit.simulated_rank import SimulatedRank, exchange_by_copies
 
-        processes = SimulatedRank(self.args.seed, 0, case.cp_size)
+        rank = SimulatedRank(self.args.seed, 0, case.cp_size)
         try:
             with exchange_by_copies() as received:
-                works = [
-                    Work.attempt(name, lambda name=name: self._work(case, name, processes))
-                    for name in (*self.args.works, MEGATRON)
-                ]
-                found = measure_together(works, processes, self.args.seconds_per_row)
+                names = (*self.args.works, MEGATRON)
+                works = attempts({name: partial(self._work, case, name, rank) for name in names})
+                found = measure_together(works, rank, self.args.seconds_per_row)
                 messages = {}
                 for work, one in zip(works, found):
                     if not one.error:
                         received.num_bytes = 0
                         work.backward(work.forward())
                         work.finish()
-                        copies = _copy_seconds(received.num_bytes, processes)
+                        copies = _copy_seconds(received.num_bytes, rank)
                         messages[work.name] = (received.num_bytes, copies)
         finally:
-            processes.leave()
+            rank.leave()
         return Row(case=case, works=found, messages=messages)
 
-    def _work(self, case: Case, name: str, processes: SimulatedRank) -> Work:
+    def _work(self, case: RankCase, name: str, rank: SimulatedRank) -> Work:
         from absorbed_mla import AbsorbedMLAOptions
         from benchmarks.kit import layers
 
@@ -286,21 +220,15 @@ class ComputeBenchmark(Benchmark):
         options = None
         if name != MEGATRON:
             options = AbsorbedMLAOptions(form="expanded", core_attention_backend=backend)
+        comm_type = "p2p" if name == MEGATRON else exchange
         config = layers.layer_config(
-            self.args,
-            processes,
-            heads=case.heads,
-            recompute=None,
-            cp_comm_type="p2p" if name == MEGATRON else exchange,
+            self.args, rank, heads=case.heads, recompute=None, cp_comm_type=comm_type
         )
         packed = None
         if case.layout == "thd":
-            packed = layers.pack(case.lengths, processes.device)
-            # The same: TransformerEngine reads them under context parallelism.
-            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
-        tokens = case.tokens // case.cp_size
-        processes.begin_again()
-        subject = layers.build(config, options, processes, tokens, packed)
+            packed = layers.pack_for_ranks(case.lengths, rank.device)
+        rank.begin_again()
+        subject = layers.build(config, options, rank, case.tokens // case.cp_size, packed)
 
         def outputs(output: Tensor) -> list[Tensor]:
             """And gradients that do not depend on what other ranks would have sent back."""
@@ -311,14 +239,20 @@ class ComputeBenchmark(Benchmark):
             subject.forget_gradients()
             return [output, *gradients]
 
-        return Work(
-            name,
-            subject.forward,
-            subject.backward,
-            None if name == MEGATRON else outputs,
-            subject.forget_gradients,
-        )
+        compared = None if name == MEGATRON else outputs
+        return Work(subject.forward, subject.backward, compared, subject.forget_gradients)
+
+
+def _copy_seconds(num_bytes: int, rank: SimulatedRank) -> float:
+    """Of copies of so many bytes on the device, at the rate of large ones."""
+    from benchmarks.kit.timing import Repeated
+
+    size = min(num_bytes, 2**28)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for _ in "ab")
+    copy = Repeated(lambda: target.copy_(source), on_gpu=rank.on_gpu)
+    copy.once()
+    return min(forward for forward, _, _ in copy.steps(5)) * num_bytes / size
 
 
 if __name__ == "__main__":
-    leave(ComputeBenchmark.main())
+    kit.main(ComputeBenchmark)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure memory and throughput of the checkpoint conversion, beside cp.
 
-    $ python scripts/benchmarks/conversion.py docs/conversion --work-folder /scratch
+    $ python scripts/benchmarks/conversion.py docs/measurements/conversion --work-folder /scratch
     $ python scripts/benchmarks/conversion.py /tmp/quick --sizes 0.2GB
 
 For every size it makes a synthetic checkpoint with DeepSeek-V3's names and shapes, copies it with
@@ -15,7 +15,7 @@ Checkpoints are deleted after use; the work folder needs about 2.4 times the lar
 
     70.2 s  hf → absorbed at 5.03 GB: ratio 0.81, peak_mb 1032, own_mb 410, bound_mb 2932
 
-The exit code is 1 if a bound is missed; the last line of the output is JSON.
+The exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,13 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count
+from benchmarks import kit
 from benchmarks.kit.command import CommandError, Run, folder_bytes, measure, sync
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
 from console.outputs import require_writable
 from console.parent import ends_with_this_process
-from console.parser import Parser
-from console.script import Failure, leave
+from console.script import Failure
 
 MODEL = "deepseek-v3"
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,13 +76,13 @@ def _check_disk(folder: Path, choices: list[Choice]) -> None:
 def describe(folder: Path) -> dict:
     """The machine; ``folder`` is on the disk that is measured."""
     return {
-        **provenance.source(),
-        "processor": provenance.processor(),
+        **kit.provenance.source(),
+        "processor": kit.provenance.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "filesystem": filesystem(folder),
-        "versions": provenance.versions(_PACKAGES),
+        "versions": kit.provenance.versions(_PACKAGES),
     }
 
 
@@ -209,33 +204,19 @@ def largest_tensor(choice: Choice) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion at one size.
+    """One conversion at one size."""
 
-    Attributes:
-        path: What was converted to what.
-        model: The checkpoint in words.
-        source_bytes: Of all files of the source.
-        target_bytes: Of all files of the target.
-        largest_tensor: Bytes of the largest tensor.
-        keeps_dtypes: Whether source and target have the same bytes.
-        cp_seconds: Every measured copy of the source.
-        tool_seconds: Every measured conversion, each after its copy.
-        peak_bytes: Most resident memory of any of the conversions.
-        anonymous_bytes: The most of it that was not mapped files.
-        error: Empty: a conversion that fails ends the benchmark.
-    """
-
-    path: str
-    model: str
-    source_bytes: int
-    target_bytes: int
-    largest_tensor: int
-    keeps_dtypes: bool
-    cp_seconds: Sequence[float]
-    tool_seconds: Sequence[float]
-    peak_bytes: int
-    anonymous_bytes: int
-    error: str = ""
+    path: str  # what was converted to what
+    model: str  # the checkpoint in words
+    source_bytes: int  # of all files of the source
+    target_bytes: int  # of all files of the target
+    largest_tensor: int  # bytes of the largest tensor
+    keeps_dtypes: bool  # whether source and target have the same bytes
+    cp_seconds: Sequence[float]  # every measured copy of the source
+    tool_seconds: Sequence[float]  # every measured conversion, each after its copy
+    peak_bytes: int  # most resident memory of any of the conversions
+    anonymous_bytes: int  # the most of it that was not mapped files
+    error: str = ""  # empty: a conversion that fails ends the benchmark
 
     @property
     def case(self) -> str:
@@ -269,7 +250,7 @@ class Row:
         return self.keeps_dtypes and self.source_bytes >= THROUGHPUT_FROM
 
 
-class ConversionReport(Report):
+class ConversionReport(kit.Report):
     """One run."""
 
     row = Row
@@ -300,7 +281,7 @@ class ConversionReport(Report):
         return [models, "\n".join(problems) or "Every bound that applies holds."]
 
     @classmethod
-    def panels(cls, reports: Sequence[ConversionReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[ConversionReport]) -> list[kit.Panel]:
         """Peak memory beside its bound, and throughput beside that of cp, over the size."""
         rows = [row for report in reports for row in report.rows]
         memory, rates = [], []
@@ -311,37 +292,33 @@ class ConversionReport(Report):
             rates.append(("throughput relative to cp -r", row.path, size, row.ratio))
         levels = {"bound where dtypes are kept": THROUGHPUT}
         return [
-            *collected(memory, "source [GB]", sizes=False),
-            *collected(rates, "source [GB]", levels=levels, sizes=False),
+            *kit.collected(memory, "source [GB]", sizes=False),
+            *kit.collected(rates, "source [GB]", levels=levels, sizes=False),
         ]
 
 
-class ConversionBenchmark(Benchmark):
+class ConversionBenchmark(kit.Benchmark):
     """All conversions at all sizes."""
 
-    script, files = "conversion.py", "benchmark"
+    files = "benchmark"
     report = ConversionReport
+    options = kit.declare(
+        "folder render",
+        sizes=kit.Option("sizes of the checkpoints (default: 5GB,20GB)", _sizes, "5GB,20GB"),
+        repeat=kit.number("copies and conversions of each kind", 2),
+        work_folder=kit.Option("empty space on the disk to measure (default: here)", Path, Path()),
+    )
+    quick = "--sizes 3MB --repeat 1"
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        empty = Choice(model=MODEL, layers=2, experts=2)
+    def prepare(self) -> None:
+        """What is converted, and that there is room for it."""
+        args, empty = self.args, Choice(model=MODEL, layers=2, experts=2)
         self.choices = [fit_size(empty, size) for size in sorted(args.sizes)]
         _check_disk(args.work_folder, self.choices)
         require_writable(folders={"--work-folder": args.work_folder})
         # The tool is that of this tree, wherever the measurement is started.
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None)
-        text = "sizes of the checkpoints (default: 5GB,20GB)"
-        add("--sizes", type=_sizes, default=_sizes("5GB,20GB"), help=text)
-        add("--repeat", type=count, default=2, help="copies and conversions of each kind")
-        text = "empty space on the disk to measure (default: here)"
-        add("--work-folder", type=Path, default=Path(), help=text)
 
     def environment(self) -> dict:
         """The machine."""
@@ -361,7 +338,7 @@ class ConversionBenchmark(Benchmark):
         except (CommandError, subprocess.CalledProcessError) as error:
             raise Failure(str(error)) from error
 
-    def exit_code(self, report: Report) -> int:
+    def exit_code(self, report: kit.Report) -> int:
         """1 if a bound is missed; prints which."""
         problems = [problem for row in report.rows for problem in row.missed()]
         for problem in problems:
@@ -370,4 +347,4 @@ class ConversionBenchmark(Benchmark):
 
 
 if __name__ == "__main__":
-    leave(ConversionBenchmark.main())
+    kit.main(ConversionBenchmark)

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
-from benchmarks.kit.arguments import dims_of
-from benchmarks.kit.report import Refused, Times, reason
+from benchmarks import kit
 from benchmarks.peers.attention import PEERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from absorbed_mla.core_attention.backend import AttentionBackend
     from absorbed_mla.core_attention.types import AttentionInputs
-    from benchmarks.kit.processes import Processes
+    from benchmarks.kit.processes import Device
 
+torch: Any = kit.lazy("torch")
 FORMS = ("expanded", "absorbed")
 OURS = tuple(f"ours, {name}" for name in CORE_ATTENTION_BACKENDS if name != "auto")
 IMPLEMENTATIONS = (*OURS, *PEERS)
@@ -26,23 +27,14 @@ REFERENCE_PAIRS = 16 * 4096**2
 
 
 @dataclass(frozen=True)
-class CoreCase:
-    """One implementation on one input.
+class CoreCase(kit.Case):
+    """One implementation on one input."""
 
-    Attributes:
-        implementation: One of :data:`IMPLEMENTATIONS`.
-        form: ``"expanded"`` (keys and values of every head) or ``"absorbed"`` (one latent).
-        heads: Query heads.
-        tokens: Of the sequence.
-    """
-
-    implementation: str
-    form: str
+    text = "{implementation} {form} n={heads} S={tokens}"
+    implementation: str  # one of IMPLEMENTATIONS
+    form: str  # "expanded" (keys and values of every head) or "absorbed" (one latent)
     heads: int
     tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.implementation} {self.form} n={self.heads} S={self.tokens}"
 
 
 def pair_widths(form: str, dims: dict[str, int]) -> tuple[int, int]:
@@ -50,7 +42,7 @@ def pair_widths(form: str, dims: dict[str, int]) -> tuple[int, int]:
 
     Args:
         form: One of :data:`FORMS`.
-        dims: The layer's, by the names of ``kit.arguments.DIMS``.
+        dims: The layer's, by the names of ``kit.DIMS``.
     """
     rope = dims["qk-pos-emb-head-dim"]
     if form == "absorbed":
@@ -67,32 +59,26 @@ def attention_flops(case: CoreCase, dims: dict[str, int]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention on fixed inputs.
+    """An attention on fixed inputs."""
 
-    Attributes:
-        forward: Returns the output and whatever backward needs.
-        backward: Returns gradients of all inputs, from what ``forward`` returned.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
+    forward: Callable[[], Any]  # returns the output and whatever backward needs
+    backward: Callable[[Any], Any]  # returns gradients of all inputs, from what forward returned
 
 
-def measure_core(case: CoreCase, args: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+def measure_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> dict[str, Any]:
     """Times of forward, backward and both, for the row of the case.
 
     Whatever forward raises is raised; what backward raises is the row's ``error``.
     """
     from benchmarks.kit.timing import Repeated
 
-    attention = build_core(case, args, processes)
-    error = ""
+    attention, error = build_core(case, args, processes), ""
     backward: Callable[[Any], Any] | None = attention.backward
     result = attention.forward()
     try:
         attention.backward(result)
     except Exception as problem:
-        backward, error = None, f"backward: {reason(problem)}"
+        backward, error = None, f"backward: {kit.reason(problem)}"
     del result
     processes.synchronize()
     repeated = Repeated(attention.forward, backward, on_gpu=processes.on_gpu)
@@ -100,20 +86,20 @@ def measure_core(case: CoreCase, args: argparse.Namespace, processes: Processes)
     return {**named_times(times), "error": error}
 
 
-def named_times(times: tuple[Times, Times | None, Times | None]) -> dict[str, Times | None]:
+def named_times(
+    times: tuple[kit.Times, kit.Times | None, kit.Times | None],
+) -> dict[str, kit.Times | None]:
     """Times of ``Repeated`` by the names of a row's fields."""
     return dict(zip(("forward", "backward", "step"), times))
 
 
-def build_core(case: CoreCase, args: argparse.Namespace, processes: Processes) -> Attention:
+def build_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> Attention:
     """The attention, with random inputs on the device.
 
     Raises:
-        Refused: If the implementation does not support the case, or is not installed.
+        kit.Refused: If the implementation does not support the case, or is not installed.
     """
-    import torch
-
-    dims = dims_of(args)
+    dims = kit.dims_of(args)
     scale = (dims["qk-head-dim"] + dims["qk-pos-emb-head-dim"]) ** -0.5
     inputs = random_inputs(case, dims, processes)
     value = inputs.k_content if inputs.value is None else inputs.value
@@ -128,63 +114,80 @@ def build_core(case: CoreCase, args: argparse.Namespace, processes: Processes) -
     return Attention(attend, backward)
 
 
-def random_inputs(case: CoreCase, dims: dict[str, int], processes: Processes) -> AttentionInputs:
-    """Normal values, laid out as in a layer.
-
-    Expanded: nope and rope parts are one tensor. Absorbed: those of the query are two tensors, and
-    the key's are views of one [latent | k_rope].
-    """
+def random_inputs(case: CoreCase, dims: dict[str, int], processes: Device) -> AttentionInputs:
+    """Normal values, laid out as in a layer; absorbed as :func:`over_latent` says."""
+    key, value = pair_widths(case.form, dims)
+    tokens, heads, random = case.tokens, case.heads, processes.random
     from absorbed_mla.core_attention.types import AttentionInputs
 
-    tokens, heads = case.tokens, case.heads
-    key_width, value_width = pair_widths(case.form, dims)
     if case.form == "expanded":
-        q, k = (processes.random(tokens, 1, heads, key_width) for _ in range(2))
-        return AttentionInputs.multi_head(q, k, processes.random(tokens, 1, heads, value_width))
-    widths = [value_width, key_width - value_width]
-    q_content, q_rope = (processes.random(tokens, 1, heads, width) for width in widths)
-    latent, k_rope = processes.random(tokens, 1, key_width).split(widths, dim=-1)
+        q, k = (random(tokens, 1, heads, key) for _ in range(2))
+        return AttentionInputs.multi_head(q, k, random(tokens, 1, heads, value))
+    widths = [value, key - value]
+    q_content, q_rope = (random(tokens, 1, heads, width) for width in widths)
+    return over_latent(q_content, q_rope, random(tokens, 1, key))
+
+
+def over_latent(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInputs:
+    """Inputs whose key's parts are views of one [latent | k_rope], [S, 1, C + R]."""
+    from absorbed_mla.core_attention.types import AttentionInputs
+
+    latent, k_rope = kv.split([q_content.shape[-1], q_rope.shape[-1]], dim=-1)
     return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
 
 
-def _ours(
-    case: CoreCase,
-    dims: dict[str, int],
-    processes: Processes,
-    inputs: AttentionInputs,
-    scale: float,
-    grad_out: Tensor,
-) -> Attention:
-    """One of our backends.
+def backend_of(
+    name: str, form: str, dims: dict[str, int], processes: Device, **wanted: Any
+) -> AttentionBackend:
+    """A backend of ours for attention without dropout and mask.
+
+    Args:
+        name: Of the backend.
+        form: One of :data:`FORMS`.
+        dims: The layer's.
+        processes: For device and dtype.
+        wanted: More of ``AttentionRequest``.
 
     Raises:
-        Refused: If it does not support the case.
+        kit.Refused: If it does not support it.
     """
-    import torch
-
     from absorbed_mla.core_attention.backend import AttentionRequest
-    from absorbed_mla.core_attention.masks.scores import ScoreRules
-    from absorbed_mla.core_attention.masks.spans import Span
-    from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
     from absorbed_mla.registry import ATTENTION_BACKENDS
 
-    name = case.implementation.removeprefix("ours, ")
-    if name == "reference" and case.heads * case.tokens**2 > REFERENCE_PAIRS:
-        raise Refused("the reference is measured at small sizes only")
-    key_width, value_width = pair_widths(case.form, dims)
+    key_width, value_width = pair_widths(form, dims)
     request = AttentionRequest(
         device=processes.device,
         dtype=processes.dtype,
         key_width=key_width,
         value_width=value_width,
-        form=case.form,
+        form=form,
         masked=False,
         dropout=False,
+        **wanted,
     )
     runnable, reasons = ATTENTION_BACKENDS.examine(name, request)
     if not runnable:
-        raise Refused(reasons[name])
-    backend = runnable[0]
+        raise kit.Refused(reasons[name])
+    return runnable[0]
+
+
+def _ours(
+    case: CoreCase,
+    dims: dict[str, int],
+    processes: Device,
+    inputs: AttentionInputs,
+    scale: float,
+    grad_out: Tensor,
+) -> Attention:
+    """One of our backends."""
+    from absorbed_mla.core_attention.masks.scores import ScoreRules
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
+
+    name = case.implementation.removeprefix("ours, ")
+    if name == "reference" and case.heads * case.tokens**2 > REFERENCE_PAIRS:
+        raise kit.Refused("the reference is measured at small sizes only")
+    backend = backend_of(name, case.form, dims, processes)
     rules = ScoreRules(scale=scale, spans=(Span(0, case.tokens, 0, case.tokens, 0),))
     grad = OutputGradient(grad_out, None)
 

@@ -10,9 +10,7 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
     $ python scripts/benchmarks/decode.py --kv 8k --block-sizes 64 \
           --implementations "ours, hopper, parity;ours, hopper, fp8, parity"
-    $ python scripts/benchmarks/decode.py --device cpu --heads 2 --batches 2 --kv 100 \
-          --block-sizes 16 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
-    $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
+    $ python scripts/benchmarks/decode.py --render docs/measurements/decode/decode.json
 
 The requests of a batch have so many keys as --lengths says:
 
@@ -41,108 +39,229 @@ of all turns, and what a tenth of them are below and above (low, high). Output:
 
     1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22
     1.9 s  ours, hopper n=128 b=128 kv=8192 s_q=1 block=64: us 484, .., ratio 0.89, low 0.88, ..
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.decode_cases import FAST, IMPLEMENTATIONS, IN_PARITY, LENGTHS, Case
-from benchmarks.decode_report import DecodeReport, Ratio, Row
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes
-from benchmarks.kit.report import Refused, Times, reason
-from benchmarks.kit.run import Benchmark
+from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
+from benchmarks import kit
 from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from benchmarks.kit.timing import Repeated
 
-_WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
-_PACKAGES = ("flash-mla", "flashinfer-python", "vllm")
-# More than any L2 cache.
-_FLUSHED_BYTES = 256 * 2**20
-
+torch: Any = kit.lazy("torch")
+OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
+_FP8, _PARITY = ", fp8", ", parity"
+OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("hopper", "reference", "triton"))
+IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
+# Measured where they are named.
+IN_PARITY = tuple(
+    f"ours, {name}{cache}{_PARITY}" for name in ("hopper", "triton") for cache in ("", _FP8)
+)
+# The reference takes too long at the sizes that are measured on a GPU.
+FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
 # The peer of ratios.
 _PEER = "FlashMLA"
+_ITEMSIZE = {"bfloat16": 2, "float32": 4}
+# The shortest of drawn requests.
+_LEAST_KEYS = 64
 
 
-def cases(args: argparse.Namespace, device: str) -> list[Case]:
-    """Implementations beside each other, smaller inputs first, other block sizes last."""
-    implementations = args.implementations or (FAST if device == "cuda" else IMPLEMENTATIONS)
-    inputs = product(
-        args.lengths,
-        args.block_sizes,
-        sorted(args.query_lengths),
-        sorted(args.kv),
-        sorted(args.batches),
-        sorted(args.heads),
-    )
-    found = [
-        Case(implementation, heads, batch, kv, new, block, lengths)
-        for lengths, block, new, kv, batch, heads in inputs
-        for implementation in implementations
-    ]
-    return arguments.chosen(found, args.only)
+def _spaced(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    step = (kv - new) / batch
+    lengths = [kv - int(number * step) for number in range(batch)]
+    draw.shuffle(lengths)
+    return lengths
 
 
-class DecodeBenchmark(Benchmark):
-    """Implementations beside each other on the same inputs, compared with the reference."""
+def _exponential(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    drawn = [int(draw.expovariate(8 / kv)) for _ in range(batch)]
+    return [min(max(keys, _LEAST_KEYS), kv) for keys in drawn]
 
-    script = "decode.py"
-    report = DecodeReport
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        device = arguments.use_device(args.device)
-        import torch
+def _one_long(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    lengths = [kv] + [kv // 64] * (batch - 1)
+    draw.shuffle(lengths)
+    return lengths
 
-        self.device = torch.device(device)
-        self.on_gpu = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self.content, self.rope = args.kv_lora_rank, args.qk_pos_emb_head_dim
-        # The last input, and the rows of its cases or why there are none.
-        self._last: tuple[tuple, dict[str, Row | str]] | None = None
-        flushed = _FLUSHED_BYTES if self.on_gpu else 1
-        self._flushed = torch.empty(flushed, dtype=torch.uint8, device=self.device)
+
+# Numbers of keys of a batch, by name; see the description.
+LENGTHS: dict[str, Callable[[random.Random, int, int, int], list[int]]] = {
+    "equal": lambda draw, batch, kv, new: [kv] * batch,
+    "spaced": _spaced,
+    "uniform": lambda draw, batch, kv, new: [
+        draw.randint(min(_LEAST_KEYS, kv), kv) for _ in range(batch)
+    ],
+    "exponential": _exponential,
+    "one_long": _one_long,
+}
+
+
+@dataclass(frozen=True)
+class DecodeCase(kit.Case):
+    """Requests, and whose attention."""
+
+    text = "{implementation} n={heads} b={batch} kv={keys} s_q={query_length} block={block_size}"
+    implementation: str  # one of IMPLEMENTATIONS or IN_PARITY
+    heads: int  # of one rank
+    batch: int  # requests
+    kv: int  # keys of each request, or at most, new tokens included
+    query_length: int  # new tokens of each
+    block_size: int  # tokens in a block of the cache
+    lengths: str = "equal"  # how many keys the requests have, one of LENGTHS
+
+    @property
+    def over_fp8(self) -> bool:
+        """Whether the cache has FP8 rows."""
+        return self.implementation.removesuffix(_PARITY).endswith(_FP8)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether it runs in parity mode."""
+        return self.implementation.endswith(_PARITY)
+
+    @property
+    def backend(self) -> str:
+        """The name of ours among the backends."""
+        name = self.implementation.removeprefix("ours, ").removesuffix(_PARITY)
+        return name.removesuffix(_FP8)
+
+    @property
+    def keys(self) -> str:
+        """``kv`` for people; ``"spaced<=8192"`` where not all requests have so many."""
+        return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
+
+    @property
+    def kv_lengths(self) -> list[int]:
+        """Keys of each request, new tokens included; the same for the same case."""
+        draw = random.Random(self.batch)
+        lengths = LENGTHS[self.lengths](draw, self.batch, self.kv, self.query_length)
+        return [max(keys, self.query_length) for keys in lengths]
+
+    def flops(self, content: int, rope: int) -> float:
+        """Of scores and values; a token sees its request's keys up to its own."""
+        new = self.query_length
+        pairs = sum(self.kv_lengths) * new - self.batch * (new * (new - 1) / 2)
+        return self.heads * pairs * 2 * (2 * content + rope)
+
+    def latent_bytes(self, content: int, rope: int, itemsize: int) -> int:
+        """Of all keys, read once."""
+        row = (content + rope) * itemsize
+        if self.over_fp8:
+            from absorbed_mla.fp8_latents import Fp8Latents
+
+            row = Fp8Latents(content, rope).row_bytes
+        return sum(self.kv_lengths) * row
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Times divided by the peer's of the same turns: the median, and the outer tenths' bounds."""
+
+    median: float
+    low: float
+    high: float
 
     @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
-        arguments.add_common(
-            parser, heads="128,16", seconds_per_row=0.1, time_limit=400.0, seed=1234
-        )
-        add("--batches", type=parse_sizes, default="1,8,32,64,128", help="numbers of requests")
-        keys = "keys of each request, its new tokens included; k is 1024"
-        add("--kv", type=parse_sizes, default="1k,4k,8k,32k", help=keys)
-        lengths = f"how many keys the requests have: {', '.join(LENGTHS)} (see above)"
-        add("--lengths", type=list_of(one_of(tuple(LENGTHS))), default="equal", help=lengths)
-        add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of each request")
-        add("--block-sizes", type=parse_sizes, default="64,16", help="tokens of a cache block")
+    def of(cls, own: Sequence[float], peer: Sequence[float]) -> Ratio:
+        """Of at least two turns, or of one without a spread."""
+        ratios = [ours / theirs for ours, theirs in zip(own, peer, strict=True)]
+        tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
+        return cls(median(ratios), tenths[0], tenths[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """Of one call."""
+
+    case: DecodeCase
+    times: kit.Times | None = None  # None if it was not measured
+    graph: bool = False  # whether it was a CUDA graph
+    # Relative difference of the output from the reference's in fp32.
+    difference: float | None = None
+    ratio: Ratio | None = None  # to FlashMLA; None for itself, or if it was not measured
+
+
+class DecodeReport(kit.Report):
+    """One run."""
+
+    row = Row
+    shows_ceilings = True
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """Microseconds, TFLOP/s, TB/s of latents read, difference, and the ratio to FlashMLA."""
+        assert row.times is not None
+        content, rope = self.environment["widths"]
+        itemsize = _ITEMSIZE[self.environment["dtype"]]
+        duration, ratio = row.times.median, row.ratio
+        beside = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high} if ratio else {}
+        return {
+            "us": round(duration * 1e6, 2),
+            "tflops": row.case.flops(content, rope) / duration / 1e12,
+            "tbps": row.case.latent_bytes(content, rope, itemsize) / duration / 1e12,
+            "graph": row.graph,
+            "difference": row.difference,
+            **beside,
+        }
+
+    @classmethod
+    def panels(cls, reports: Sequence[DecodeReport]) -> list[kit.Panel]:
+        """TFLOP/s, and TB/s of latents, with the ceilings, over the batch."""
+        rates = []
+        title = "n={{0.heads}} kv={{0.keys}} s_q={{0.query_length}} block={{0.block_size}} [{}]"
+        for rate, unit, ceiling in (
+            ("tflops", "TFLOP/s", "matmul_tflops"),
+            ("tbps", "TB/s", "copy_tbps"),
+        ):
+            levels = {ceiling: reports[0].environment["ceilings"][ceiling]}
+            of_unit = title.format(unit)
+            rates.append(cls.over(reports, of_unit, rate, "batch", "batch", levels=levels))
+        # Both rates of the same requests beside each other.
+        return [panel for pair in zip(*rates) for panel in pair]
+
+
+class DecodeBenchmark(kit.InTurns):
+    """Implementations beside each other on the same inputs, compared with the reference."""
+
+    report = DecodeReport
+    options = kit.declare(
+        "json plot render only device heads=128,16 seconds_per_row=0.1 time_limit=400 seed=1234",
+        batches=kit.sizes("numbers of requests", "1,8,32,64,128"),
+        kv=kit.sizes("keys of each request, its new tokens included; k is 1024", "1k,4k,8k,32k"),
+        lengths=kit.some(
+            f"how many keys the requests have: {', '.join(LENGTHS)} (see above)", LENGTHS, "equal"
+        ),
+        query_lengths=kit.sizes("new tokens of each request", "1,2"),
+        block_sizes=kit.sizes("tokens of a cache block", "64,16"),
         # Their names have commas.
-        implementations = list_of(one_of((*IMPLEMENTATIONS, *IN_PARITY)), separator=";")
-        names = f"separated by ; (default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)"
-        add("--implementations", type=implementations, help=f"what to measure, {names}")
-        arguments.add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
+        implementations=kit.some(
+            "what to measure, separated by ; "
+            f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)",
+            (*IMPLEMENTATIONS, *IN_PARITY),
+            None,
+            separator=";",
+        ),
+        dims={name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")},
+    )
+    quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16"
+    recorded = ("ceilings",)
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -153,95 +272,87 @@ class DecodeBenchmark(Benchmark):
                 f"tokens are more than {min(args.kv)}"
             )
 
-    def environment(self) -> dict:
-        """With the rates that the device reaches."""
-        from benchmarks.kit.timing import ceilings
+    def prepare(self) -> None:
+        """Of one device, whose cache is overwritten."""
+        from benchmarks.kit.timing import flush_l2
 
-        return provenance.describe(
-            self.on_gpu,
-            self.dtype,
-            widths=[self.content, self.rope],
-            versions=provenance.versions(_PACKAGES),
-            ceilings=ceilings(self.on_gpu),
+        self.use_one_device()
+        self.content, self.rope = self.args.kv_lora_rank, self.args.qk_pos_emb_head_dim
+        self._flush = flush_l2(self.device)
+
+    def about(self) -> dict:
+        """With the widths, and the packages of the peers."""
+        versions = kit.provenance.versions(("flash-mla", "flashinfer-python", "vllm"))
+        return super().about() | {"widths": [self.content, self.rope], "versions": versions}
+
+    def cases(self) -> list[DecodeCase]:
+        """Implementations beside each other, smaller inputs first, other block sizes last."""
+        args = self.args
+        inputs = product(
+            args.lengths,
+            args.block_sizes,
+            sorted(args.query_lengths),
+            sorted(args.kv),
+            sorted(args.batches),
+            sorted(args.heads),
         )
+        return [
+            DecodeCase(implementation, heads, batch, kv, new, block, lengths)
+            for lengths, block, new, kv, batch, heads in inputs
+            for implementation in args.implementations or (FAST if self.on_gpu else IMPLEMENTATIONS)
+        ]
 
-    def cases(self) -> list[Case]:
-        """Implementations beside each other."""
-        return cases(self.args, self.device.type)
+    def begin(self, case: DecodeCase) -> None:
+        """Inputs, and the output of the reference in fp32."""
+        inputs = self._new_inputs(case)
+        self.now.inputs = inputs, self._expected(inputs, inputs.cache)
+        self.now.rows = {}
 
-    def measure(self, case: Case) -> Row:
-        """Measure one case, with the first of an input all others of it.
-
-        Raises:
-            Refused: If the implementation does not support it, or is not installed, or failed.
-        """
-        if self._last is None or self._last[0] != case.input:
-            self._last = None
-            self._last = case.input, self._measure_all(case)
-        found = self._last[1][case.implementation]
-        if isinstance(found, str):
-            raise Refused(found)
-        return found
-
-    def _measure_all(self, case: Case) -> dict[str, Row | str]:
-        """Rows of all cases of an input, or why there is none, by implementation."""
-        import torch
-
-        from benchmarks.kit.timing import in_turns, repetitions
-
-        inputs, expected = self._inputs_of(case)
-        found: dict[str, Row | str] = {}
-        works: dict[str, Repeated] = {}
-        for other in (other for other in self.cases() if other.input == case.input):
-            try:
-                found[other.implementation], works[other.implementation] = self._prepare(
-                    other, inputs, expected
-                )
-            except self.errors as error:
-                if isinstance(error, torch.AcceleratorError):
-                    raise
-                found[other.implementation] = reason(error)
-        if not works:
-            return found
-        running = [*works.values()]
-        count = max(repetitions(work.once(), self.args.seconds_per_row) for work in running)
-        turns = in_turns(running, count)
-        seconds = {name: [step for _, _, step in own] for name, own in zip(works, turns)}
-        for name, own in seconds.items():
-            row = found[name]
-            assert isinstance(row, Row)
-            peer = seconds.get(_PEER) if name != _PEER else None
-            ratio = Ratio.of(own, peer) if peer else None
-            found[name] = replace(row, times=Times.of(own), ratio=ratio)
-        return found
-
-    def _prepare(self, case: Case, inputs: Inputs, expected: Tensor) -> tuple[Row, Repeated]:
-        """A row without times, and the work that gives them, done once.
-
-        Raises:
-            Refused: If the implementation does not support the case, or is not installed.
-        """
+    def work(self, case: DecodeCase) -> Repeated:
+        """The call, as a graph where it can be recorded; its output has been compared."""
         from benchmarks.kit.timing import Repeated
 
-        if case.over_fp8:
-            inputs, expected = self._over_fp8(inputs)
-        attend = self._build(case, inputs)
+        inputs, expected = self._over_fp8() if case.over_fp8 else self.now.inputs
+        attend = self._attention(case, inputs)
         out = attend().float()
         difference = float((out - expected).norm() / expected.norm())
-        graphed = self._graph(attend) if self.on_gpu else None
-        work = Repeated(graphed or attend, finish=self._flushed.zero_, on_gpu=self.on_gpu)
+        graph = self._graph(attend) if self.on_gpu else None
+        self.now.rows[case] = Row(case=case, graph=graph is not None, difference=difference)
+        work = Repeated(graph or attend, finish=self._flush, on_gpu=self.on_gpu)
         work.once()
-        return Row(case=case, graph=graphed is not None, difference=difference), work
+        return work
 
-    def _build(self, case: Case, inputs: Inputs) -> Attend:
-        """The attention, ready to be called again and again."""
+    def count(self, works: Sequence[Repeated]) -> int:
+        """So often that the shortest is repeated for --seconds-per-row."""
+        from benchmarks.kit.timing import repetitions
+
+        return max(repetitions(work.once(), self.args.seconds_per_row) for work in works)
+
+    def together(self, works: Mapping[Any, Repeated]) -> dict[Any, Row]:
+        """With ratios to the peer's times of the same turns."""
+        from benchmarks.kit.timing import in_turns
+
+        turns = in_turns([*works.values()], self.count([*works.values()]))
+        seconds = {case: [step for _, _, step in own] for case, own in zip(works, turns)}
+        peer = next((own for case, own in seconds.items() if case.implementation == _PEER), None)
+        rows = {}
+        for case, own in seconds.items():
+            ratio = Ratio.of(own, peer) if peer and own is not peer else None
+            rows[case] = replace(self.now.rows[case], times=kit.Times.of(own), ratio=ratio)
+        return rows
+
+    def _attention(self, case: DecodeCase, inputs: Inputs) -> Attend:
+        """Ready to be called again and again.
+
+        Raises:
+            Refused: If the implementation does not support it, or is not installed.
+        """
         from absorbed_mla.inference.backend import PagedRequest, choose
 
         if case.implementation in PEERS:
             if not self.on_gpu:
-                raise Refused("it needs a GPU")
+                raise kit.Refused("it needs a GPU")
             return PEERS[case.implementation](inputs)
-        name = case.backend
         request = PagedRequest(
             self.device,
             self.dtype,
@@ -252,63 +363,50 @@ class DecodeBenchmark(Benchmark):
             case.batch_invariant,
             latent_cache_dtype="fp8" if case.over_fp8 else "model",
         )
-        try:
-            backend = choose(name, request)
-        except ValueError as error:
-            raise Refused(str(error)) from None
+        with kit.refusing(ValueError):
+            backend = choose(case.backend, request)
         forward = partial(backend.forward, *inputs, batch_invariant=case.batch_invariant)
         return lambda: forward()[0]
 
     def _graph(self, attend: Attend) -> Callable[[], None] | None:
         """The call as a CUDA graph; None where it cannot be recorded."""
-        import torch
+        from benchmarks.kit.timing import graphed
 
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                attend()
+            return graphed(attend)
         except RuntimeError:
             torch.cuda.synchronize()
             return None
-        return graph.replay
 
-    def _inputs_of(self, case: Case) -> tuple[Inputs, Tensor]:
-        """Inputs, and the output of the reference in fp32."""
+    def _expected(self, inputs: Inputs, cache: Tensor) -> Tensor:
         from absorbed_mla.inference.backends.reference import paged_reference
 
-        inputs = self._new_inputs(case)
-        out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), *inputs[2:])
-        return inputs, out
+        query = inputs.q_content.float(), inputs.q_rope.float()
+        return paged_reference(*query, cache, *inputs[3:])[0]
 
-    def _over_fp8(self, inputs: Inputs) -> tuple[Inputs, Tensor]:
+    def _over_fp8(self) -> tuple[Inputs, Tensor]:
         """The same with a cache of FP8 rows, and the reference's output over what it reads."""
         from absorbed_mla.fp8_latents import Fp8Latents
-        from absorbed_mla.inference.backends.reference import paged_reference
 
-        rows = Fp8Latents(self.content, self.rope).encode(inputs.cache)
-        read = Fp8Latents(self.content, self.rope).decode(rows, self.dtype)
-        out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), read, *inputs[3:])
-        return inputs._replace(cache=rows), out
+        inputs, rows = self.now.inputs[0], Fp8Latents(self.content, self.rope)
+        encoded = rows.encode(inputs.cache)
+        expected = self._expected(inputs, rows.decode(encoded, self.dtype))
+        return inputs._replace(cache=encoded), expected
 
-    def _new_inputs(self, case: Case) -> Inputs:
-        import torch
-
+    def _new_inputs(self, case: DecodeCase) -> Inputs:
         from absorbed_mla.inference.rows import Rows
 
-        make = torch.Generator(self.device).manual_seed(self.args.seed)
-        random = partial(torch.randn, device=self.device, dtype=self.dtype, generator=make)
+        make, normal = self.randoms()
         blocks = -(-case.kv // case.block_size)
-        cache = random(case.batch * blocks, case.block_size, self.content + self.rope)
+        cache = normal(case.batch * blocks, case.block_size, self.content + self.rope)
         order = torch.randperm(len(cache), device=self.device, generator=make)
         lengths = [case.query_length] * case.batch
         rows = Rows.of(lengths, case.kv_lengths, order.int().view(case.batch, blocks))
-        tokens = sum(lengths)
         # Scores of about 1 as after training: the softmax neither flat nor one key.
         scale = (self.content + self.rope) ** -0.5
-        query = (random(tokens, case.heads, width) for width in (self.content, self.rope))
+        query = (normal(sum(lengths), case.heads, w) for w in (self.content, self.rope))
         return Inputs(*query, cache, rows, scale)
 
 
 if __name__ == "__main__":
-    leave(DecodeBenchmark.main())
+    kit.main(DecodeBenchmark)

@@ -2,11 +2,7 @@
 """Measure decode steps of a model over all processes: plain, with a shared cache, requests apart.
 
     $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py \
-          --json docs/inference/decode-context-parallel-2.json
-    $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py --device cpu \
-          --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 \
-          --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 \
-          --vocab-size 128 --context 100,200 --batch 2,4 --steps 3 --num-cuda-graphs 0
+          --json docs/measurements/inference/decode-context-parallel-2.json
 
 For every context and number of requests, Megatron's engine reads random prompts and decodes, in
 three layouts of the same model:
@@ -22,15 +18,12 @@ latents are on one rank only (give --batch 32,64 on 2 ranks). A request of 8k to
 holds 12k in the mean: --context 12k is its step. Output:
 
     30.1 s  shared, 64 requests of 8k: step_ms 5.2, tokens_per_second 12300, cache_gib 0.6
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,26 +32,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import engine_model
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import (
-    DIMS,
-    count,
-    count_or_none,
-    dims_of,
-    list_of,
-    one_of,
-    parse_sizes,
-)
+from benchmarks import kit
+from benchmarks.kit.arguments import count_or_none
 from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report
-from benchmarks.kit.tables import tokens_text
 from console.parser import Parser
 from console.ranks import world_size
-from console.script import leave
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.engine import Engine
@@ -71,45 +50,27 @@ LAYOUTS = ("tp", "shared", "own")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Requests that decode together.
+class SharedCase(kit.Case):
+    """Requests that decode together."""
 
-    Attributes:
-        layout: Of the model; one of ``LAYOUTS``.
-        context: Tokens of each prompt.
-        batch: Number of requests, of all ranks.
-    """
-
-    layout: str
-    context: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.layout}, {self.batch} requests of {tokens_text(self.context)}"
+    text = "{layout}, {batch} requests of {context:k}"
+    layout: str  # of the model; one of LAYOUTS
+    context: int  # tokens of each prompt
+    batch: int  # number of requests, of all ranks
 
 
-@dataclass(frozen=True)
-class Row:
-    """One case.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """One case."""
 
-    Attributes:
-        case: What ran.
-        error: What it raised, or ``""``.
-        seconds: Median of a decode step.
-        cache_bytes: Of the latents of one rank.
-        cache_tokens: That these hold.
-        weight_bytes: Of the weights of one rank.
-    """
-
-    case: Case
-    error: str = ""
-    seconds: float | None = None
-    cache_bytes: int = 0
-    cache_tokens: int = 0
-    weight_bytes: int = 0
+    case: SharedCase
+    seconds: float | None = None  # median of a decode step
+    cache_bytes: int = 0  # of the latents of one rank
+    cache_tokens: int = 0  # that these hold
+    weight_bytes: int = 0  # of the weights of one rank
 
 
-class SharedReport(Report):
+class SharedReport(kit.Report):
     """One run."""
 
     row = Row
@@ -139,10 +100,12 @@ class SharedReport(Report):
             f"| --- | --- |{' ---: |' * len(LAYOUTS)} --- | ---: |",
         ]
         for context, batch in sorted({(case.context, case.batch) for case in rates}):
-            found = {layout: rates.get(Case(layout, context, batch)) for layout in LAYOUTS}
+            found = {layout: rates.get(SharedCase(layout, context, batch)) for layout in LAYOUTS}
             known = {layout: rate for layout, rate in found.items() if rate}
-            fewer = rates.get(Case("tp", context, batch // ranks)) if batch % ranks == 0 else None
-            cells = [tokens_text(context), str(batch), *map(_cell, found.values())]
+            fewer = (
+                rates.get(SharedCase("tp", context, batch // ranks)) if batch % ranks == 0 else None
+            )
+            cells = [kit.tokens_text(context), str(batch), *map(_cell, found.values())]
             cells += [max(known, key=lambda layout: known[layout]), _cell(fewer)]
             lines.append(f"| {' | '.join(cells)} |")
         return lines
@@ -155,33 +118,24 @@ def _cell(rate: float | None) -> str:
 class SharedBenchmark(GeneratingBenchmark):
     """Cases on the ranks of one tensor-parallel group."""
 
-    script = "decode_context_parallel.py"
+    strict = False
     report = SharedReport
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self._groups = ""
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(
-            parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
-        )
-        layouts = "what to measure, as above"
-        add("--layouts", type=list_of(one_of(LAYOUTS)), default=",".join(LAYOUTS), help=layouts)
-        add("--context", type=parse_sizes, default="2k,8k,12k", help="tokens of a prompt")
-        add("--batch", type=parse_sizes, default="32,64", help="requests that decode together")
-        add("--steps", type=count, default=20, help="decode steps that are timed")
-        add("--step-tokens", type=count, default=8192, help="most tokens in one forward")
-        graphs = "batch sizes to capture as CUDA graphs, 0 for none"
-        add("--num-cuda-graphs", type=count_or_none, default=2, help=graphs)
-        add("--num-layers", type=count, default=2, help="decoder layers of the model")
-        add("--heads", type=count, default=128, help="attention heads of each layer")
-        add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
-        add("--vocab-size", type=count, default=32768, help="rows of the embedding")
-        arguments.add_dims(parser, DIMS)
+    options = kit.declare(
+        "json render device time_limit=480 seed=1234",
+        layouts=kit.some("what to measure, as above", LAYOUTS),
+        context=kit.sizes("tokens of a prompt", "2k,8k,12k"),
+        batch=kit.sizes("requests that decode together", "32,64"),
+        steps=kit.number("decode steps that are timed", 20),
+        step_tokens=kit.number("most tokens in one forward", 8192),
+        num_cuda_graphs=kit.Option(
+            "batch sizes to capture as CUDA graphs, 0 for none", count_or_none, 2
+        ),
+        **kit.MODEL | {"num_layers": kit.number("decoder layers of the model", 2)},
+    )
+    quick = "--heads 4 --vocab-size 64 --context 70 --batch 2 --steps 1"
+    recorded = ("dims",)
+    # Megatron's process groups that there are.
+    _groups = ""
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -192,22 +146,16 @@ class SharedBenchmark(GeneratingBenchmark):
                 "torchrun --nproc-per-node 2"
             )
 
-    def environment(self) -> dict:
-        """With the sizes of the model."""
-        sizes = {"heads": self.args.heads, "layers": self.args.num_layers}
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims={**dims_of(self.args), **sizes},
-            ranks=self.processes.size,
-            cuda_graphs=bool(self.args.num_cuda_graphs),
-        )
+    def about(self) -> dict:
+        """With the number of ranks."""
+        graphs = bool(self.args.num_cuda_graphs)
+        return super().about() | {"ranks": self.processes.size, "cuda_graphs": graphs}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[SharedCase]:
         """Shorter contexts first; those with other process groups last."""
         args = self.args
         return [
-            Case(layout, context, batch)
+            SharedCase(layout, context, batch)
             for groups in (("tp", "shared"), ("own",))
             for context in sorted(args.context)
             for batch in sorted(args.batch)
@@ -215,7 +163,7 @@ class SharedBenchmark(GeneratingBenchmark):
             if layout in args.layouts
         ]
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: SharedCase) -> Row:
         """Measure one case."""
         from absorbed_mla.serving.scheduler.cuda_graphs import deleting_graphs
 
@@ -238,20 +186,17 @@ class SharedBenchmark(GeneratingBenchmark):
         )
         self._groups = groups
 
-    def _measure(self, case: Case) -> Row:
+    def _measure(self, case: SharedCase) -> Row:
         from absorbed_mla.serving.engine import Engine
         from absorbed_mla.serving.engine_options import EngineOptions
-        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
+        from absorbed_mla.serving.megatron_engine.allocator import pool_of
+        from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
         args, own = self.args, case.layout == "own"
         # The first requests decode while the prompts of the others are read.
         reading = case.batch * -(-case.context // args.step_tokens) + case.batch
         longest = case.context + reading + WARM_UP + args.steps + BLOCK_SIZE
-        args.longest_prompt, args.longest_output, args.batch_invariant = longest, 0, False
-        graphs = bool(args.num_cuda_graphs)
-        model = engine_model.build(
-            engine_model.Case("ours", graphs, own), args, self.processes, self.processes.dtype
-        )
+        model = self.model(longest, graphs=bool(args.num_cuda_graphs), divided=own)
         options = EngineOptions(
             max_sequence_length=-(-longest // BLOCK_SIZE) * BLOCK_SIZE,
             max_requests=-(-case.batch // self.processes.size) if own else case.batch,
@@ -265,14 +210,14 @@ class SharedBenchmark(GeneratingBenchmark):
             context = engine.host.context
             blocks, memory = pool_of(context.kv_block_allocator)[0], context.memory_buffer.nbytes
         return Row(
-            case,
+            case=case,
             seconds=self.processes.maximum([median(seconds)])[0],
             cache_bytes=memory,
             cache_tokens=blocks * BLOCK_SIZE,
             weight_bytes=sum(weight.nbytes for weight in model.parameters()),
         )
 
-    def _decode(self, engine: Engine, case: Case, most: int) -> list[float]:
+    def _decode(self, engine: Engine, case: SharedCase, most: int) -> list[float]:
         """Seconds of steps in which every request decodes; each generates ``most`` tokens."""
         from absorbed_mla.serving.sampling.parameters import SamplingParams
 
@@ -288,13 +233,11 @@ class SharedBenchmark(GeneratingBenchmark):
             waiting -= {one.number for one in engine.step() if one.tokens}
         seconds = []
         for _ in range(WARM_UP + self.args.steps):
-            self.processes.synchronize()
-            start = time.perf_counter()
+            start = self.clock()
             engine.step()
-            self.processes.synchronize()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(self.clock() - start)
         return seconds[WARM_UP:]
 
 
 if __name__ == "__main__":
-    leave(SharedBenchmark.main())
+    kit.main(SharedBenchmark)

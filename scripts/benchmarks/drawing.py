@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
-r"""Measure what drawing a token for each request takes, our kernels beside PyTorch's functions.
+"""Measure what drawing a token for each request takes, our kernels beside PyTorch's functions.
 
-    $ python scripts/benchmarks/drawing.py --json docs/generation/drawing.json
+    $ python scripts/benchmarks/drawing.py --json docs/measurements/generation/drawing.json
     $ python scripts/benchmarks/drawing.py --draws min_p,both --logits peaked --requests 64
-    $ TRITON_INTERPRET=1 python scripts/benchmarks/drawing.py --device cpu --requests 1,2 \
-          --vocab-size 600 --draws sampled,top_p
 
 greedy   the most likely token
 sampled  one of all tokens
@@ -25,13 +23,10 @@ PyTorch's own weights are rounded otherwise: "equal" is the share of requests to
 same token. Output:
 
     12.3 s  top_p, flat logits, 32 requests: ours_us ..., torch_us ..., ratio ..., equal 1
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -41,22 +36,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import list_of, one_of, parse_size, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Report, Times
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
+from benchmarks.kit.arguments import parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from absorbed_mla.serving.sampling.parameters import SamplingParams
 
+torch: Any = kit.lazy("torch")
 DRAWS = {
     "greedy": {"temperature": 0.0},
     "sampled": {},
@@ -71,44 +60,31 @@ _DRAWINGS = {"ours": 32, "torch": 4}
 
 
 @dataclass(frozen=True)
-class Case:
-    """One drawing.
+class DrawingCase(kit.Case):
+    """One drawing."""
 
-    Attributes:
-        draws: One of ``DRAWS``.
-        logits: One of ``LOGITS``.
-        requests: Rows of logits.
-    """
+    text = "{draws}, {logits} logits, {requests} {noun}"
+    draws: str  # one of DRAWS
+    logits: str  # one of LOGITS
+    requests: int  # rows of logits
 
-    draws: str
-    logits: str
-    requests: int
-
-    def __str__(self) -> str:
-        requests = "request" if self.requests == 1 else "requests"
-        return f"{self.draws}, {self.logits} logits, {self.requests} {requests}"
+    @property
+    def noun(self) -> str:
+        """For the name."""
+        return "request" if self.requests == 1 else "requests"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One drawing, by us and by PyTorch.
+class Row(kit.Row):
+    """One drawing, by us and by PyTorch."""
 
-    Attributes:
-        case: What was drawn.
-        ours: Of our kernels; None where they cannot run.
-        torch: Of PyTorch's functions; None after an error.
-        equal: Share of requests with the same token; None without ours.
-        error: Empty, or why figures are missing or wrong.
-    """
-
-    case: Case
-    ours: Times | None = None
-    torch: Times | None = None
-    equal: float | None = None
-    error: str = ""
+    case: DrawingCase
+    ours: kit.Times | None = None  # of our kernels; None where they cannot run
+    torch: kit.Times | None = None  # of PyTorch's functions; None after an error
+    equal: float | None = None  # share of requests with the same token; None without ours
 
 
-class DrawingReport(Report):
+class DrawingReport(kit.Report):
     """One run."""
 
     row = Row
@@ -123,7 +99,7 @@ class DrawingReport(Report):
         return found
 
     @classmethod
-    def panels(cls, reports: Sequence[DrawingReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[DrawingReport]) -> list[kit.Panel]:
         """Microseconds over the requests."""
         points = (
             (f"{row.case.draws}, {row.case.logits} logits [us]", name, row.case.requests, us)
@@ -132,7 +108,7 @@ class DrawingReport(Report):
             for name, us in report.figures(row).items()
             if name.endswith("_us")
         )
-        return collected(points, "requests", log_y=True)
+        return kit.collected(points, "requests", log_y=True)
 
 
 class Inputs(NamedTuple):
@@ -141,7 +117,7 @@ class Inputs(NamedTuple):
     Attributes:
         params: Of every request.
         logits: bf16 [R, vocabulary].
-        numbers: fp64 [6, R], see ``absorbed_mla/serving/sampling/draw.py``.
+        numbers: fp64 [6, R], see ``absorbed_mla/serving/sampling/device_sampler.py``.
         expected: Tokens that our kernels must draw, int64 [R]; None where they cannot run.
     """
 
@@ -151,50 +127,39 @@ class Inputs(NamedTuple):
     expected: Tensor | None
 
 
-class DrawingBenchmark(Benchmark):
+class DrawingBenchmark(kit.Benchmark):
     """Our kernels and PyTorch's functions in turns."""
 
-    script = "drawing.py"
     report = DrawingReport
+    options = kit.declare(
+        "json plot render only device seconds_per_row=0.2 time_limit=60 seed=1234",
+        draws=kit.some("how tokens are chosen (see above)", DRAWS),
+        logits=kit.some("their kinds", LOGITS),
+        requests=kit.sizes("numbers of requests", "1,32,128"),
+        vocab_size=kit.Option("logits of a request", parse_size, "129280"),
+    )
+    quick = "--requests 1,2 --vocab-size 600"
+    recorded = ("vocab_size",)
+    strict = True
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        device = arguments.use_device(args.device)
-        import torch
-
-        self.device, self.dtype = torch.device(device), torch.bfloat16
-        self.on_gpu = self.device.type == "cuda"
+    def prepare(self) -> None:
+        """Of one device; logits are bf16 on a CPU, too."""
+        self.use_one_device()
+        self.dtype = torch.bfloat16
         self.has_kernels = self.on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
         # The last ones, with their kind.
         self._last: tuple[tuple[str, str], Inputs] | None = None
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
-        arguments.add_common(parser, seconds_per_row=0.2, time_limit=60.0, seed=1234)
-        draws = "how tokens are chosen (see above)"
-        add("--draws", type=list_of(one_of(tuple(DRAWS))), default=",".join(DRAWS), help=draws)
-        add("--logits", type=list_of(one_of(LOGITS)), default=",".join(LOGITS), help="their kinds")
-        add("--requests", type=parse_sizes, default="1,32,128", help="numbers of requests")
-        add("--vocab-size", type=parse_size, default="129280", help="logits of a request")
-
     def environment(self) -> dict:
         """With the size of the vocabulary."""
-        return provenance.describe(self.on_gpu, self.dtype, vocab_size=self.args.vocab_size)
+        return kit.provenance.describe(self.on_gpu, self.dtype, **self.about())
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DrawingCase]:
         """By kind, few requests first."""
         args = self.args
-        found = [Case(*one) for one in product(args.draws, args.logits, sorted(args.requests))]
-        return arguments.chosen(found, args.only)
+        return [DrawingCase(*c) for c in product(args.draws, args.logits, sorted(args.requests))]
 
-    def exit_code(self, report: DrawingReport) -> int:
-        """1 if a case failed, or drew other tokens than it must."""
-        return int(any(row.error for row in report.rows))
-
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: DrawingCase) -> Row:
         """Both drawings in turns."""
         from benchmarks.kit.timing import Repeated, in_turns, repetitions
 
@@ -206,8 +171,10 @@ class DrawingBenchmark(Benchmark):
         seconds = sum(work.once() for work in works.values())
         turns = in_turns([*works.values()], repetitions(seconds, self.args.seconds_per_row))
         times = {
-            name: Times.of([step / (_DRAWINGS[name] if self.on_gpu else 1) for _, _, step in steps])
-            for name, steps in zip(works, turns, strict=True)
+            name: kit.Times.of(
+                [step / (_DRAWINGS[name] if self.on_gpu else 1) for _, _, step in own]
+            )
+            for name, own in zip(works, turns, strict=True)
         }
         if inputs.expected is None:
             return Row(case=case, **times)
@@ -217,22 +184,23 @@ class DrawingBenchmark(Benchmark):
 
     def _repeatable(self, draw: Callable[[], Tensor], count: int) -> tuple[Callable, Tensor]:
         """What draws ``count`` times, on a GPU; the tokens that are there after it."""
-        import torch
-
         # It compiles.
         tokens = draw()
         if not self.on_gpu:
             return draw, tokens
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        from benchmarks.kit.timing import graphed
+
+        def draw_all() -> None:
+            nonlocal tokens
             for _ in range(count):
                 tokens = draw()
-        return graph.replay, tokens
+
+        replay = graphed(draw_all)
+        return replay, tokens
 
     def _calls(self, inputs: Inputs, requests: int) -> dict[str, Callable[[], Tensor]]:
         """A drawing for the first requests, by PyTorch and by us."""
-        from absorbed_mla.serving.sampling.draw import draw_by_weights, weigh
+        from absorbed_mla.serving.sampling.device_sampler import draw_by_weights, weigh
 
         params = inputs.params
         logits, numbers = inputs.logits[:requests], inputs.numbers[:, :requests]
@@ -256,7 +224,7 @@ class DrawingBenchmark(Benchmark):
             calls["ours"] = ours
         return calls
 
-    def _inputs_of(self, case: Case) -> Inputs:
+    def _inputs_of(self, case: DrawingCase) -> Inputs:
         """The same for all numbers of requests, which a request's token must not depend on."""
         kind = case.draws, case.logits
         if self._last is None or self._last[0] != kind:
@@ -265,10 +233,9 @@ class DrawingBenchmark(Benchmark):
         return self._last[1]
 
     def _new_inputs(self, draws: str, kind: str) -> Inputs:
-        import torch
-
+        from absorbed_mla.serving.sampling.device_sampler import SampledRequest
         from absorbed_mla.serving.sampling.parameters import SamplingParams
-        from absorbed_mla.serving.sampling.sampler import SampledRequest, draw_numbers
+        from absorbed_mla.serving.sampling.sampler import draw_numbers
 
         args, params = self.args, SamplingParams(**DRAWS[draws])
         rows, vocabulary = max(args.requests), args.vocab_size
@@ -289,7 +256,7 @@ class DrawingBenchmark(Benchmark):
         """The tokens that are drawn by our kernels' weights."""
         if params.is_greedy:
             return logits.argmax(-1)
-        from absorbed_mla.serving.sampling.draw import draw_by_weights
+        from absorbed_mla.serving.sampling.device_sampler import draw_by_weights
         from absorbed_mla.testing.token_weights import kernel_weights
 
         weights = kernel_weights(logits, numbers)
@@ -307,4 +274,4 @@ def _difference(tokens: Tensor, expected: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    leave(DrawingBenchmark.main())
+    kit.main(DrawingBenchmark)

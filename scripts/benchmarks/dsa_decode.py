@@ -1,12 +1,9 @@
 #!/usr/bin/env python3
-r"""Measure decode with DeepSeek Sparse Attention beside dense decode: one new token per request.
+"""Measure decode with DeepSeek Sparse Attention beside dense decode: one new token per request.
 
-    $ python scripts/benchmarks/dsa_decode.py --json docs/dsa/decode.json
+    $ python scripts/benchmarks/dsa_decode.py --json docs/measurements/dsa/decode.json
     $ python scripts/benchmarks/dsa_decode.py --heads 16 --kv 8k --only sparse
-    $ TRITON_INTERPRET=1 python scripts/benchmarks/dsa_decode.py --device cpu --heads 2 \
-          --batches 2 --kv 40 --topk 16 --indexer-heads 2 --indexer-dim 16 --kv-lora-rank 32 \
-          --qk-pos-emb-head-dim 16 --block-size 16
-    $ python scripts/benchmarks/dsa_decode.py --render docs/dsa/decode.json
+    $ python scripts/benchmarks/dsa_decode.py --render docs/measurements/dsa/decode.json
 
 Latents and index keys lie in blocks of a cache in random order. Sparse decode is what a layer does
 for every token beside its projections: scores of all index keys of the request ("select" is their
@@ -20,87 +17,46 @@ compared with the reference's in fp32 over the same keys; "agreement" is the par
 request's choice that scores in fp32 have, too. Output:
 
     1.9 s  sparse, hopper n=128 b=32 kv=8192: us 95.1, select_us 50.2, attend_us 40.3
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Times
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
+from benchmarks.dsa import WIDTHS
+from benchmarks.peers.sparse import flash_mla
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
-# More than any L2 cache.
-_FLUSHED_BYTES = 256 * 2**20
-IMPLEMENTATIONS = (
-    "sparse, hopper",
-    "sparse, triton",
-    "FlashMLA",
-    "dense, hopper",
-    "dense, triton",
-)
+torch: Any = kit.lazy("torch")
+IMPLEMENTATIONS = ("sparse, hopper", "sparse, triton", "FlashMLA", "dense, hopper", "dense, triton")
 
 
 @dataclass(frozen=True)
-class Case:
-    """Requests of one length, and whose attention.
+class DecodeCase(kit.Case):
+    """Requests of one length, and whose attention."""
 
-    Attributes:
-        implementation: One of :data:`IMPLEMENTATIONS`.
-        heads: Of one rank.
-        batch: Requests.
-        kv: Keys of each, the new token's included.
-    """
-
-    implementation: str
-    heads: int
-    batch: int
-    kv: int
-
-    def __str__(self) -> str:
-        return f"{self.implementation} n={self.heads} b={self.batch} kv={self.kv}"
+    text = "{implementation} n={heads} b={batch} kv={kv}"
+    implementation: str  # one of IMPLEMENTATIONS
+    heads: int  # of one rank
+    batch: int  # requests
+    kv: int  # keys of each, the new token's included
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case, or why there are no figures of it.
-
-    Attributes:
-        case: What was measured.
-        times: Of one call; None if it was not measured.
-        more: Other figures by name.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Case
-    times: Times | None = None
-    more: dict = field(default_factory=dict)
-    error: str = ""
+Row = kit.row_of(DecodeCase, kit.TimedRow)
 
 
-class DSADecodeReport(Report):
+class DSADecodeReport(kit.Report):
     """One run."""
 
     row = Row
@@ -111,100 +67,90 @@ class DSADecodeReport(Report):
         return {"us": round(row.times.median * 1e6, 2), **row.more}
 
     @classmethod
-    def panels(cls, reports: Sequence[DSADecodeReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[DSADecodeReport]) -> list[kit.Panel]:
         """Microseconds over the length."""
-        points = (
-            (f"n={c.heads} b={c.batch} [us]", c.implementation, c.kv, report.figures(row)["us"])
-            for report in reports
-            for row in report.measured
-            for c in (row.case,)
-        )
-        return collected(points, "keys")
+        return cls.over(reports, "n={0.heads} b={0.batch} [us]", "us", "kv", "keys")
 
 
-class DSADecodeBenchmark(Benchmark):
+@dataclass(frozen=True)
+class _Inputs:
+    """Of T tokens, one of each request; caches are [blocks, block_size, width]."""
+
+    q_content: Tensor  # [T, N, C]
+    q_rope: Tensor  # [T, N, R]
+    latents: Tensor
+    index_query: Tensor  # [T, Hi, Di]
+    index_weights: Tensor  # [T, Hi] fp32
+    index_keys: Tensor
+    rows: Any
+    scale: float
+
+    @property
+    def operands(self) -> tuple:
+        """Of attention over the cache."""
+        return self.q_content, self.q_rope, self.latents, self.rows
+
+
+class DSADecodeBenchmark(kit.Benchmark):
     """Sparse and dense decode over the same cache."""
 
-    script = "dsa_decode.py"
     report = DSADecodeReport
+    options = kit.declare(
+        "json plot render only device heads=128,16 seconds_per_row=0.03 time_limit=80 seed=1234",
+        batches=kit.sizes("requests", "32"),
+        kv=kit.sizes("keys of each request", "4k,8k,32k,128k"),
+        topk=kit.number("keys that a query attends to", 2048),
+        indexer_heads=kit.number("heads of the indexer", 64),
+        indexer_dim=kit.number("width of one of them", 128),
+        block_size=kit.number("tokens of a cache block", 64),
+        dims=WIDTHS,
+    )
+    quick = "--batches 1 --kv 24 --topk 8 --indexer-heads 2 --indexer-dim 16 --block-size 16"
+    recorded = ("topk", "block_size", "ceilings")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        device = arguments.use_device(args.device)
-        if device == "cpu":
-            # Triton asks when a kernel is imported.
-            os.environ.setdefault("TRITON_INTERPRET", "1")
-        import torch
+    def prepare(self) -> None:
+        """Of one device; a CPU interprets Triton's kernels."""
+        from benchmarks.kit.timing import flush_l2
 
-        self.device = torch.device(device)
-        self.on_gpu = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self._flushed = torch.empty(
-            _FLUSHED_BYTES if self.on_gpu else 0, dtype=torch.uint8, device=device
-        )
-        self._copy_tbps = 0.0
-        self._inputs: tuple[tuple, _Inputs] | None = None
+        self.interpret_on_cpu()
+        self.use_one_device()
+        self._flush = flush_l2(self.device)
+        self._last: tuple[tuple, _Inputs] | None = None
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
-        arguments.add_common(
-            parser, heads="128,16", seconds_per_row=0.03, time_limit=80.0, seed=1234
-        )
-        add("--batches", type=parse_sizes, default="32", help="requests")
-        add("--kv", type=parse_sizes, default="4k,8k,32k,128k", help="keys of each request")
-        add("--topk", type=arguments.count, default=2048, help="keys that a query attends to")
-        add("--indexer-heads", type=arguments.count, default=64, help="heads of the indexer")
-        add("--indexer-dim", type=arguments.count, default=128, help="width of one of them")
-        add("--block-size", type=arguments.count, default=64, help="tokens of a cache block")
-        arguments.add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
+    def about(self) -> dict:
+        """With the widths."""
+        args = self.args
+        found = super().about()
+        self._copy_tbps = found["ceilings"]["copy_tbps"]
+        widths = {"widths": [args.kv_lora_rank, args.qk_pos_emb_head_dim]}
+        return found | widths | {"indexer": [args.indexer_heads, args.indexer_dim]}
 
-    def environment(self) -> dict:
-        """With the rates that the device reaches."""
-        from benchmarks.kit.timing import ceilings
-
-        reached, args = ceilings(self.on_gpu), self.args
-        self._copy_tbps = reached["copy_tbps"]
-        return provenance.describe(
-            self.on_gpu,
-            self.dtype,
-            widths=[args.kv_lora_rank, args.qk_pos_emb_head_dim],
-            indexer=[args.indexer_heads, args.indexer_dim],
-            topk=args.topk,
-            block_size=args.block_size,
-            ceilings=reached,
-        )
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DecodeCase]:
         """Implementations beside each other, short requests first."""
         args = self.args
         inputs = product(sorted(args.kv), sorted(args.batches), args.heads)
-        found = [
-            Case(implementation, heads, batch, kv)
+        return [
+            DecodeCase(implementation, heads, batch, kv)
             for kv, batch, heads in inputs
             for implementation in IMPLEMENTATIONS
         ]
-        return arguments.chosen(found, args.only)
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: DecodeCase) -> Row:
         """Measure one case.
 
         Raises:
             Refused: If a backend does not support it.
         """
-        inputs = self._inputs_of(case)
+        if self._last is None or self._last[0] != case.input:
+            self._last = None
+            self._last = case.input, self._inputs(case)
+        inputs, args = self._last[1], self.args
         kind, _, name = case.implementation.partition(", ")
-        args = self.args
         latents = (args.kv_lora_rank + args.qk_pos_emb_head_dim) * self.dtype.itemsize
         if kind == "dense":
             [times] = self._times(self._dense(name, case, inputs))
-            return Row(
-                case=case,
-                times=times,
-                more={"bound_us": self._bound(case.batch * case.kv * latents)},
-            )
+            more = {"bound_us": self._bound(case.batch * case.kv * latents)}
+            return Row(case=case, times=times, more=more)
         if kind == "FlashMLA":
             return self._flash_mla(case, inputs, case.batch * args.topk * latents)
         select, attend = self._sparse(name, case, inputs)
@@ -223,15 +169,12 @@ class DSADecodeBenchmark(Benchmark):
         }
         return Row(case=case, times=both, more=more)
 
-    def _flash_mla(self, case: Case, inputs: _Inputs, read: int) -> Row:
+    def _flash_mla(self, case: DecodeCase, inputs: _Inputs, read: int) -> Row:
         """Its sparse prefill: the tokens of all requests over the places of their chosen keys."""
-        import torch
-
         from absorbed_mla.dsa.cached_keys import CachedRows
-        from benchmarks.peers.sparse import flash_mla
 
         if not self.on_gpu:
-            raise Refused("it needs a GPU")
+            raise kit.Refused("it needs a GPU")
         chosen = self._sparse("triton", case, inputs)[0]()
         cached = CachedRows(inputs.latents)
         slots = cached.slots(chosen, inputs.rows.block_table)
@@ -246,49 +189,31 @@ class DSADecodeBenchmark(Benchmark):
         """Microseconds to read so many bytes: a copy's rate counts what is read and written."""
         return read / (self._copy_tbps * 1e12) * 1e6
 
-    def _times(self, *calls: Callable[[], Any]) -> list[Times]:
+    def _times(self, *calls: Callable[[], Any]) -> list[kit.Times]:
         """Of each call, in turns."""
-        from benchmarks.kit.timing import Repeated, in_turns, repetitions
+        from benchmarks.kit.timing import Repeated, graphed, in_turns, repetitions
 
         works = []
         for call in calls:
             call()  # compiles
-            run = self._graph(call) if self.on_gpu else call
-            works.append(Repeated(run, finish=self._flushed.zero_, on_gpu=self.on_gpu))
+            run = graphed(call) if self.on_gpu else call
+            works.append(Repeated(run, finish=self._flush, on_gpu=self.on_gpu))
         seconds = [max(work.once() for work in works) for _ in range(2)][-1]
         found = in_turns(works, repetitions(seconds, self.args.seconds_per_row))
-        return [Times.of([step for _, _, step in steps]) for steps in found]
+        return [kit.Times.of([step for _, _, step in steps]) for steps in found]
 
-    def _graph(self, call: Callable[[], Any]) -> Callable[[], None]:
-        import torch
-
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return graph.replay
-
-    def _dense(self, name: str, case: Case, inputs: _Inputs) -> Callable[[], Tensor]:
+    def _dense(self, name: str, case: DecodeCase, inputs: _Inputs) -> Callable[[], Tensor]:
         from absorbed_mla.inference.backend import PagedRequest, choose
 
         args = self.args
-        request = PagedRequest(
-            self.device,
-            self.dtype,
-            case.heads,
-            args.kv_lora_rank,
-            args.qk_pos_emb_head_dim,
-            args.block_size,
-        )
-        try:
+        widths = args.kv_lora_rank, args.qk_pos_emb_head_dim, args.block_size
+        request = PagedRequest(self.device, self.dtype, case.heads, *widths)
+        with kit.refusing(ValueError):
             backend = choose(name, request)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        operands = inputs.q_content, inputs.q_rope, inputs.latents, inputs.rows, inputs.scale
-        return lambda: backend.forward(*operands)[0]
+        return lambda: backend.forward(*inputs.operands, inputs.scale)[0]
 
     def _sparse(
-        self, name: str, case: Case, inputs: _Inputs
+        self, name: str, case: DecodeCase, inputs: _Inputs
     ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
         """What chooses keys [T, topk] of the requests, and what attends to them."""
         from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
@@ -307,17 +232,13 @@ class DSADecodeBenchmark(Benchmark):
             relu=True,
             deterministic=False,
         )
-        try:
+        with kit.refusing(ValueError):
             sparse = choose_implementation(SPARSE_BACKENDS, name, request)
             indexer = choose_implementation(INDEXER_BACKENDS, "triton", request)
-        except ValueError as error:
-            raise Refused(str(error)) from None
         index = inputs.index_query, inputs.index_weights, inputs.index_keys, inputs.rows
 
-        operands = inputs.q_content, inputs.q_rope, inputs.latents, inputs.rows
-
         def attend(chosen: Tensor) -> Tensor:
-            return sparse.forward_cached(*operands, chosen, inputs.scale).out
+            return sparse.forward_cached(*inputs.operands, chosen, inputs.scale).out
 
         return partial(indexer.select_cached, *index, args.topk, relu=True), attend
 
@@ -340,21 +261,10 @@ class DSADecodeBenchmark(Benchmark):
         own = chosen[0][chosen[0] >= 0].long()
         return len(set(own.tolist()) & set(best.tolist())) / len(best)
 
-    def _inputs_of(self, case: Case) -> _Inputs:
-        key = case.heads, case.batch, case.kv
-        if self._inputs is None or self._inputs[0] != key:
-            self._inputs = None
-            self._inputs = key, self._new_inputs(case)
-        return self._inputs[1]
-
-    def _new_inputs(self, case: Case) -> _Inputs:
-        import torch
-
+    def _inputs(self, case: DecodeCase) -> _Inputs:
         from absorbed_mla.inference.rows import Rows
 
-        args = self.args
-        make = torch.Generator(self.device).manual_seed(args.seed)
-        random = partial(torch.randn, device=self.device, dtype=self.dtype, generator=make)
+        args, (make, random) = self.args, self.randoms()
         blocks = -(-case.kv // args.block_size)
         order = torch.randperm(case.batch * blocks, device=self.device, generator=make)
         table = order.int().view(case.batch, blocks)
@@ -371,22 +281,5 @@ class DSADecodeBenchmark(Benchmark):
         )
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Queries [T, N, C] and [T, N, R], caches [blocks, block_size, width], and the indexer's.
-
-    Index queries are [T, Hi, Di] and weights [T, Hi].
-    """
-
-    q_content: Tensor
-    q_rope: Tensor
-    latents: Tensor
-    index_query: Tensor
-    index_weights: Tensor
-    index_keys: Tensor
-    rows: Any
-    scale: float
-
-
 if __name__ == "__main__":
-    leave(DSADecodeBenchmark.main())
+    kit.main(DSADecodeBenchmark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -21,26 +20,6 @@ from benchmarks.kit.timing import Repeated
 _INDEXED = 1024
 
 
-class Indexed(NamedTuple):
-    """How long it takes.
-
-    Attributes:
-        times: Of scores and choice.
-        queries: How many.
-        flops: Of the scores.
-        exact: Whether the choice is that of the reference from the same scores.
-        agreement: Share of the chosen keys that scores in fp32 choose.
-        scores: Seconds of the scores alone.
-    """
-
-    times: Times
-    queries: int
-    flops: float
-    exact: bool
-    agreement: float
-    scores: float
-
-
 def measure_indexer(
     backend: str,
     heads: int,
@@ -49,7 +28,7 @@ def measure_indexer(
     dtype: torch.dtype,
     make: torch.Generator,
     budget: float,
-) -> Indexed:
+) -> tuple[Times, int, dict]:
     """Scores and choice for queries in the middle of a sequence of so many keys.
 
     Args:
@@ -60,6 +39,11 @@ def measure_indexer(
         dtype: Of queries and keys.
         make: Random numbers, on the device.
         budget: Seconds of the repetitions.
+
+    Returns:
+        Times of scores and choice, for how many queries, and ``flops`` of the scores, whether the
+        choice is ``exact``, that of the reference from the same scores, its ``agreement`` with
+        that of scores in fp32, and ``scores_ms`` of the scores alone.
     """
     device, on_gpu = make.device, make.device.type == "cuda"
     random = partial(torch.randn, device=device, generator=make)
@@ -85,7 +69,8 @@ def measure_indexer(
     chunk = next(iter(visible_keys(spans, 1, device, ELEMENTS, chunk_queries(None))))
     scores = Repeated(lambda: triton_index_scores(scored, chunk, True), on_gpu=on_gpu)
     alone = scores.times(scores.once(), budget)[0].median * count / chunk.span.num_queries
-    return Indexed(times, count, flops, exact, agreement, alone)
+    more = {"flops": flops, "exact": exact, "agreement": agreement, "scores_ms": alone * 1e3}
+    return times, count, more
 
 
 def _agreement(chosen: torch.Tensor, expected: torch.Tensor, keys: int) -> float:

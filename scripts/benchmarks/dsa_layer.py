@@ -1,12 +1,9 @@
 #!/usr/bin/env python3
-r"""Measure a training step of an attention layer with DeepSeek Sparse Attention beside others.
+"""Measure a training step of an attention layer with DeepSeek Sparse Attention beside others.
 
-    $ python scripts/benchmarks/dsa_layer.py --json docs/dsa/layer.json
+    $ python scripts/benchmarks/dsa_layer.py --json docs/measurements/dsa/layer.json
     $ python scripts/benchmarks/dsa_layer.py --seq-lens 32k --works sparse,dense
-    $ python scripts/benchmarks/dsa_layer.py --device cpu --heads 2 --seq-lens 32 --hidden-size 32 \
-          --q-lora-rank 16 --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 \
-          --v-head-dim 8 --topk 8 --indexer-heads 2 --indexer-dim 16 --seconds-per-row 0.01
-    $ python scripts/benchmarks/dsa_layer.py --render docs/dsa/layer.json
+    $ python scripts/benchmarks/dsa_layer.py --render docs/measurements/dsa/layer.json
 
 One whole layer, forward and backward, DeepSeek-V3.2's widths, in turns over the same input:
 
@@ -19,149 +16,95 @@ One whole layer, forward and backward, DeepSeek-V3.2's widths, in turns over the
     megatron-cudnn      with those of "cudnn" and FlashMLA
 
 "sparse" and "slot" have the same weights; the difference of their outputs is shown. GiB is what a
-step allocates at most beside weights and input. The indexer
-learns from the chosen keys, unless --loss-coefficient is 0. Hadamard transforms are off: Megatron
-needs a package for them. What cannot run has the reason in its row. Output:
+step allocates at most beside weights and input. The indexer learns from the chosen keys, unless
+--loss-coefficient is 0. Hadamard transforms are off: Megatron needs a package for them. Output:
 
     1.9 s  n=128 S=8192: sparse 31250.0 us, dense 40210.5 us
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.fusions import FusionsReport
-from benchmarks.fusions import Row as FusionsRow
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.run import Benchmark
-from benchmarks.together import Work, measure_together
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
+from benchmarks.kit.works import Work, WorksBenchmark, WorksReport, WorksRow, attempts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+torch: Any = kit.lazy("torch")
 WORKS = ("sparse", "warm-up", "dense", "slot", "megatron", "megatron-tilelang", "megatron-cudnn")
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCase(kit.Case):
     """Heads and tokens of a layer."""
 
+    text = "n={heads} S={tokens}"
     heads: int
     tokens: int
 
-    def __str__(self) -> str:
-        return f"n={self.heads} S={self.tokens}"
+
+DSALayerReport = WorksReport.of(kit.row_of(LayerCase, WorksRow))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(FusionsRow):
-    """The layers of one size."""
-
-    case: Case
-
-
-class DSALayerReport(FusionsReport):
-    """One run."""
-
-    row = Row
-
-
-class DSALayerBenchmark(Benchmark):
+class DSALayerBenchmark(WorksBenchmark):
     """All layers of one size in turns."""
 
-    script = "dsa_layer.py"
     report = DSALayerReport
+    options = kit.declare(
+        "json render only device heads=128 seq_lens=8k,32k,64k seconds_per_row=2 "
+        "time_limit=120 seed=1234",
+        works=kit.some("layers to measure, see above", WORKS),
+        topk=kit.number("keys that a query attends to", 2048),
+        indexer_heads=kit.number("heads of the indexer", 64),
+        indexer_dim=kit.number("width of one of them", 128),
+        loss_coefficient=kit.Option("of the indexer's loss; 0 for a step without it", float, 1.0),
+        dims=kit.DIMS,
+    )
+    quick = "--seq-lens 32 --topk 8 --indexer-heads 2 --indexer-dim 16"
+    recorded = ("dims", "topk", "loss_coefficient")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
-        from benchmarks.kit.processes import Processes
+    def about(self) -> dict:
+        """With the sizes of the indexer."""
+        return super().about() | {"indexer": [self.args.indexer_heads, self.args.indexer_dim]}
 
-        self.processes = Processes(args.seed)
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, render=None, json=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="128", seconds_per_row=2.0, time_limit=120.0)
-        works = list_of(one_of(WORKS))
-        add("--works", type=works, default=",".join(WORKS), help="layers to measure, see above")
-        add("--seq-lens", type=parse_sizes, default="8k,32k,64k", help="tokens of the sequence")
-        add("--topk", type=arguments.count, default=2048, help="keys that a query attends to")
-        add("--indexer-heads", type=arguments.count, default=64, help="heads of the indexer")
-        add("--indexer-dim", type=arguments.count, default=128, help="width of one of them")
-        text = "of the indexer's loss; 0 for a step without it"
-        add("--loss-coefficient", type=float, default=1.0, help=text)
-        arguments.add_dims(parser, DIMS)
-
-    def environment(self) -> dict:
-        """With all that the layers have in common."""
-        args = self.args
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims=dims_of(args),
-            indexer=[args.indexer_heads, args.indexer_dim],
-            topk=args.topk,
-            loss_coefficient=args.loss_coefficient,
-        )
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[LayerCase]:
         """Short sequences first."""
-        found = [Case(n, tokens) for tokens in sorted(self.args.seq_lens) for n in self.args.heads]
-        return arguments.chosen(found, self.args.only)
+        sizes = sorted(self.args.seq_lens)
+        return [LayerCase(heads, tokens) for tokens in sizes for heads in self.args.heads]
 
-    def measure(self, case: Case) -> Row:
-        """The layers of one size."""
-        processes = self.processes
-        x = processes.random(case.tokens, 1, self.args.hidden_size)
-        grad = processes.random(case.tokens, 1, self.args.hidden_size)
+    def works(self, case: LayerCase) -> list[Work]:
+        """See above."""
+        x, grad = (self.processes.random(case.tokens, 1, self.args.hidden_size) for _ in range(2))
+        # Of the first sparse layer.
         state: dict[str, Tensor] = {}
-        works = [
-            Work.attempt(name, lambda name=name: self._work(name, case, x, grad, state))
-            for name in self.args.works
-        ]
-        return Row(case=case, works=measure_together(works, processes, self.args.seconds_per_row))
+        names = self.args.works
+        return attempts({n: partial(self._work, n, case, x, grad, state) for n in names})
 
     def _work(
-        self, name: str, case: Case, x: Tensor, grad: Tensor, state: dict[str, Tensor]
+        self, name: str, case: LayerCase, x: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Work:
-        """One of :data:`WORKS`; ``state`` has the weights of the first sparse layer."""
         from benchmarks.kit.layers import Subject
 
         layer = self._layer(name, case).to(self.processes.device)
-        compared = name in ("sparse", "slot")
+        compared, frozen = name in ("sparse", "slot"), name == "warm-up"
         if compared:
             _share_weights(layer, state)
-        frozen = name == "warm-up"
         if frozen:
             for parameter_name, parameter in layer.named_parameters():
                 parameter.requires_grad_(".indexer." in parameter_name)
         subject = Subject(layer.train(), x.clone().requires_grad_(not frozen), grad, None)
-        return Work(
-            name,
-            subject.forward,
-            subject.backward,
-            (lambda out: (out,)) if compared else None,
-            subject.forget_gradients,
-        )
+        return subject.work(compared=compared)
 
-    def _layer(self, name: str, case: Case) -> nn.Module:
+    def _layer(self, name: str, case: LayerCase) -> nn.Module:
         from megatron.core.transformer.spec_utils import build_module
 
         from absorbed_mla import AbsorbedMLAOptions
@@ -176,8 +119,8 @@ class DSALayerBenchmark(Benchmark):
             spec = _with_their_core(spec, config)
         return build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type)
 
-    def _config(self, name: str, case: Case) -> Any:
-        from benchmarks.kit.layers import mla_config
+    def _config(self, name: str, case: LayerCase) -> Any:
+        from benchmarks.kit.layers import YARN, mla_config
 
         args = self.args
         sparse = {
@@ -198,18 +141,13 @@ class DSALayerBenchmark(Benchmark):
             num_layers=1,
             ffn_hidden_size=args.hidden_size,
             num_attention_heads=case.heads,
-            rotary_scaling_factor=40,
-            original_max_position_embeddings=4096,
-            mscale=1.0,
-            mscale_all_dim=1.0,
+            **YARN,
             **(sparse if name != "dense" else {}),
         )
 
 
 def _share_weights(layer: nn.Module, state: dict[str, Tensor]) -> None:
     """Keep the weights of the first layer in ``state``, and copy them to the next ones."""
-    import torch
-
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             # Megatron's core attention is a level further down.
@@ -228,7 +166,7 @@ def _with_their_core(spec: Any, config: Any) -> Any:
     """Our layer around Megatron's core attention."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from absorbed_mla.dsa.megatron_core_attention import (
+    from absorbed_mla.testing.megatron_core_attention import (
         MegatronCoreAttention,
         MegatronCoreAttentionSubmodules,
     )
@@ -240,4 +178,4 @@ def _with_their_core(spec: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    leave(DSALayerBenchmark.main())
+    kit.main(DSALayerBenchmark)

@@ -5,10 +5,6 @@
     $ python scripts/benchmarks/engine.py --batch-invariant --implementations ours
     $ NVIDIA_TF32_OVERRIDE=0 python scripts/benchmarks/engine.py --dtype float32 --num-layers 2 \
           --heads 16 --requests 100
-    $ python scripts/benchmarks/engine.py --device cpu --hidden-size 64 --q-lora-rank 32 \
-          --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 \
-          --ffn-hidden-size 64 --num-layers 2 --vocab-size 128 --requests 12 --longest-prompt 160 \
-          --shared-prefix 70 --longest-output 40 --max-requests 8 --max-tokens 128
 
 A model of random weights gets requests of mixed lengths at once, half of them with a beginning
 that others share, in a cache that is too small for them: with prefix caching, chunked prefill,
@@ -24,7 +20,7 @@ CUDA graphs are the host's bookkeeping only. Output:
 
     30.1 s  ours, eager: tokens_per_second 2100, steps 310, mixed_steps 120, ..., same 200, ties 0
 
-The exit code is 1 if ours is wrong; the last line of the output is JSON.
+The exit code is 1 if ours is wrong.
 """
 
 from __future__ import annotations
@@ -33,17 +29,14 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.engine_model import Case, build
+from benchmarks import kit
 from benchmarks.engine_requests import (
     Comparison,
     Request,
@@ -52,21 +45,18 @@ from benchmarks.engine_requests import (
     scarce_blocks,
     workload,
 )
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, list_of, one_of
+from benchmarks.kit.arguments import count_or_none
 from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report
 from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.models.gpt import GPTModel
 
     from absorbed_mla.serving.engine import Engine
     from absorbed_mla.serving.request_results import Result
     from absorbed_mla.serving.statistics import Statistics
 
+torch: Any = kit.lazy("torch")
 IMPLEMENTATIONS = ("ours", "standard")
 # Requests that run first, so that kernels are compiled when the clock starts.
 WARM_UP = 8
@@ -74,37 +64,48 @@ WARM_UP = 8
 TIES = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-def cases(args: argparse.Namespace) -> list[Case]:
-    """Eager ones first: an error in a graph may take the device away."""
-    ways = (False, True) if args.num_cuda_graphs else (False,)
-    return [Case(one, graphs) for graphs in ways for one in args.implementations]
-
-
 @dataclass(frozen=True)
-class Row:
-    """All requests in one engine.
+class EngineCase(kit.Case):
+    """One way of running all requests."""
 
-    Attributes:
-        case: What ran.
-        error: What it raised, or what was wrong with what it did; ``""`` if all is well.
-        seconds: From the first request to the end of the last.
-        generated: Tokens.
-        engine: What the engine did: ``Run`` without its results.
-        missing: Of what the workload should make the engine do, what did not happen.
-        capture_seconds: To make the engine, CUDA graphs included.
-        peak_bytes: Of device memory, or None.
-        comparison: With the tokens that every request has alone, or None.
-    """
+    text = "{implementation}, {graphs:?CUDA graphs|eager}"
+    implementation: str  # "ours" or "standard", Megatron's MLASelfAttention
+    graphs: bool  # whether steps are replayed from CUDA graphs
+    divided: bool = False  # of former results
 
-    case: Case
-    error: str = ""
-    seconds: float | None = None
-    generated: int = 0
+
+class VerdictReport(kit.Report):
+    """A report whose rows say whether every token was right."""
+
+    def as_json(self, row: Any) -> dict:
+        """With the rate and the verdict."""
+        derived = {"tokens_per_second": row.tokens_per_second, "ok": row.ok}
+        return {**dataclasses.asdict(row), **derived}
+
+    def summary(self) -> dict:
+        """The whole file."""
+        return {"environment": self.environment, "rows": list(map(self.as_json, self.rows))}
+
+    def line(self, row: Any) -> str:
+        """With what did not happen."""
+        missing = f"; did not happen: {', '.join(row.missing)}" if row.missing else ""
+        return super().line(row) + missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """All requests in one engine; the error may also be of what it did."""
+
+    case: EngineCase
+    seconds: float | None = None  # from the first request to the end of the last
+    generated: int = 0  # tokens
+    # What the engine did: Run without its results.
     engine: dict[str, int] = field(default_factory=dict)
+    # Of what the workload should make the engine do, what did not happen.
     missing: tuple[str, ...] = ()
-    capture_seconds: float | None = None
-    peak_bytes: int | None = None
-    comparison: Comparison | None = None
+    capture_seconds: float | None = None  # to make the engine, CUDA graphs included
+    peak_bytes: int | None = None  # of device memory, or None
+    comparison: Comparison | None = None  # with the tokens that every request has alone, or None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -133,7 +134,7 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Result]:
     )
 
 
-def missing(run: Statistics, case: Case) -> tuple[str, ...]:
+def missing(run: Statistics, case: EngineCase) -> tuple[str, ...]:
     """What should have happened, and did not."""
     wanted = {
         "chunked prefill": run.chunks,
@@ -153,20 +154,10 @@ def errors(results: Sequence[Result]) -> str:
     return ""
 
 
-class EngineReport(Report):
+class EngineReport(VerdictReport):
     """One run."""
 
     row = Row
-
-    def as_json(self, row: Row) -> dict:
-        """With the rate and the verdict."""
-        derived = {"tokens_per_second": row.tokens_per_second, "ok": row.ok}
-        return {**dataclasses.asdict(row), **derived}
-
-    def summary(self) -> dict:
-        """The whole file."""
-        rows = [self.as_json(row) for row in self.rows]
-        return {"environment": self.environment, "rows": rows}
 
     def figures(self, row: Row) -> dict[str, float]:
         """The rate, what the engine did, and the comparison."""
@@ -176,58 +167,45 @@ class EngineReport(Report):
             found |= {"same": same.equal, "ties": same.ties, "different": same.different}
         return found
 
-    def line(self, row: Row) -> str:
-        """With what did not happen."""
-        missing = f"; did not happen: {', '.join(row.missing)}" if row.missing else ""
-        return super().line(row) + missing
-
 
 class EngineBenchmark(GeneratingBenchmark):
     """Cases over the same requests, on one device."""
 
-    script = "engine.py"
     report = EngineReport
+    options = kit.declare(
+        "json render device time_limit=480 seed=1234",
+        dtype=kit.one("of the model (default: bfloat16 on a GPU, float32 on a CPU)", tuple(TIES)),
+        implementations=kit.some("whose attention to run", IMPLEMENTATIONS),
+        batch_invariant=kit.flag("run ours in parity mode, which allows no different tokens"),
+        requests=kit.number("number of requests, all sent at once", 200),
+        longest_prompt=kit.number("in tokens", 1024),
+        shared_prefix=kit.number(
+            "tokens at the beginning of every other prompt that are one of four prefixes", 256
+        ),
+        longest_output=kit.number("in tokens", 128),
+        max_requests=kit.number("most requests in one forward", 64),
+        max_tokens=kit.number("most tokens in one forward", 1024),
+        blocks=kit.number("blocks of 64 tokens in the cache (default: too few for --max-requests)"),
+        num_cuda_graphs=kit.Option(
+            "batch sizes to capture as CUDA graphs, 0 for none", count_or_none, 16
+        ),
+        **kit.MODEL,
+    )
+    quick = (
+        "--requests 12 --longest-prompt 160 --shared-prefix 70 --longest-output 40 "
+        "--max-requests 8 --max-tokens 128 --num-layers 2 --heads 4 --vocab-size 128"
+    )
+    recorded = ("dims", "blocks")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        import torch
-
+    def prepare(self) -> None:
+        """The requests, and how large a cache is too small for them."""
+        super().prepare()
+        args = self.args
         self.requests = workload(args)
         self.dtype = getattr(torch, args.dtype) if args.dtype else self.processes.dtype
-        self.blocks = args.blocks or scarce_blocks(self.requests, args.max_requests)
+        args.blocks = args.blocks or scarce_blocks(self.requests, args.max_requests)
         # Of our attention; its weights are the same in every case.
         self._alone: list[list[int]] | None = None
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(
-            parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
-        )
-        dtype = "of the model (default: bfloat16 on a GPU, float32 on a CPU)"
-        add("--dtype", choices=tuple(TIES), help=dtype)
-        implementations = list_of(one_of(IMPLEMENTATIONS))
-        whose = "whose attention to run"
-        add("--implementations", type=implementations, default="ours,standard", help=whose)
-        parity = "run ours in parity mode, which allows no different tokens"
-        add("--batch-invariant", action="store_true", help=parity)
-        add("--requests", type=count, default=200, help="number of requests, all sent at once")
-        add("--longest-prompt", type=count, default=1024, help="in tokens")
-        prefix = "tokens at the beginning of every other prompt that are one of four prefixes"
-        add("--shared-prefix", type=count, default=256, help=prefix)
-        add("--longest-output", type=count, default=128, help="in tokens")
-        add("--max-requests", type=count, default=64, help="most requests in one forward")
-        add("--max-tokens", type=count, default=1024, help="most tokens in one forward")
-        blocks = "blocks of 64 tokens in the cache (default: too few for --max-requests)"
-        add("--blocks", type=count, help=blocks)
-        graphs = "batch sizes to capture as CUDA graphs, 0 for none"
-        add("--num-cuda-graphs", type=count_or_none, default=16, help=graphs)
-        add("--num-layers", type=count, default=4, help="decoder layers of the model")
-        add("--heads", type=count, default=128, help="attention heads of each layer")
-        add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
-        add("--vocab-size", type=count, default=32768, help="rows of the embedding")
-        arguments.add_dims(parser, DIMS)
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -246,36 +224,30 @@ class EngineBenchmark(GeneratingBenchmark):
             )
 
     def environment(self) -> dict:
-        """With the sizes of the model and of the workload."""
-        return provenance.describe(
+        """With the sizes of the workload."""
+        return kit.provenance.describe(
             self.processes.on_gpu,
             self.dtype,
-            dims={
-                **dims_of(self.args),
-                "heads": self.args.heads,
-                "layers": self.args.num_layers,
-            },
+            **self.about(),
             requests=len(self.requests),
             prompt_tokens=sum(len(request.prompt) for request in self.requests),
             asked_for=sum(request.num_tokens for request in self.requests),
-            blocks=self.blocks,
-            versions=provenance.versions(["flash-mla"]),
+            versions=kit.provenance.versions(["flash-mla"]),
         )
 
-    def cases(self) -> list[Case]:
-        """Eager ones first."""
-        return cases(self.args)
+    def cases(self) -> list[EngineCase]:
+        """Eager ones first: an error in a graph may take the device away."""
+        ways = (False, True) if self.args.num_cuda_graphs else (False,)
+        return [EngineCase(one, graphs) for graphs in ways for one in self.args.implementations]
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: EngineCase) -> Row:
         """Measure one case."""
         from absorbed_mla.serving.scheduler.cuda_graphs import deleting_graphs
 
         with deleting_graphs(case.graphs and self.processes.on_gpu), self._mode(case):
             return self._measure(case)
 
-    def _measure(self, case: Case) -> Row:
-        import torch
-
+    def _measure(self, case: EngineCase) -> Row:
         from absorbed_mla.serving.engine import Engine
         from absorbed_mla.serving.engine_options import EngineOptions
         from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
@@ -283,21 +255,27 @@ class EngineBenchmark(GeneratingBenchmark):
         on_gpu = self.processes.on_gpu
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        model = build(case, self.args, self.processes, self.dtype)
+        model = self.model(
+            self.args.longest_prompt + self.args.longest_output,
+            dtype=self.dtype,
+            standard=case.implementation == "standard",
+            graphs=case.graphs,
+            batch_invariant=self.args.batch_invariant,
+        )
         alone = self._each_alone(model) if case.implementation == "ours" else None
-        start = self._clock()
+        start = self.clock()
         options = EngineOptions(
-            cache_tokens=self.blocks * BLOCK_SIZE,
-            paused_cache_tokens=self.blocks // 10 * BLOCK_SIZE,
+            cache_tokens=self.args.blocks * BLOCK_SIZE,
+            paused_cache_tokens=self.args.blocks // 10 * BLOCK_SIZE,
             num_cuda_graphs=self.args.num_cuda_graphs if case.graphs else None,
             **self._sizes(),
         )
         with Engine(model, options) as engine:
-            capture_seconds = self._clock() - start
+            capture_seconds = self.clock() - start
             generate(engine, self.requests[:WARM_UP])
-            start = self._clock()
+            start = self.clock()
             results = generate(engine, self.requests)
-            seconds = self._clock() - start
+            seconds = self.clock() - start
             engine.require_no_leak()
         peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else None
         tokens = [result.tokens for result in results]
@@ -305,7 +283,7 @@ class EngineBenchmark(GeneratingBenchmark):
         if alone is not None:
             comparison = compare(model, self.requests, tokens, alone, tie(self.args, self.dtype))
         return Row(
-            case,
+            case=case,
             error=errors(results),
             seconds=seconds,
             generated=sum(map(len, tokens)),
@@ -316,7 +294,7 @@ class EngineBenchmark(GeneratingBenchmark):
             comparison=comparison,
         )
 
-    def _mode(self, case: Case) -> contextlib.AbstractContextManager[None]:
+    def _mode(self, case: EngineCase) -> contextlib.AbstractContextManager[None]:
         from absorbed_mla.batch_invariant import batch_invariant_mode
 
         if case.implementation == "ours" and self.args.batch_invariant:
@@ -333,7 +311,7 @@ class EngineBenchmark(GeneratingBenchmark):
             sizes = self._sizes()
             sizes["step_tokens"] = max(sizes["step_tokens"], sizes["max_sequence_length"])
             options = EngineOptions(
-                cache_tokens=self.blocks * BLOCK_SIZE,
+                cache_tokens=self.args.blocks * BLOCK_SIZE,
                 chunked_prefill=False,
                 prefix_caching=False,
                 **sizes,
@@ -350,15 +328,10 @@ class EngineBenchmark(GeneratingBenchmark):
             "step_tokens": self.args.max_tokens,
         }
 
-    def _clock(self) -> float:
-        """Seconds, after everything that the device was given."""
-        self.processes.synchronize()
-        return time.perf_counter()
-
-    def exit_code(self, report: Report) -> int:
+    def exit_code(self, report: kit.Report) -> int:
         """1 if ours is wrong."""
         return int(not all(row.ok for row in report.rows if row.case.implementation == "ours"))
 
 
 if __name__ == "__main__":
-    leave(EngineBenchmark.main())
+    kit.main(EngineBenchmark)

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -18,45 +18,57 @@ PREFIXES = 4
 
 @dataclass(frozen=True)
 class Request:
-    """A greedy request.
+    """A greedy request."""
 
-    Attributes:
-        prompt: Token ids.
-        num_tokens: To generate.
+    prompt: Sequence[int]  # token ids
+    num_tokens: int  # to generate
+
+
+class Prompts:
+    """Prompts of mixed lengths, every other one with a beginning that others share.
+
+    The logarithm of a length is uniform, from 4 to ``--longest-prompt``.
+
+    Args:
+        args: Their sizes and the seed.
+        vocab_size: Of the token ids.
     """
 
-    prompt: Sequence[int]
-    num_tokens: int
+    def __init__(self, args: argparse.Namespace, vocab_size: int) -> None:
+        self.draw = random.Random(args.seed)
+        self._longest, self._vocab_size = args.longest_prompt, vocab_size
+        self._prefixes = [self.tokens(args.shared_prefix) for _ in range(PREFIXES)]
+
+    def tokens(self, number: int) -> list[int]:
+        """So many."""
+        return [self.draw.randrange(self._vocab_size) for _ in range(number)]
+
+    def sizes(self, number: int) -> tuple[list[int], int]:
+        """The beginning of a prompt, and how many tokens of its own follow."""
+        prefix = self.draw.choice(self._prefixes) if number % 2 else []
+        own = round(math.exp(self.draw.uniform(math.log(4), math.log(self._longest))))
+        return prefix, min(own, self._longest - len(prefix))
 
 
 def workload(args: argparse.Namespace) -> list[Request]:
-    """Requests of mixed lengths, the same for every case.
+    """Requests, the same for every case.
 
-    The logarithm of a prompt's length is uniform, from 4 to ``--longest-prompt``; every other
-    prompt begins with one of four prefixes. As many tokens as asked for are generated: there is no
-    stop token.
+    As many tokens as asked for are generated: there is no stop token.
     """
-    rng = random.Random(args.seed)
-
-    def tokens(number: int) -> list[int]:
-        return [rng.randrange(args.vocab_size) for _ in range(number)]
-
-    prefixes = [tokens(args.shared_prefix) for _ in range(PREFIXES)]
-    requests = []
+    prompts, requests = Prompts(args, args.vocab_size), []
     for number in range(args.requests):
-        prefix = rng.choice(prefixes) if number % 2 else []
-        own = round(math.exp(rng.uniform(math.log(4), math.log(args.longest_prompt))))
-        own = min(own, args.longest_prompt - len(prefix))
-        requests.append(Request([*prefix, *tokens(own)], rng.randint(1, args.longest_output)))
+        prefix, own = prompts.sizes(number)
+        prompt = [*prefix, *prompts.tokens(own)]
+        requests.append(Request(prompt, prompts.draw.randint(1, args.longest_output)))
     return requests
 
 
-def longest(requests: Sequence[Request]) -> int:
+def longest(requests: Sequence[Any]) -> int:
     """Tokens of the longest request, with what it generates."""
     return max(len(request.prompt) + request.num_tokens for request in requests)
 
 
-def scarce_blocks(requests: Sequence[Request], max_requests: int) -> int:
+def scarce_blocks(requests: Sequence[Any], max_requests: int) -> int:
     """Two fifths of what ``max_requests`` average requests need at their ends.
 
     So few, because they share blocks of their prefixes. Enough for the longest one by itself, which
@@ -75,21 +87,14 @@ def _blocks(tokens: int) -> int:
 
 @dataclass
 class Comparison:
-    """Of all requests, together and alone.
+    """Of all requests, together and alone."""
 
-    Attributes:
-        equal: Requests with the same tokens.
-        ties: Requests whose first different tokens are both within the tie of the likeliest.
-        different: The other requests.
-        worst_gap: Furthest that a chosen token was from the likeliest, in log-probability.
-        examples: Numbers of some of the different ones.
-    """
-
-    equal: int = 0
-    ties: int = 0
-    different: int = 0
+    equal: int = 0  # requests with the same tokens
+    ties: int = 0  # requests whose first different tokens are both within the tie of the likeliest
+    different: int = 0  # the other requests
+    # Furthest that a chosen token was from the likeliest, in log-probability.
     worst_gap: float = 0.0
-    examples: tuple[int, ...] = ()
+    examples: tuple[int, ...] = ()  # numbers of some of the different ones
 
 
 def compare(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train one model in bf16 and with linear layers in FP8, and compare the losses.
 
-    $ python scripts/benchmarks/fp8_training.py docs/fp8
-    $ python scripts/benchmarks/fp8_training.py docs/fp8 --gpus 2          # two runs at a time
-    $ python scripts/benchmarks/fp8_training.py docs/fp8 --render old/fp8_training.json
+    $ python scripts/benchmarks/fp8_training.py docs/measurements/fp8
+    $ python scripts/benchmarks/fp8_training.py RESULTS --gpus 2          # two runs at a time
+    $ python scripts/benchmarks/fp8_training.py docs/measurements/fp8 --render old/fp8_training.json
 
 Each run is scripts/train.py on one GPU with the sources of Python's standard library, byte by byte.
 The model has DeepSeek-V3's attention with 16 heads, 8 layers and 656 M parameters. First it is
@@ -15,7 +15,7 @@ stay in the folder. Output:
 
     95.0 s  absorbed fp8 blockwise: loss 1.812, loss of bf16's 1.0004, tokens_per_second 71000
 
-The exit code is 1 if a run failed or is further off; the last line of the output is JSON.
+The exit code is 1 if a run failed or is further off.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, list_of, one_of
+from benchmarks import kit
 from benchmarks.kit.command import run_to_log
-from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
 
 ATTENTIONS = ("absorbed", "standard")
 PRECISIONS = {
@@ -64,41 +59,28 @@ TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training.
+class TrainingCase(kit.Case):
+    """One training."""
 
-    Attributes:
-        attention: Value of train.py's ``--attention``.
-        precision: Key of ``PRECISIONS``.
-    """
+    text = "{attention}{fp8} {precision}"
+    attention: str  # value of train.py's --attention
+    precision: str  # key of PRECISIONS
 
-    attention: str
-    precision: str
-
-    def __str__(self) -> str:
-        fp8 = "" if self.precision.startswith("bf16") else "fp8 "
-        return f"{self.attention} {fp8}{self.precision}"
+    @property
+    def fp8(self) -> str:
+        """For the name."""
+        return "" if self.precision.startswith("bf16") else " fp8"
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a training wrote.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What a training wrote."""
 
-    Attributes:
-        case: Which it was.
-        losses: Of every iteration.
-        validation: Loss at the end; None if there was none.
-        seconds: Of every iteration.
-        tokens: Of an iteration.
-        error: Empty, or why the training did not end well.
-    """
-
-    case: Case
-    losses: list[float] = field(default_factory=list)
-    validation: float | None = None
-    seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-    error: str = ""
+    case: TrainingCase
+    losses: list[float] = field(default_factory=list)  # of every iteration
+    validation: float | None = None  # loss at the end; None if there was none
+    seconds: list[float] = field(default_factory=list)  # of every iteration
+    tokens: int = 0  # of an iteration
 
     @property
     def loss(self) -> float:
@@ -106,14 +88,14 @@ class Row:
         return mean(self.losses)
 
 
-class TrainingReport(Report):
+class TrainingReport(kit.Report):
     """One call of the script; ratios are to the run of the same attention in bf16."""
 
     row = Row
 
     def in_bf16(self, row: Row) -> Row | None:
         """The run to compare with."""
-        case = Case(row.case.attention, "bf16")
+        case = TrainingCase(row.case.attention, "bf16")
         return next((other for other in self.measured if other.case == case), None)
 
     def figures(self, row: Row) -> dict[str, float]:
@@ -134,7 +116,7 @@ class TrainingReport(Report):
         return abs(self.figures(row).get("loss of bf16's", 1.0) - 1) <= TOLERANCE
 
     @classmethod
-    def panels(cls, reports: Sequence[TrainingReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[TrainingReport]) -> list[kit.Panel]:
         """Losses, and their ratios to bf16's, each a mean over some iterations."""
         losses, ratios = {}, {}
         for report in reports:
@@ -146,8 +128,8 @@ class TrainingReport(Report):
                     ratios[str(row.case)] = [(i, a / b) for (i, a), (_, b) in zip(curve, theirs)]
         title = f"loss per byte (nats), mean of {SMOOTH}"
         return [
-            Panel(title, "iteration", losses, sizes=False, marker=""),
-            Panel("loss divided by bf16's", "iteration", ratios, sizes=False, marker=""),
+            kit.Panel(title, "iteration", losses, sizes=False, marker=""),
+            kit.Panel("loss divided by bf16's", "iteration", ratios, sizes=False, marker=""),
         ]
 
 
@@ -156,12 +138,12 @@ def smoothed(losses: Sequence[float]) -> list[tuple[int, float]]:
     return [(i, mean(losses[max(0, i - SMOOTH) : i])) for i in range(1, len(losses) + 1)]
 
 
-def read_metrics(case: Case, path: Path) -> Row:
+def read_metrics(case: TrainingCase, path: Path) -> Row:
     """The row of a training from the file that train.py wrote."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps = [line for line in lines if "train_loss" in line]
     return Row(
-        case,
+        case=case,
         losses=[line["train_loss"] for line in steps],
         validation=next((x["valid_loss"] for x in reversed(lines) if "valid_loss" in x), None),
         seconds=[line["seconds"] for line in steps],
@@ -169,42 +151,40 @@ def read_metrics(case: Case, path: Path) -> Row:
     )
 
 
-class TrainingBenchmark(Benchmark):
+class TrainingBenchmark(kit.Benchmark):
     """One training for each attention and precision, some at a time."""
 
-    script, files = "fp8_training.py", "fp8_training"
+    files = "fp8_training"
     report = TrainingReport
+    options = kit.declare(
+        "folder render seed=1234",
+        attentions=kit.some("which MLA to train", ATTENTIONS, "absorbed"),
+        precisions=kit.some("bf16, and FP8 with these scales", PRECISIONS),
+        iterations=kit.number("updates of each run", 200),
+        first_iterations=kit.number("updates in bf16 before them", 100),
+        gpus=kit.number("how many there are", 1),
+        runs_per_gpu=kit.number("runs on a GPU at a time, which makes their times meaningless", 1),
+        train=kit.Option(
+            "more of train.py's options, for all runs (default: none)",
+            default="",
+            more={"metavar": "'--OPTION ...'"},
+        ),
+    )
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None, seed=1234)
-        attentions = list_of(one_of(ATTENTIONS))
-        add("--attentions", type=attentions, default="absorbed", help="which MLA to train")
-        every = ",".join(PRECISIONS)
-        kinds = list_of(one_of(tuple(PRECISIONS)))
-        add("--precisions", type=kinds, default=every, help="bf16, and FP8 with these scales")
-        add("--iterations", type=count, default=200, help="updates of each run")
-        text = "updates in bf16 before them"
-        add("--first-iterations", type=count, default=100, help=text)
-        add("--gpus", type=count, default=1, help="how many there are")
-        text = "runs on a GPU at a time, which makes their times meaningless"
-        add("--runs-per-gpu", type=count, default=1, help=text)
-        more = "more of train.py's options, for all runs (default: none)"
-        add("--train", default="", metavar="'--OPTION ...'", help=more)
+    def prepare(self) -> None:
+        """Nothing: trainings have processes of their own."""
 
     def environment(self) -> dict:
         """With the options of all runs."""
         import torch
 
         options = f"{' '.join(MODEL.split())} {self.args.train}".strip()
-        return provenance.describe(torch.cuda.is_available(), "bfloat16", train=options)
+        return kit.provenance.describe(torch.cuda.is_available(), "bfloat16", train=options)
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[TrainingCase]:
         """bf16 first."""
         args = self.args
-        return [Case(a, precision) for a in args.attentions for precision in args.precisions]
+        return [TrainingCase(*one) for one in product(args.attentions, args.precisions)]
 
     def rows(self) -> Iterator[Row]:
         """All runs, in the order of the cases."""
@@ -214,7 +194,7 @@ class TrainingBenchmark(Benchmark):
         for gpu in [*range(args.gpus)] * args.runs_per_gpu:
             free.put(gpu)
 
-        def run(case: Case) -> Row:
+        def run(case: TrainingCase) -> Row:
             gpu = free.get()
             try:
                 return self.row_of(case, gpu, Path(scratch))
@@ -231,7 +211,7 @@ class TrainingBenchmark(Benchmark):
                 return
             yield from pool.map(run, self.cases())
 
-    def row_of(self, case: Case, gpu: int, first: Path) -> Row:
+    def row_of(self, case: TrainingCase, gpu: int, first: Path) -> Row:
         """Continue from the first run's checkpoint."""
         name = f"{case.attention}-{case.precision}"
         metrics = self.args.folder / f"{name}.jsonl"
@@ -251,10 +231,10 @@ class TrainingBenchmark(Benchmark):
         lines = log.read_text(errors="replace").strip().splitlines()
         return (lines[-1] if lines else f"exit code {code}") if code else ""
 
-    def exit_code(self, report: Report) -> int:
+    def exit_code(self, report: kit.Report) -> int:
         """1 if a run failed or its loss is too far off."""
         return int(any(row.error or not report.is_close(row) for row in report.rows))
 
 
 if __name__ == "__main__":
-    leave(TrainingBenchmark.main())
+    kit.main(TrainingBenchmark)

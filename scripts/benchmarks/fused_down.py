@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,15 @@ from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from benchmarks.kit import layers
-from benchmarks.together import Work
+from benchmarks.kit.works import Work, attempts
 
 if TYPE_CHECKING:
     import argparse
 
     from benchmarks.kit.processes import Processes
+
+# Applied to hidden states, with its weight.
+_Projection = tuple[Callable[[Tensor], Tensor], Tensor]
 
 
 def down_works(tokens: int, args: argparse.Namespace, processes: Processes) -> list[Work]:
@@ -34,83 +36,57 @@ def down_works(tokens: int, args: argparse.Namespace, processes: Processes) -> l
     config = layers.layer_config(args, processes, heads=1, recompute=None)
 
     def tensors(weights: Sequence[Tensor]) -> list[_Projection]:
-        return [_Projection(partial(F.linear, weight=w), w) for w in map(_leaf, weights)]
+        leaves = (weight.clone().requires_grad_() for weight in weights)
+        return [(partial(F.linear, weight=leaf), leaf) for leaf in leaves]
 
     def modules(weights: Sequence[Tensor]) -> list[_Projection]:
         kind = layers.attention_spec(config, AbsorbedMLAOptions()).submodules.linear_kv_down_proj
         built = [_layer(kind, weight, config).to(processes.device) for weight in weights]
-        return [_Projection(lambda x, layer=one: layer(x)[0], one.weight) for one in built]
+        return [(lambda x, layer=one: layer(x)[0], one.weight) for one in built]
 
-    def work(name: str, make: Callable, weights: Sequence[Tensor]) -> Work:
+    def work(make: Callable, weights: Sequence[Tensor]) -> Work:
         projections = make(weights)
 
         def forward() -> Sequence[Tensor]:
-            outs = [one.apply(x) for one in projections]
+            outs = [apply(x) for apply, _ in projections]
             return outs if len(outs) > 1 else outs[0].split(widths, dim=-1)
 
         def forget_gradients() -> None:
-            for leaf in (x, *(one.weight for one in projections)):
+            for leaf in (x, *(weight for _, weight in projections)):
                 leaf.grad = None
 
-        return Work(
-            name,
-            forward,
-            lambda outs: torch.autograd.backward(outs, grads),
-            lambda outs: outs,
-            forget_gradients,
-        )
+        def backward(outs: Sequence[Tensor]) -> None:
+            torch.autograd.backward(outs, grads)
 
-    return [
-        Work.attempt(name, lambda name=name, make=make, weights=weights: work(name, make, weights))
-        for kind, make in (("tensors", tensors), ("layers", modules))
-        for name, weights in (
-            (f"two {kind}", whole.split(widths)),
-            (f"one of {kind}", [whole]),
-        )
-    ]
+        return Work(forward, backward, lambda outs: outs, forget_gradients)
+
+    return attempts(
+        {
+            name.format(kind): partial(work, make, weights)
+            for kind, make in (("tensors", tensors), ("layers", modules))
+            for name, weights in (("two {}", whole.split(widths)), ("one of {}", [whole]))
+        }
+    )
 
 
 def layer_works(
     heads: int, tokens: int, args: argparse.Namespace, processes: Processes
 ) -> list[Work]:
     """Our whole attention layer, with the same weights and the same input."""
-    x = processes.random(tokens, 1, args.hidden_size)
-    grad = processes.random(tokens, 1, args.hidden_size)
+    x, grad = (processes.random(tokens, 1, args.hidden_size) for _ in range(2))
     state: dict[str, Tensor] = {}
 
-    def work(name: str, fused: bool) -> Work:
+    def work(fused: bool) -> Work:
         config = layers.layer_config(args, processes, heads=heads, recompute=None)
         config.mla_down_proj_fusion = fused
-        built = layers.build(config, AbsorbedMLAOptions(), processes, tokens, None)
+        layer = layers.build(config, AbsorbedMLAOptions(), processes, tokens, None).layer
         if state:
-            built.layer.load_state_dict(state)
+            layer.load_state_dict(state)
         else:
-            state.update(built.layer.state_dict())
-        subject = layers.Subject(built.layer, x.clone().requires_grad_(), grad, None)
-        return Work(
-            name,
-            subject.forward,
-            subject.backward,
-            lambda out: (out,),
-            subject.forget_gradients,
-        )
+            state.update(layer.state_dict())
+        return layers.Subject(layer, x.clone().requires_grad_(), grad, None).work()
 
-    return [
-        Work.attempt(name, lambda name=name, fused=fused: work(name, fused))
-        for name, fused in (("separate", False), ("fused", True))
-    ]
-
-
-@dataclass(frozen=True)
-class _Projection:
-    """Of hidden states, with its weight."""
-
-    apply: Callable[[Tensor], Tensor]
-    weight: Tensor
-
-
-def _leaf(weight: Tensor) -> Tensor:
-    return weight.clone().requires_grad_()
+    return attempts({"separate": partial(work, False), "fused": partial(work, True)})
 
 
 def _layer(kind: type, weight: Tensor, config) -> nn.Module:

@@ -10,7 +10,7 @@ latent, k_rope and weights; what is left of either without the products is measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.forms.expanded import expand, expand_backward
 from absorbed_mla.rope import RotaryTable, rotate_tail
+from benchmarks.kit.layers import layer_config
 from benchmarks.kit.report import Refused
-from benchmarks.together import Work
+from benchmarks.kit.works import Work, attempts
 
 if TYPE_CHECKING:
     import argparse
@@ -28,24 +29,6 @@ if TYPE_CHECKING:
     from benchmarks.kit.processes import Processes
 
 _THEIRS = "megatron's fused RoPE"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one input, by the usual letters: tokens, heads, and widths of a head and of the latent."""
-
-    tokens: int
-    heads: int
-    nope: int
-    rope: int
-    v: int
-    latent: int
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, heads: int, tokens: int) -> Sizes:
-        """The dimensions of the command line."""
-        rope = args.qk_pos_emb_head_dim
-        return cls(tokens, heads, args.qk_head_dim, rope, args.v_head_dim, args.kv_lora_rank)
 
 
 class _Lend(torch.autograd.Function):
@@ -60,188 +43,174 @@ class _Lend(torch.autograd.Function):
         return None, None
 
 
-def query_works(sizes: Sizes, args: argparse.Namespace, processes: Processes) -> list[Work]:
+class Inputs:
+    """Sizes, rotary tables and what lends buffers, for so many heads and tokens."""
+
+    def __init__(
+        self, args: argparse.Namespace, heads: int, tokens: int, processes: Processes
+    ) -> None:
+        self.tokens, self.heads, self.processes = tokens, heads, processes
+        self.nope, self.rope = args.qk_head_dim, args.qk_pos_emb_head_dim
+        self.v, self.latent = args.v_head_dim, args.kv_lora_rank
+        self.block_heads = args.block_heads
+        config = layer_config(args, processes, heads=heads, recompute=None)
+        self.cos, self.sin = RotaryTable(config).cos_sin(tokens, processes.device)
+        self.token = torch.zeros((), requires_grad=True, device=processes.device)
+
+    def rotated(self, buffer: Tensor, heads: int) -> Tensor:
+        """Our rotation of a buffer."""
+        return rotate_tail(_Lend.apply(self.token, buffer), self.cos, self.sin, heads)
+
+    def their_tables(self) -> tuple[Tensor, Tensor]:
+        """[S, 1, 1, rope] in the dtype of the hidden states, as Megatron's layer makes them."""
+        dtype = self.processes.dtype
+        halves = (torch.cat((table, table), dim=-1).to(dtype) for table in (self.cos, self.sin))
+        cos, sin = (table[:, None, None].contiguous() for table in halves)
+        return cos, sin
+
+    def kernels(self) -> tuple[Any, Any]:
+        """Megatron's functions for the query and for keys and values.
+
+        Its tuner compiles and measures a kernel for each of the heads that it may choose from.
+
+        Raises:
+            Refused: Without a GPU.
+        """
+        if not self.processes.on_gpu:
+            raise Refused("it needs a GPU")
+        from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
+
+        for kind in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"):
+            tuner = getattr(fused, f"rotary_{kind}_kernel")
+            tuner.configs = [
+                c for c in tuner.configs if str(c.kwargs["BLOCK_H"]) in self.block_heads
+            ]
+        return fused.fused_apply_mla_rope_for_q, fused.fused_apply_mla_rope_for_kv
+
+    def bytes_of(self, per_head: int, shared: int) -> int:
+        """Bytes of so many channels of every head and of every token."""
+        return self.tokens * (self.heads * per_head + shared) * self.processes.dtype.itemsize
+
+
+def query_works(inputs: Inputs) -> list[Work]:
     """Rotation of the last channels of every head of a query [S, 1, N * (nope + rope)]."""
-    cos, sin = _table(sizes, args, processes)
-    width = sizes.nope + sizes.rope
-    shape = sizes.tokens, 1, sizes.heads * width
-    values, grad = processes.random(*shape), processes.random(*shape)
-    token = torch.zeros((), requires_grad=True, device=processes.device)
-    moved = 2 * sizes.tokens * sizes.heads * sizes.rope * values.element_size()
-    traffic = moved, moved
+    heads, width, random = inputs.heads, inputs.nope + inputs.rope, inputs.processes.random
+    values, grad = (random(inputs.tokens, 1, heads * width) for _ in range(2))
+    traffic = (inputs.bytes_of(2 * inputs.rope, 0),) * 2
 
     def ours() -> Work:
         buffer, out_grad = values.clone(), grad.clone()
         return Work(
-            "ours",
-            lambda: rotate_tail(_Lend.apply(token, buffer), cos, sin, sizes.heads),
+            lambda: inputs.rotated(buffer, heads),
             lambda out: out.backward(out_grad),
             lambda out: (out,),
             traffic=traffic,
         )
 
     def theirs() -> Work:
-        rotate, _ = _kernels(processes, args.block_heads)
-        buffer, out_grad = (x.unflatten(-1, (sizes.heads, width)).clone() for x in (values, grad))
-        tables = _their_tables(cos, sin, values.dtype)
+        rotate, _ = inputs.kernels()
+        buffer, out_grad = (x.unflatten(-1, (heads, width)).clone() for x in (values, grad))
+        tables = inputs.their_tables()
         return Work(
-            _THEIRS,
-            lambda: rotate(_Lend.apply(token, buffer), *tables, sizes.nope, sizes.rope),
+            lambda: rotate(_Lend.apply(inputs.token, buffer), *tables, inputs.nope, inputs.rope),
             lambda out: out.backward(out_grad),
             lambda out: (out.flatten(2),),
             traffic=traffic,
         )
 
     def copy() -> Work:
-        source = processes.random(sizes.tokens, sizes.heads, sizes.rope)
+        source = random(inputs.tokens, heads, inputs.rope)
         target = torch.empty_like(source)
-        return Work(
-            "copy",
-            lambda: target.copy_(source),
-            lambda _: source.copy_(target),
-            traffic=traffic,
-        )
+        return Work(lambda: target.copy_(source), lambda _: source.copy_(target), traffic=traffic)
 
-    return [Work.attempt("ours", ours), Work.attempt(_THEIRS, theirs), Work.attempt("copy", copy)]
+    return attempts({"ours": ours, _THEIRS: theirs, "copy": copy})
 
 
-def key_works(sizes: Sizes, args: argparse.Namespace, processes: Processes) -> list[Work]:
+def key_works(inputs: Inputs) -> list[Work]:
     """From [latent | k_rope] to keys and values, and back."""
-    inputs = _KeyInputs(sizes, args, processes)
-
-    def theirs(projected: bool) -> Work:
-        _, fused = _kernels(processes, args.block_heads)
-        return _their_keys(inputs, fused, projected)
-
-    return [
-        Work.attempt("ours", lambda: _our_keys(inputs)),
-        Work.attempt(_THEIRS, lambda: theirs(projected=True)),
-        Work.attempt("ours, rope alone", lambda: _our_rope_of_keys(inputs)),
-        Work.attempt(f"{_THEIRS}, rope alone", lambda: theirs(projected=False)),
-    ]
-
-
-class _KeyInputs:
-    """Random inputs and gradients, the same for all."""
-
-    def __init__(self, sizes: Sizes, args: argparse.Namespace, processes: Processes) -> None:
-        self.sizes = sizes
-        self.cos, self.sin = _table(sizes, args, processes)
-        self.kv = processes.random(sizes.tokens, 1, sizes.latent + sizes.rope)
-        scale = sizes.latent**-0.5
-        self.w_uk = processes.random(sizes.heads, sizes.nope, sizes.latent) * scale
-        self.w_uv = processes.random(sizes.heads, sizes.v, sizes.latent) * scale
-        self.dk = processes.random(sizes.tokens, 1, sizes.heads, sizes.nope + sizes.rope)
-        self.dv = processes.random(sizes.tokens, 1, sizes.heads, sizes.v)
-        self.token = torch.zeros((), requires_grad=True, device=processes.device)
-
-    def bytes_of(self, per_head: int, shared: int) -> int:
-        """Bytes of so many channels of every head and of every token."""
-        channels = self.sizes.heads * per_head + shared
-        return self.sizes.tokens * channels * self.kv.element_size()
+    random, scale = inputs.processes.random, inputs.latent**-0.5
+    kv = random(inputs.tokens, 1, inputs.latent + inputs.rope)
+    weights = [random(inputs.heads, w, inputs.latent) * scale for w in (inputs.nope, inputs.v)]
+    dk = random(inputs.tokens, 1, inputs.heads, inputs.nope + inputs.rope)
+    dv = random(inputs.tokens, 1, inputs.heads, inputs.v)
+    return attempts(
+        {
+            "ours": lambda: _our_keys(inputs, kv, weights, dk, dv),
+            _THEIRS: lambda: _their_keys(inputs, kv, weights, dk, dv),
+            "ours, rope alone": lambda: _our_rope_of_keys(inputs, kv, dk),
+            f"{_THEIRS}, rope alone": lambda: _their_keys(
+                inputs, kv, weights, dk, dv, projected=False
+            ),
+        }
+    )
 
 
-def _our_keys(inputs: _KeyInputs) -> Work:
-    buffer = inputs.kv.clone()
+def _our_keys(inputs: Inputs, kv: Tensor, weights: list[Tensor], dk: Tensor, dv: Tensor) -> Work:
+    buffer = kv.clone()
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
-        kv = rotate_tail(_Lend.apply(inputs.token, buffer), inputs.cos, inputs.sin, num_heads=1)
+        rotated = inputs.rotated(buffer, 1)
         with torch.no_grad():
-            return kv, *expand(kv, inputs.w_uk, inputs.w_uv)
+            return rotated, *expand(rotated, *weights)
 
     def backward(result: tuple[Tensor, Tensor, Tensor]) -> None:
-        kv = result[0]
+        rotated = result[0]
         with torch.no_grad():
-            weights = inputs.w_uk, inputs.w_uv
-            grads = expand_backward(kv, *weights, inputs.dk, inputs.dv)
-        dkv, _, _ = (grad.to(kv.dtype) for grad in grads)
-        kv.backward(dkv)
+            grads = expand_backward(rotated, *weights, dk, dv)
+        dkv, _, _ = (grad.to(rotated.dtype) for grad in grads)
+        rotated.backward(dkv)
 
-    return Work("ours", forward, backward, lambda result: result[1:])
+    return Work(forward, backward, lambda result: result[1:])
 
 
-def _our_rope_of_keys(inputs: _KeyInputs) -> Work:
+def _our_rope_of_keys(inputs: Inputs, kv: Tensor, dk: Tensor) -> Work:
     """What ours does beside its products."""
     from absorbed_mla.core_attention.forms.expanded import _broadcast_k_rope
 
-    sizes, buffer, grad = inputs.sizes, inputs.kv.clone(), inputs.kv.clone()
-    keys = torch.empty_like(inputs.dk).flatten(0, 1)
+    buffer, grad = kv.clone(), kv.clone()
+    keys = torch.empty_like(dk).flatten(0, 1)
 
     def forward() -> Tensor:
-        kv = rotate_tail(_Lend.apply(inputs.token, buffer), inputs.cos, inputs.sin, num_heads=1)
+        rotated = inputs.rotated(buffer, 1)
         with torch.no_grad():
-            _broadcast_k_rope(kv.flatten(0, 1)[:, sizes.latent :], keys)
-        return kv
+            _broadcast_k_rope(rotated.flatten(0, 1)[:, inputs.latent :], keys)
+        return rotated
 
-    rotated = inputs.bytes_of(0, 2 * sizes.rope)
-    forward_bytes = rotated + inputs.bytes_of(sizes.rope, sizes.rope)
-    return Work(
-        "ours, rope alone",
-        forward,
-        lambda kv: kv.backward(grad),
-        traffic=(forward_bytes, rotated),
-    )
+    moved = inputs.bytes_of(0, 2 * inputs.rope)
+    traffic = moved + inputs.bytes_of(inputs.rope, inputs.rope), moved
+    return Work(forward, lambda rotated: rotated.backward(grad), traffic=traffic)
 
 
-def _their_keys(inputs: _KeyInputs, fused: Any, projected: bool) -> Work:
-    sizes = inputs.sizes
+def _their_keys(
+    inputs: Inputs,
+    kv: Tensor,
+    weights: list[Tensor],
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    projected: bool = True,
+) -> Work:
+    _, fused = inputs.kernels()
     latent, k_rope = (
         part.contiguous().requires_grad_()
-        for part in inputs.kv.split([sizes.latent, sizes.rope], dim=-1)
+        for part in kv.split([inputs.latent, inputs.rope], dim=-1)
     )
-    weight = torch.cat((inputs.w_uk, inputs.w_uv), dim=1).flatten(0, 1).requires_grad_()
-    tables = _their_tables(inputs.cos, inputs.sin, latent.dtype)
-    leaves = (latent, weight, k_rope)
-    ready: Tensor | None = None
+    weight = torch.cat(weights, dim=1).flatten(0, 1).requires_grad_()
+    tables, leaves = inputs.their_tables(), (latent, weight, k_rope)
+    widths = inputs.rope, inputs.nope, inputs.v
+    project = partial(F.linear, latent, weight)
     if not projected:
-        ready = F.linear(latent, weight).detach().requires_grad_()
-        leaves = (ready, k_rope)
+        ready = project().detach().requires_grad_()
+        leaves, project = (ready, k_rope), lambda: ready
 
     def forward() -> tuple[Tensor, Tensor]:
-        kv = F.linear(latent, weight) if ready is None else ready
-        heads = kv.unflatten(-1, (sizes.heads, -1))
-        widths = sizes.rope, sizes.nope, sizes.v
+        heads = project().unflatten(-1, (inputs.heads, -1))
         return fused(heads, k_rope.unsqueeze(2), *tables, *widths)
 
-    written = inputs.bytes_of(2 * (sizes.nope + sizes.v) + sizes.rope, sizes.rope)
+    written = inputs.bytes_of(2 * (inputs.nope + inputs.v) + inputs.rope, inputs.rope)
     return Work(
-        _THEIRS if projected else f"{_THEIRS}, rope alone",
         forward,
-        lambda out: torch.autograd.grad(out, leaves, (inputs.dk, inputs.dv)),
+        lambda out: torch.autograd.grad(out, leaves, (dk, dv)),
         lambda out: out,
         traffic=None if projected else (written, written),
     )
-
-
-def _table(sizes: Sizes, args: argparse.Namespace, processes: Processes) -> tuple[Tensor, Tensor]:
-    from benchmarks.kit.layers import layer_config
-
-    config = layer_config(args, processes, heads=sizes.heads, recompute=None)
-    return RotaryTable(config).cos_sin(sizes.tokens, processes.device)
-
-
-def _their_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[S, 1, 1, rope] in the dtype of the hidden states, as Megatron's layer makes them."""
-    halves = (torch.cat((table, table), dim=-1).to(dtype) for table in (cos, sin))
-    cos, sin = (table[:, None, None].contiguous() for table in halves)
-    return cos, sin
-
-
-def _kernels(processes: Processes, block_heads: list[str]) -> tuple[Any, Any]:
-    """Megatron's functions for the query and for keys and values.
-
-    Args:
-        processes: For the device.
-        block_heads: What its tuner may choose from: it compiles and measures a kernel for each.
-
-    Raises:
-        Refused: Without a GPU.
-    """
-    if not processes.on_gpu:
-        raise Refused("it needs a GPU")
-    from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
-
-    for kind in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"):
-        tuner = getattr(fused, f"rotary_{kind}_kernel")
-        tuner.configs = [one for one in tuner.configs if str(one.kwargs["BLOCK_H"]) in block_heads]
-    return fused.fused_apply_mla_rope_for_q, fused.fused_apply_mla_rope_for_kv

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the parts of a layer of grouped experts, our kernels beside PyTorch's operators.
 
-    $ python scripts/benchmarks/grouped_experts.py --json docs/generation/grouped-experts.json
+    $ python scripts/benchmarks/grouped_experts.py --json grouped-experts.json
     $ python scripts/benchmarks/grouped_experts.py --cases into,out_of --tokens 1,32,128
 
 choose      experts of every token, by Megatron's function and in one launch
@@ -18,8 +18,6 @@ TB/s count the weights of the chosen experts. "parity" is the product of parity 
 PyTorch's only.
 
     12.3 s  into T=32: torch 362.1 us, ours 315.4 us
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,104 +27,70 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.fusions import FusionsReport
-from benchmarks.fusions import Row as FusionsRow
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes
-from benchmarks.kit.run import Benchmark
-from benchmarks.together import Work, measure_together
+from benchmarks import kit
+from benchmarks.kit.works import Work, WorksBenchmark, WorksReport, WorksRow
 from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+torch: Any = kit.lazy("torch")
 KINDS = ("choose", "order", "into", "activation", "out_of", "sums")
 # Groups of experts and how many of them a token may choose from, where there are as many experts.
 _GROUPS = (8, 4)
 
 
 @dataclass(frozen=True)
-class Case:
+class PartCase(kit.Case):
     """One part of a layer, for so many tokens."""
 
+    text = "{kind} T={tokens}"
     kind: str
     tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} T={self.tokens}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(FusionsRow):
-    """One part, by PyTorch and by us."""
-
-    case: Case
-
-
-class ExpertsReport(FusionsReport):
-    """One run."""
-
-    row = Row
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of all parts of a layer with T tokens that choose K of E experts.
+    """Of all parts of a layer with T tokens that choose K of E experts."""
 
-    Attributes:
-        logits: [T, E] fp32.
-        bias: [E] fp32.
-        chosen: Int64 [T, K].
-        rows: [T * K, H].
-        gate_and_up: [T * K, 2 F].
-        inner: [T * K, F].
-        probs: [T * K] fp32.
-    """
-
-    logits: Tensor
-    bias: Tensor
-    chosen: Tensor
-    rows: Tensor
-    gate_and_up: Tensor
-    inner: Tensor
-    probs: Tensor
+    logits: Tensor  # [T, E] fp32
+    bias: Tensor  # [E] fp32
+    chosen: Tensor  # int64 [T, K]
+    rows: Tensor  # [T * K, H]
+    gate_and_up: Tensor  # [T * K, 2 F]
+    inner: Tensor  # [T * K, F]
+    probs: Tensor  # [T * K] fp32
 
 
-class ExpertsBenchmark(Benchmark):
+class ExpertsBenchmark(WorksBenchmark):
     """Works of the same part in turns."""
 
-    script = "grouped_experts.py"
-    report = ExpertsReport
+    report = WorksReport.of(kit.row_of(PartCase, WorksRow))
+    options = kit.declare(
+        "json render only device seconds_per_row=0.1 time_limit=60 seed=1234",
+        cases=kit.some("what to measure", KINDS),
+        tokens=kit.sizes("tokens of a step", "1,32,128,1k,8k"),
+        experts=kit.number("routed experts", 16),
+        topk=kit.number("experts of a token", 8),
+        hidden_size=kit.number("width of the hidden states", 7168),
+        moe_ffn_hidden_size=kit.number("channels of an expert", 2048),
+    )
+    quick = "--experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3"
+    recorded = ("experts", "topk", "hidden_size", "moe_ffn_hidden_size", "ceilings")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
-        from benchmarks.kit.processes import Processes
-
-        self.processes = Processes(args.seed)
-        random, width, channels = self.processes.random, args.hidden_size, args.moe_ffn_hidden_size
-        self._weights_into = random(args.experts, 2 * channels, width) * width**-0.5
-        self._weights_out_of = random(args.experts, width, channels) * channels**-0.5
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, render=None, json=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, seconds_per_row=0.1, time_limit=60.0)
-        add("--cases", type=list_of(one_of(KINDS)), default=",".join(KINDS), help="what to measure")
-        add("--tokens", type=parse_sizes, default="1,32,128,1k,8k", help="tokens of a step")
-        add("--experts", type=count, default=16, help="routed experts")
-        add("--topk", type=count, default=8, help="experts of a token")
-        add("--hidden-size", type=count, default=7168, help="width of the hidden states")
-        add("--moe-ffn-hidden-size", type=count, default=2048, help="channels of an expert")
+    def prepare(self) -> None:
+        """The weights of all experts."""
+        super().prepare()
+        args, random = self.args, self.processes.random
+        width, channels = args.hidden_size, args.moe_ffn_hidden_size
+        self._weights = {
+            "into": random(args.experts, 2 * channels, width) * width**-0.5,
+            "out_of": random(args.experts, width, channels) * channels**-0.5,
+        }
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -134,42 +98,29 @@ class ExpertsBenchmark(Benchmark):
         if args.topk > args.experts:
             parser.error(f"--topk must be at most --experts={args.experts}, got {args.topk}")
 
-    def environment(self) -> dict:
-        """With the rates that the device reaches."""
-        from benchmarks.kit.timing import ceilings
-
-        args, on_gpu = self.args, self.processes.on_gpu
-        sizes = {name: getattr(args, name) for name in ("experts", "topk", "hidden_size")}
-        sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size
-        rates = ceilings(on_gpu)
-        return provenance.describe(on_gpu, self.processes.dtype, **sizes, ceilings=rates)
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[PartCase]:
         """By kind, few tokens first."""
-        found = [Case(kind, n) for kind in self.args.cases for n in sorted(self.args.tokens)]
-        return arguments.chosen(found, self.args.only)
+        return [PartCase(kind, n) for kind in self.args.cases for n in sorted(self.args.tokens)]
 
-    def measure(self, case: Case) -> Row:
-        """The works of a case."""
+    def works(self, case: PartCase) -> list[Work]:
+        """By the functions of the kind, whose results are compared as they are or by another."""
         calls = getattr(self, f"_{case.kind}")(self._inputs(case.tokens))
-        works = [self._work(case, name, *call) for name, call in calls.items()]
-        found = measure_together(works, self.processes, self.args.seconds_per_row)
-        return Row(case=case, works=found)
+        return [self._work(case, name, *call) for name, call in calls.items()]
 
-    def _work(self, case: Case, name: str, call: Callable, outputs: Callable | None = None) -> Work:
-        if name != "torch" and not self.processes.on_gpu and not _is_interpreted():
-            return Work(name, error="it needs a GPU")
-        weights = {"into": self._weights_into, "out_of": self._weights_out_of}.get(case.kind)
-        read = 0
+    def _work(
+        self, case: PartCase, name: str, call: Callable, outputs: Callable = lambda found: [found]
+    ) -> Work:
+        from absorbed_mla.kernels.triton.common import interpreted
+
+        if name != "torch" and not self.processes.on_gpu and not interpreted():
+            return Work(name=name, error="it needs a GPU")
+        weights, traffic = self._weights.get(case.kind), None
         if weights is not None:
             chosen = min(case.tokens * self.args.topk, self.args.experts)
-            read = weights[:chosen].numel() * weights.element_size()
-        traffic = (read, 0) if read else None
-        return Work(name, call, outputs=outputs or (lambda found: [found]), traffic=traffic)
+            traffic = weights[:chosen].numel() * weights.element_size(), 0
+        return Work(call, outputs=outputs, traffic=traffic, name=name)
 
     def _inputs(self, tokens: int) -> Inputs:
-        import torch
-
         args, random = self.args, self.processes.random
         rows, width, channels = tokens * args.topk, args.hidden_size, args.moe_ffn_hidden_size
         logits = random(tokens, args.experts).float()
@@ -189,7 +140,6 @@ class ExpertsBenchmark(Benchmark):
         return PermutedTokens.of(inputs.chosen, self.args.experts)
 
     def _choose(self, inputs: Inputs) -> dict[str, tuple]:
-        import torch
         from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
         logits, topk, bias = inputs.logits, self.args.topk, inputs.bias
@@ -239,10 +189,10 @@ class ExpertsBenchmark(Benchmark):
         return {"torch": (lambda: sort(chosen, experts), places), "ours": (ours, places)}
 
     def _into(self, inputs: Inputs) -> dict[str, tuple]:
-        return self._products(inputs, inputs.rows, self._weights_into)
+        return self._products(inputs, inputs.rows, self._weights["into"])
 
     def _out_of(self, inputs: Inputs) -> dict[str, tuple]:
-        return self._products(inputs, inputs.inner, self._weights_out_of)
+        return self._products(inputs, inputs.inner, self._weights["out_of"])
 
     def _products(self, inputs: Inputs, x: Tensor, weights: Tensor) -> dict[str, tuple]:
         from absorbed_mla.serving.experts.product import of_many_rows
@@ -259,19 +209,16 @@ class ExpertsBenchmark(Benchmark):
 
             return grouped_product(x, weights, ends)
 
-        def torchs() -> Tensor:
-            return of_many_rows(x, weights, ends)
-
-        return {"torch": (torchs,), "ours": (ours,), "parity": (parity,)}
+        torchs = (lambda: of_many_rows(x, weights, ends),)
+        return {"torch": torchs, "ours": (ours,), "parity": (parity,)}
 
     def _activation(self, inputs: Inputs) -> dict[str, tuple]:
-        import torch.nn.functional as F
-
         x, probs, rows = inputs.gate_and_up, inputs.probs, self._rows(inputs)
 
         def torchs() -> Tensor:
             gate, up = x.chunk(2, -1)
-            return F.silu(gate).mul_(up).mul_(rows.choices_of(probs).unsqueeze(-1))
+            weights = rows.choices_of(probs).unsqueeze(-1)
+            return torch.nn.functional.silu(gate).mul_(up).mul_(weights)
 
         def ours() -> Tensor:
             from absorbed_mla.kernels.moe.swiglu import swiglu
@@ -294,12 +241,5 @@ class ExpertsBenchmark(Benchmark):
         return {"torch": (torchs,), "ours": (ours,)}
 
 
-def _is_interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels, also on a CPU."""
-    from absorbed_mla.kernels.triton.common import interpreted
-
-    return interpreted()
-
-
 if __name__ == "__main__":
-    leave(ExpertsBenchmark.main())
+    kit.main(ExpertsBenchmark)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure parity mode's matrix product beside PyTorch's and Megatron's batch-invariant one.
 
-    $ python scripts/benchmarks/invariant_products.py --json docs/inference/products.json
+    $ python scripts/benchmarks/invariant_products.py --json products.json
     $ python scripts/benchmarks/invariant_products.py --works proj --rows 32 --tiles 64x64x4x5
     $ python scripts/benchmarks/invariant_products.py --rows 1k,8k --tiles 128x128x8x4,128x256x12x3
 
@@ -14,8 +14,6 @@ Every tile, whole and in parts, must give the rows the bits that they have among
 "changed" counts what does not, and makes the exit code 1. Output:
 
     9.1 s  proj, 32 rows: ours: us ..., tbps ..., tflops ..., ratio ..., changed 0
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -28,25 +26,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import list_of, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Times, reason
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from absorbed_mla.kernels.invariant.tiles import Tile
+    from benchmarks.kit.timing import Repeated
 
+torch: Any = kit.lazy("torch")
 # Inputs and outputs of DeepSeek-V3's layers.
 WORKS = {
     "q_down": (7168, 1536),
@@ -64,46 +55,33 @@ _COMPARED = 256
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row.
+class ProductCase(kit.Case):
+    """One product."""
 
-    Attributes:
-        work: Name of the product, or its inputs and outputs.
-        rows: Tokens.
-        implementation: ``"torch"``, ``"ours"``, one of Megatron's, or ours with a tile's name.
-    """
-
-    work: str
-    rows: int
-    implementation: str
-
-    def __str__(self) -> str:
-        return f"{self.work}, {self.rows} rows: {self.implementation}"
+    text = "{work}, {rows} rows: {implementation}"
+    work: str  # name of the product, or its inputs and outputs
+    rows: int  # tokens
+    implementation: str  # "torch", "ours", one of Megatron's, or ours with a tile's name
 
     @property
     def widths(self) -> tuple[int, int]:
         """Inputs and outputs."""
-        return WORKS.get(self.work) or widths_of(self.work)
+        if self.work in WORKS:
+            return WORKS[self.work]
+        inputs, outputs = map(int, self.work.split("x"))
+        return inputs, outputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case, or why there are no figures of it.
+class Row(kit.Row):
+    """Times of a call, and of ours what gave other bits, such as a tile."""
 
-    Attributes:
-        case: What was measured.
-        times: Of a call; None after an error.
-        changed: Of ours: what gave other bits, such as a tile.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Case
-    times: Times | None = None
+    case: ProductCase
+    times: kit.Times | None = None
     changed: list[str] = field(default_factory=list)
-    error: str = ""
 
 
-class ProductReport(Report):
+class ProductReport(kit.Report):
     """One run."""
 
     row = Row
@@ -124,200 +102,16 @@ class ProductReport(Report):
         return found
 
     @classmethod
-    def panels(cls, reports: Sequence[ProductReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[ProductReport]) -> list[kit.Panel]:
         """Microseconds over the rows."""
-        points = (
-            (f"{row.case.work} [us]", row.case.implementation, row.case.rows, figures["us"])
-            for report in reports
-            for row in report.measured
-            for figures in [report.figures(row)]
-        )
-        return collected(points, "rows", log_y=True)
+        return cls.over(reports, "{0.work} [us]", "us", "rows", "rows", log_y=True)
 
     @classmethod
     def notes(cls, reports: Sequence[ProductReport]) -> list[str]:
         """What gave other bits."""
-        lines = [
-            f"- {row.case}: {', '.join(row.changed)}"
-            for report in reports
-            for row in report.rows
-            if row.changed
-        ]
+        rows = [row for report in reports for row in report.rows if row.changed]
+        lines = [f"- {row.case}: {', '.join(row.changed)}" for row in rows]
         return ["\n".join(["Rows got other bits:", "", *lines])] if lines else []
-
-
-class ProductBenchmark(Benchmark):
-    """All implementations of an input in turns."""
-
-    script = "invariant_products.py"
-    report = ProductReport
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
-        from benchmarks.kit.processes import Processes
-
-        self.processes = Processes(args.seed)
-        self._rows: dict[Case, Row] = {}
-        # Of the work at hand: input, copies of the weight, and the result of the most rows.
-        self._work = ""
-        self._operands: tuple[Tensor, list[Tensor], Tensor] | None = None
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
-        arguments.add_common(parser, seconds_per_row=0.05, time_limit=45.0, seed=1234)
-        works = "products by name, or as INPUTSxOUTPUTS"
-        add("--works", type=list_of(_work), default=",".join(WORKS), help=works)
-        add("--rows", type=parse_sizes, default="1,8,32,128,2k,8k", help="numbers of tokens")
-        tiles = "more tiles to measure ours with, as ROWSxCOLUMNSxWARPSxSTAGES"
-        add("--tiles", type=list_of(_tile), default=None, help=tiles)
-
-    def environment(self) -> dict:
-        """With the rates that the device reaches."""
-        from benchmarks.kit.timing import ceilings
-
-        on_gpu = self.processes.on_gpu
-        return provenance.describe(on_gpu, self.processes.dtype, ceilings=ceilings(on_gpu))
-
-    def cases(self) -> list[Case]:
-        """PyTorch first, which the others are compared with."""
-        ours = [f"{OURS} {tile}" for tile in self._more_tiles()]
-        found = [
-            Case(work, rows, implementation)
-            for work in self.args.works
-            for rows in sorted(self.args.rows)
-            for implementation in (TORCH, OURS, MEGATRON, MEGATRON_TE, *ours)
-        ]
-        return arguments.chosen(found, self.args.only)
-
-    def measure(self, case: Case) -> Row:
-        """Measure all implementations of the input with the first of them.
-
-        Raises:
-            Refused: With the reason of a case that could not be measured.
-        """
-        if case not in self._rows:
-            same = [c for c in self.cases() if (c.work, c.rows) == (case.work, case.rows)]
-            self._rows = self._together(same)
-        row = self._rows[case]
-        if row.error:
-            raise Refused(row.error)
-        return row
-
-    def exit_code(self, report: ProductReport) -> int:
-        """1 if a row got other bits."""
-        return int(any(row.changed for row in report.rows))
-
-    def _more_tiles(self) -> list[Tile]:
-        from absorbed_mla.kernels.invariant.tiles import Tile
-
-        return [Tile(*sizes) for sizes in self.args.tiles or ()]
-
-    def _together(self, cases: Sequence[Case]) -> dict[Case, Row]:
-        """Rows of cases with the same input."""
-        from benchmarks.kit.timing import Repeated, in_turns, repetitions
-
-        rows, works = {}, {}
-        for case in cases:
-            try:
-                run = self._call(case)
-                run()
-                self.processes.synchronize()
-            except Exception as error:  # of any kernel; the others are measured all the same
-                rows[case] = Row(case=case, error=reason(error))
-            else:
-                works[case] = Repeated(run, on_gpu=self.processes.on_gpu)
-        if not works:
-            return rows
-        seconds = sum(work.once() for work in works.values())
-        count = repetitions(seconds, self.args.seconds_per_row * len(works))
-        for case, steps in zip(works, in_turns([*works.values()], count), strict=True):
-            times = Times.of([step for _, _, step in steps])
-            rows[case] = Row(case=case, times=times, changed=self._changed(case))
-        return rows
-
-    def _operands_of(self, case: Case) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Input of the most rows, copies of the weight, and our product of the first."""
-        if self._work != case.work or self._operands is None:
-            from absorbed_mla.kernels.invariant.matrix_product import matrix_product
-
-            self._operands = None
-            inputs, outputs = case.widths
-            random, size = self.processes.random, self.processes.dtype.itemsize
-            x = random(max(self.args.rows), inputs)
-            weight = random(outputs, inputs) * inputs**-0.5
-            count = 1 + int(_COPIES_BYTES / (size * inputs * outputs))
-            copies = [weight, *(weight.clone() for _ in range(min(count, 64) - 1))]
-            self._work, self._operands = case.work, (x, copies, matrix_product(x, weight.T))
-        return self._operands
-
-    def _call(self, case: Case) -> Callable[[], Tensor]:
-        """What is timed."""
-        import torch
-        from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
-
-        x, copies, _ = self._operands_of(case)
-        rows, weights = x[: case.rows], itertools.cycle(copies)
-        if case.implementation == MEGATRON_TE:
-            product = megatron.BatchInvariantTEGemmFn.apply
-            return lambda: product(next(weights), rows, None, None, "TN")
-        products = {TORCH: torch.matmul, MEGATRON: megatron.matmul_persistent}
-        matmul = products.get(case.implementation) or self._ours(case)
-        return lambda: matmul(rows, next(weights).T)
-
-    def _ours(self, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
-        from absorbed_mla.kernels.invariant.matrix_product import matrix_product
-
-        for tile in self._more_tiles():
-            if case.implementation == f"{OURS} {tile}":
-                return partial(matrix_product, tile=tile)
-        return matrix_product
-
-    def _changed(self, case: Case) -> list[str]:
-        """What gives a row of ours other bits than it has among the most rows."""
-        import torch
-
-        if not case.implementation.startswith(OURS):
-            return []
-        x, [weight, *_], whole = self._operands_of(case)
-        found = self._ours(case)(x[: case.rows], weight.T)
-        changed = [] if torch.equal(found, whole[: case.rows]) else ["number of rows"]
-        if case.implementation == OURS:
-            count = min(case.rows, _COMPARED)
-            for name, product in _variants(x, weight):
-                if not torch.equal(product(x[:count], weight.T), whole[:count]):
-                    changed.append(name)
-        return changed
-
-
-def _variants(x: Tensor, weight: Tensor) -> Iterator[tuple[str, Callable]]:
-    """Our product with every tile of these, whole and in parts, by name."""
-    import torch
-
-    from absorbed_mla.kernels.invariant import tiles
-    from absorbed_mla.kernels.invariant.matrix_product import has_wide_tile, matrix_product
-
-    if has_wide_tile(x.device) and _lie_in_rows(x, weight):
-        yield f"tile {tiles.WIDE_TILE}", partial(matrix_product, tile=tiles.WIDE_TILE)
-    for tile in tiles.FP32_TILES if x.dtype == torch.float32 else tiles.TILES:
-        for split in (False, True):
-            name = f"tile {tile} {'in parts' if split else 'whole'}"
-            yield name, partial(matrix_product, tile=tile, split=split)
-
-
-def _lie_in_rows(x: Tensor, weight: Tensor) -> bool:
-    from absorbed_mla.kernels.hopper.product import can_multiply
-
-    return can_multiply(x[:1], weight.T, None, x.new_empty(1, len(weight)))
-
-
-def widths_of(text: str) -> tuple[int, int]:
-    """Inputs and outputs of ``"7168x1536"``."""
-    inputs, outputs = map(int, text.split("x"))
-    return inputs, outputs
 
 
 def _work(text: str) -> str:
@@ -344,5 +138,122 @@ def _tile(text: str) -> tuple[int, ...]:
     return sizes
 
 
+class ProductBenchmark(kit.InTurns):
+    """All implementations of an input in turns."""
+
+    report = ProductReport
+    options = kit.declare(
+        "json plot render only device seconds_per_row=0.05 time_limit=45 seed=1234",
+        works=kit.Option(
+            "products by name, or as INPUTSxOUTPUTS", kit.list_of(_work), ",".join(WORKS)
+        ),
+        rows=kit.sizes("numbers of tokens", "1,8,32,128,2k,8k"),
+        tiles=kit.Option(
+            "more tiles to measure ours with, as ROWSxCOLUMNSxWARPSxSTAGES", kit.list_of(_tile)
+        ),
+    )
+    quick = "--works 40x33 --rows 1,70"
+    recorded = ("ceilings",)
+
+    def prepare(self) -> None:
+        """The tiles, and no operands yet."""
+        super().prepare()
+        from absorbed_mla.kernels.invariant.tiles import Tile
+
+        self._tiles = {f"{OURS} {Tile(*sizes)}": Tile(*sizes) for sizes in self.args.tiles or ()}
+        # Of the work at hand: input, copies of the weight, and our result of the most rows.
+        self._work = ""
+        self._operands: tuple[Tensor, list[Tensor], Tensor] | None = None
+
+    def cases(self) -> list[ProductCase]:
+        """PyTorch first, which the others are compared with."""
+        return [
+            ProductCase(work, rows, implementation)
+            for work in self.args.works
+            for rows in sorted(self.args.rows)
+            for implementation in (TORCH, OURS, MEGATRON, MEGATRON_TE, *self._tiles)
+        ]
+
+    def exit_code(self, report: ProductReport) -> int:
+        """1 if a row got other bits."""
+        return int(any(row.changed for row in report.rows))
+
+    def work(self, case: ProductCase) -> Repeated:
+        """The product."""
+        from benchmarks.kit.timing import Repeated
+
+        run = self._call(case)
+        run()
+        self.processes.synchronize()
+        return Repeated(run, on_gpu=self.processes.on_gpu)
+
+    def timed(self, case: ProductCase, times: kit.Times) -> Row:
+        """With what gave other bits."""
+        return Row(case=case, times=times, changed=self._changed(case))
+
+    def _operands_of(self, case: ProductCase) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Input of the most rows, copies of the weight, and our product of the first."""
+        if self._work != case.work or self._operands is None:
+            from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+            self._operands = None
+            inputs, outputs = case.widths
+            random, size = self.processes.random, self.processes.dtype.itemsize
+            x = random(max(self.args.rows), inputs)
+            weight = random(outputs, inputs) * inputs**-0.5
+            count = 1 + int(_COPIES_BYTES / (size * inputs * outputs))
+            copies = [weight, *(weight.clone() for _ in range(min(count, 64) - 1))]
+            self._work, self._operands = case.work, (x, copies, matrix_product(x, weight.T))
+        return self._operands
+
+    def _call(self, case: ProductCase) -> Callable[[], Tensor]:
+        """What is timed."""
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
+
+        x, copies, _ = self._operands_of(case)
+        rows, weights = x[: case.rows], itertools.cycle(copies)
+        if case.implementation == MEGATRON_TE:
+            product = megatron.BatchInvariantTEGemmFn.apply
+            return lambda: product(next(weights), rows, None, None, "TN")
+        products = {TORCH: torch.matmul, MEGATRON: megatron.matmul_persistent}
+        matmul = products.get(case.implementation) or self._ours(case)
+        return lambda: matmul(rows, next(weights).T)
+
+    def _ours(self, case: ProductCase) -> Callable[[Tensor, Tensor], Tensor]:
+        from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+        tile = self._tiles.get(case.implementation)
+        return partial(matrix_product, tile=tile) if tile else matrix_product
+
+    def _changed(self, case: ProductCase) -> list[str]:
+        """What gives a row of ours other bits than it has among the most rows."""
+        if not case.implementation.startswith(OURS):
+            return []
+        x, [weight, *_], whole = self._operands_of(case)
+        found = self._ours(case)(x[: case.rows], weight.T)
+        changed = [] if torch.equal(found, whole[: case.rows]) else ["number of rows"]
+        if case.implementation == OURS:
+            count = min(case.rows, _COMPARED)
+            for name, product in _variants(x, weight):
+                if not torch.equal(product(x[:count], weight.T), whole[:count]):
+                    changed.append(name)
+        return changed
+
+
+def _variants(x: Tensor, weight: Tensor) -> Iterator[tuple[str, Callable]]:
+    """Our product with every tile of these, whole and in parts, by name."""
+    from absorbed_mla.kernels.hopper.product import can_multiply
+    from absorbed_mla.kernels.invariant import tiles
+    from absorbed_mla.kernels.invariant.matrix_product import has_wide_tile, matrix_product
+
+    lie_in_rows = partial(can_multiply, x[:1], weight.T, None)
+    if has_wide_tile(x.device) and lie_in_rows(x.new_empty(1, len(weight))):
+        yield f"tile {tiles.WIDE_TILE}", partial(matrix_product, tile=tiles.WIDE_TILE)
+    for tile in tiles.FP32_TILES if x.dtype == torch.float32 else tiles.TILES:
+        for split in (False, True):
+            name = f"tile {tile} {'in parts' if split else 'whole'}"
+            yield name, partial(matrix_product, tile=tile, split=split)
+
+
 if __name__ == "__main__":
-    leave(ProductBenchmark.main())
+    kit.main(ProductBenchmark)

@@ -15,7 +15,7 @@ its HTTP. Without ``--model``, a tiny model with random weights runs. Output:
 
     95.1 s  parity mode: tokens_per_second 310, first_token_p50_ms 60, ..., equal 1000, different 0
 
-The exit code is 1 if anything is wrong; the last line of the output is JSON.
+The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -33,22 +33,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from absorbed_mla.serving.llm_options import DTYPES
-from benchmarks.engine_requests import scarce_blocks
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
-from benchmarks.load_requests import Outcome, Request, longest, run, run_alone, verdict, workload
+from absorbed_mla.serving.options import DTYPES
+from benchmarks import kit
+from benchmarks.engine import VerdictReport
+from benchmarks.engine_requests import longest, scarce_blocks
+from benchmarks.load_requests import Outcome, Request, run, run_alone, verdict, workload
 from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
     from absorbed_mla import LLM
 
+torch: Any = kit.lazy("torch")
 CASE = "parity mode"
 # Requests that run before the clock does: they compile kernels.
 WARM_UP = 8
@@ -56,33 +52,21 @@ WARM_UP = 8
 TINY = {"model": "deepseek-v2-lite", "layers": 2, "experts": 4, "scale_down": 16, "vocab_size": 512}
 
 
-@dataclass
-class Row:
-    """What one load did.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What one load did."""
 
-    Attributes:
-        case: Its name.
-        error: Why it failed; "" if it did not.
-        seconds: From the first request to the end of the last.
-        generated: Tokens.
-        requests: Numbers of requests of each kind.
-        engine: What the engine did: fields of ``Statistics``.
-        missing: Of what the load should make happen, what did not.
-        latencies: Milliseconds by ``first_token``, ``token`` and ``request``, each p50, p99, most.
-        equal: Requests whose tokens are those that they have alone, or the first of them.
-        different: Numbers of the others.
-    """
-
-    case: str
-    error: str = ""
-    seconds: float | None = None
-    generated: int = 0
-    requests: dict[str, int] = field(default_factory=dict)
+    case: str  # its name
+    seconds: float | None = None  # from the first request to the end of the last
+    generated: int = 0  # tokens
+    requests: dict[str, int] = field(default_factory=dict)  # numbers of requests of each kind
+    # What the engine did: fields of Statistics.
     engine: dict[str, int] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # of what the load should make happen, what did not
+    # Milliseconds by first_token, token and request, each p50, p99, most.
     latencies: dict[str, dict[str, float]] = field(default_factory=dict)
-    equal: int = 0
-    different: tuple[int, ...] = ()
+    equal: int = 0  # requests whose tokens are those that they have alone, or the first of them
+    different: tuple[int, ...] = ()  # numbers of the others
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -95,19 +79,10 @@ class Row:
         return not (self.error or self.missing or self.different)
 
 
-class LoadReport(Report):
+class LoadReport(VerdictReport):
     """One run."""
 
     row = Row
-
-    def as_json(self, row: Row) -> dict:
-        """With the rate and the verdict."""
-        derived = {"tokens_per_second": row.tokens_per_second, "ok": row.ok}
-        return {**dataclasses.asdict(row), **derived}
-
-    def summary(self) -> dict:
-        """The whole file."""
-        return {"environment": self.environment, "rows": list(map(self.as_json, self.rows))}
 
     def figures(self, row: Row) -> dict[str, float]:
         """Rate, latencies, what happened, and the verdict."""
@@ -125,21 +100,41 @@ class LoadReport(Report):
             "different": len(row.different),
         }
 
-    def line(self, row: Row) -> str:
-        """With what did not happen."""
-        missing = f"; did not happen: {', '.join(row.missing)}" if row.missing else ""
-        return super().line(row) + missing
 
-
-class LoadBenchmark(Benchmark):
+class LoadBenchmark(kit.Benchmark):
     """One load on one model."""
 
-    script = "load.py"
     report = LoadReport
+    options = kit.declare(
+        "json render device seed=1234",
+        model=kit.Option("folder with a checkpoint (default: a tiny model)", Path),
+        dtype=kit.one(
+            "of the model; auto is the checkpoint's, float32 for the tiny one", DTYPES, "auto"
+        ),
+        tensor_parallel_size=kit.number("processes of the model", 1),
+        requests=kit.number("number of requests", 1000),
+        clients=kit.number("that send them, each one after the other", 96),
+        longest_prompt=kit.number("in tokens", 256),
+        shared_prefix=kit.number(
+            "tokens at the beginning of every other prompt that are one of four prefixes", 128
+        ),
+        longest_output=kit.number("in tokens", 32),
+        max_num_seqs=kit.number("most outputs in one forward pass", 48),
+        max_num_batched_tokens=kit.number("most tokens in one forward pass", 256),
+        cache_tokens=kit.number("of all requests (default: too few for --max-num-seqs)"),
+    )
+    quick = (
+        "--requests 14 --clients 14 --longest-prompt 124 --shared-prefix 66 --longest-output 40 "
+        "--max-num-seqs 14 --max-num-batched-tokens 192 --cache-tokens 640"
+    )
+    recorded = (
+        *("tensor_parallel_size", "clients"),
+        *("max_num_seqs", "max_num_batched_tokens", "cache_tokens"),
+    )
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self._device = arguments.use_device(args.device)
+    def prepare(self) -> None:
+        """The checkpoint and the requests."""
+        args = self.args
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         self._folder = args.model or _tiny_model(Path(folder), args.seed)
@@ -149,28 +144,9 @@ class LoadBenchmark(Benchmark):
         checkpoint = open_model(self._folder)
         self._dtype = model_dtype(LLMOptions(dtype=args.dtype), checkpoint)
         self.requests = workload(args, checkpoint.config.vocab_size)
-        self._cache_tokens = args.cache_tokens or self._scarce_tokens()
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, render=None, device=None, seed=1234)
-        add("--model", type=Path, help="folder with a checkpoint (default: a tiny model)")
-        dtype = "of the model; auto is the checkpoint's, float32 for the tiny one"
-        add("--dtype", choices=DTYPES, default="auto", help=dtype)
-        add("--tensor-parallel-size", type=count, default=1, help="processes of the model")
-        add("--requests", type=count, default=1000, help="number of requests")
-        add("--clients", type=count, default=96, help="that send them, each one after the other")
-        add("--longest-prompt", type=count, default=256, help="in tokens")
-        prefix = "tokens at the beginning of every other prompt that are one of four prefixes"
-        add("--shared-prefix", type=count, default=128, help=prefix)
-        add("--longest-output", type=count, default=32, help="in tokens")
-        add("--max-num-seqs", type=count, default=48, help="most outputs in one forward pass")
-        tokens = "most tokens in one forward pass"
-        add("--max-num-batched-tokens", type=count, default=256, help=tokens)
-        cache = "of all requests (default: too few for --max-num-seqs)"
-        add("--cache-tokens", type=count, help=cache)
+        args.cache_tokens = args.cache_tokens or 64 * scarce_blocks(
+            self.requests, args.max_num_seqs
+        )
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -183,17 +159,12 @@ class LoadBenchmark(Benchmark):
 
     def environment(self) -> dict:
         """With the sizes of the load."""
-        args = self.args
-        return provenance.describe(
-            self._device == "cuda",
+        return kit.provenance.describe(
+            torch.cuda.is_available(),
             self._dtype,
-            model=str(args.model.name) if args.model else "tiny",
-            tensor_parallel_size=args.tensor_parallel_size,
-            clients=args.clients,
+            model=str(self.args.model.name) if self.args.model else "tiny",
             prompt_tokens=sum(len(request.prompt) for request in self.requests),
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            cache_tokens=self._cache_tokens,
+            **self.about(),
         )
 
     def cases(self) -> list[str]:
@@ -206,7 +177,7 @@ class LoadBenchmark(Benchmark):
             with self._llm(
                 max_num_seqs=self.args.max_num_seqs,
                 max_num_batched_tokens=self.args.max_num_batched_tokens,
-                cache_tokens=self._cache_tokens,
+                cache_tokens=self.args.cache_tokens,
             ) as llm:
                 run(llm, self._warm_up(), 1)
                 before = dataclasses.asdict(llm.statistics())
@@ -225,7 +196,7 @@ class LoadBenchmark(Benchmark):
                 alone = run_alone(llm, self.requests)
         different = verdict(self.requests, outcomes, alone)
         return Row(
-            case,
+            case=case,
             seconds=seconds,
             generated=sum(len(tokens) for outcome in outcomes for tokens in outcome.tokens),
             requests=_kinds(self.requests, outcomes),
@@ -236,7 +207,7 @@ class LoadBenchmark(Benchmark):
             different=tuple(different[:20]),
         )
 
-    def exit_code(self, report: Report) -> int:
+    def exit_code(self, report: kit.Report) -> int:
         """1 if anything is wrong."""
         return int(not all(row.ok for row in report.rows))
 
@@ -258,9 +229,6 @@ class LoadBenchmark(Benchmark):
         """Tokens of the longest request, in whole blocks."""
         return -(-longest(self.requests) // 64) * 64
 
-    def _scarce_tokens(self) -> int:
-        return 64 * scarce_blocks(self.requests, self.args.max_num_seqs)
-
     def _warm_up(self) -> list[Request]:
         """Requests with other prompts, which leave no prefixes for the load."""
         changed = argparse.Namespace(**{**vars(self.args), "seed": self.args.seed + 1})
@@ -270,7 +238,6 @@ class LoadBenchmark(Benchmark):
 
 def _tiny_model(folder: Path, seed: int) -> Path:
     """Write a checkpoint whose weights are so large that every token depends on its prompt."""
-    import torch
     from safetensors.torch import save_file
 
     from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
@@ -334,4 +301,4 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    leave(LoadBenchmark.main())
+    kit.main(LoadBenchmark)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
-import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from benchmarks.engine_requests import PREFIXES
+from benchmarks.engine_requests import Prompts
 
 if TYPE_CHECKING:
     from absorbed_mla import LLM
@@ -35,19 +28,12 @@ _SAMPLING = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a client.
+    """One request of a client."""
 
-    Attributes:
-        prompt: Token ids.
-        params: Sampling parameters, with a seed.
-        pause: Steps that the client waits before it sends the request.
-        abort_after: Tokens after which the client aborts it; None: never.
-    """
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    pause: int = 0
-    abort_after: int | None = None
+    prompt: Sequence[int]  # token ids
+    params: SamplingParams  # with a seed
+    pause: int = 0  # steps that the client waits before it sends the request
+    abort_after: int | None = None  # tokens after which the client aborts it; None: never
 
     @property
     def num_tokens(self) -> int:
@@ -58,63 +44,35 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What became of a request.
+    """What became of a request."""
 
-    Attributes:
-        tokens: Of each output.
-        aborted: Whether its client aborted it.
-        first: Seconds to its first token.
-        gaps: Seconds between its tokens, of all outputs.
-        whole: Seconds to its end.
-    """
-
-    tokens: list[list[int]] = field(default_factory=list)
-    aborted: bool = False
-    first: float | None = None
-    gaps: list[float] = field(default_factory=list)
-    whole: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)  # of each output
+    aborted: bool = False  # whether its client aborted it
+    first: float | None = None  # seconds to its first token
+    gaps: list[float] = field(default_factory=list)  # seconds between its tokens, of all outputs
+    whole: float = 0.0  # seconds to its end
 
 
 def workload(args: argparse.Namespace, vocab_size: int) -> list[Request]:
-    """Requests of mixed lengths and kinds, by ``--seed``.
-
-    The logarithm of a prompt's length is uniform, from 4 to ``--longest-prompt``; every other
-    prompt begins with one of four prefixes.
-    """
-    rng = random.Random(args.seed)
-
-    def tokens(number: int) -> list[int]:
-        return [rng.randrange(vocab_size) for _ in range(number)]
-
-    prefixes = [tokens(args.shared_prefix) for _ in range(PREFIXES)]
-    requests = []
+    """Requests of mixed lengths and kinds, by ``--seed``."""
+    prompts, requests = Prompts(args, vocab_size), []
+    draw = prompts.draw
     for number in range(args.requests):
-        prefix = rng.choice(prefixes) if number % 2 else []
-        own = round(math.exp(rng.uniform(math.log(4), math.log(args.longest_prompt))))
-        own = min(own, args.longest_prompt - len(prefix))
-        greedy = rng.random() < 1 / 3
+        prefix, own = prompts.sizes(number)
+        greedy = draw.random() < 1 / 3
         params = SamplingParams(
-            max_tokens=rng.randint(1, args.longest_output),
+            max_tokens=draw.randint(1, args.longest_output),
             n=2 if number % 8 == 5 else 1,
             seed=number,
             ignore_eos=True,
-            **({"temperature": 0.0} if greedy else rng.choice(_SAMPLING)),
+            **({"temperature": 0.0} if greedy else draw.choice(_SAMPLING)),
         )
+        prompt = [*prefix, *prompts.tokens(own)]
+        pause = draw.randint(1, _LONGEST_PAUSE) if draw.random() < 0.25 else 0
         aborted = number % 10 == 3
-        requests.append(
-            Request(
-                [*prefix, *tokens(own)],
-                params,
-                pause=rng.randint(1, _LONGEST_PAUSE) if rng.random() < 0.25 else 0,
-                abort_after=rng.randint(1, args.longest_output // 2) if aborted else None,
-            )
-        )
+        limit = draw.randint(1, args.longest_output // 2) if aborted else None
+        requests.append(Request(prompt, params, pause, limit))
     return requests
-
-
-def longest(requests: Sequence[Request]) -> int:
-    """Tokens of the longest request, with what it generates."""
-    return max(len(request.prompt) + request.num_tokens for request in requests)
 
 
 class _Running:

@@ -25,21 +25,13 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line of the log.
+    """One line of the log."""
 
-    Attributes:
-        iteration: From 1.
-        loss: Per token, nats.
-        seconds: Of the iteration.
-        tflops: Of one GPU, by Megatron's count of operations.
-        grad_norm: None where gradients are not clipped.
-    """
-
-    iteration: int
-    loss: float
-    seconds: float
-    tflops: float
-    grad_norm: float | None = None
+    iteration: int  # from 1
+    loss: float  # per token, nats
+    seconds: float  # of the iteration
+    tflops: float  # of one GPU, by Megatron's count of operations
+    grad_norm: float | None = None  # None where gradients are not clipped
 
 
 def iterations(text: str) -> Iterator[Iteration]:

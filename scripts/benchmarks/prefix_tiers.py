@@ -1,10 +1,7 @@
 #!/usr/bin/env python3
 """Time to the first token after a long prefix: computed, in the cache, in host memory, on disk.
 
-    $ python scripts/benchmarks/prefix_tiers.py --json docs/inference/tiers.json
-    $ python scripts/benchmarks/prefix_tiers.py --device cpu --contexts 2k --step-tokens 256 \
-          --num-layers 2 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 \
-          --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 --ffn-hidden-size 128 --vocab-size 512
+    $ python scripts/benchmarks/prefix_tiers.py --json docs/measurements/inference/tiers.json
 
 One request at a time, whose prompt is a prefix and --suffix other tokens, to a model with random
 weights. The prefix is computed by an engine with prefix_cache_dir, found in its cache, and written
@@ -19,7 +16,7 @@ of_computed the share of the computed prefix's time. In rows of host memory copy
 a step's copies while nothing else runs, and decode_ms of the row "device" that of a step without
 them: the longer of both is the least that decode_ms can be. start_ms is the engine's start, which
 reads all weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has
-an error, such as blocks that were not found; the last line of the output is JSON.
+an error, such as blocks that were not found.
 """
 
 from __future__ import annotations
@@ -30,29 +27,23 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import engine_model
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
+from benchmarks import kit
 from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report, measured_fields
 from console.parser import Parser
-from console.script import leave
 
 if TYPE_CHECKING:
     from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
     from absorbed_mla.serving.engine import Engine
 
+torch: Any = kit.lazy("torch")
 # In this order, of which each needs what the ones before left behind.
 PLACES = ("computed", "device", "disk", "disk, cold", "disk to host", "host")
 BLOCK = 64
@@ -60,100 +51,60 @@ COPY_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Case:
-    """Where a request finds its prefix.
+class TierCase(kit.Case):
+    """Where a request finds its prefix."""
 
-    Attributes:
-        context: Tokens of the prefix.
-        place: One of ``PLACES``.
-    """
-
-    context: int
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.context} tokens, {self.place}"
+    text = "{context} tokens, {place}"
+    context: int  # tokens of the prefix
+    place: str  # one of PLACES
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one request took.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What one request took."""
 
-    Attributes:
-        case: What ran.
-        error: What it raised, or what was wrong; ``""`` if all is well.
-        first_ms: From the request to its first token.
-        decode_ms: Of a token after that, the mean.
-        of_computed: ``first_ms``, as a share of that of the computed prefix.
-        start_ms: Start of the engine, where this request was its first.
-        stop_ms: End of the engine, where this request was its last.
-        disk_blocks: Blocks read from the folder.
-        streamed_blocks: Blocks that the last step streamed from host memory.
-        copy_ms: Time in which as many blocks of all layers are copied from there, and nothing else.
-        disk_gbps: GB/s of the files, over the whole time to the first token.
-    """
-
-    case: Case
-    error: str = ""
-    first_ms: float | None = None
-    decode_ms: float | None = None
-    of_computed: float | None = None
-    start_ms: float | None = None
-    stop_ms: float | None = None
-    disk_blocks: int | None = None
-    streamed_blocks: int | None = None
+    case: TierCase
+    first_ms: float | None = None  # from the request to its first token
+    decode_ms: float | None = None  # of a token after that, the mean
+    of_computed: float | None = None  # first_ms, as a share of that of the computed prefix
+    start_ms: float | None = None  # start of the engine, where this request was its first
+    stop_ms: float | None = None  # end of the engine, where this request was its last
+    disk_blocks: int | None = None  # blocks read from the folder
+    streamed_blocks: int | None = None  # blocks that the last step streamed from host memory
+    # Time in which as many blocks of all layers are copied from there, and nothing else.
     copy_ms: float | None = None
-    disk_gbps: float | None = None
-
-
-class TiersReport(Report):
-    """One run."""
-
-    row = Row
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """All that were measured."""
-        return measured_fields(row)
+    disk_gbps: float | None = None  # GB/s of the files, over the whole time to the first token
 
 
 class TiersBenchmark(GeneratingBenchmark):
     """All places of all contexts, over one model, on one device."""
 
-    script = "prefix_tiers.py"
-    report = TiersReport
+    report = kit.Report.of(Row)
+    options = kit.declare(
+        "json render device time_limit=480 seed=1234",
+        contexts=kit.sizes("tokens of the prefix", "32k,128k"),
+        suffix=kit.number("tokens of the prompt after the prefix", 128),
+        tokens=kit.number("to generate for each request", 9),
+        step_tokens=kit.number("most tokens of a forward pass", 8192),
+        device_share=kit.number(
+            "of the cache, in percent, that is on the device in the rows of host memory", 25
+        ),
+        prefix_folder=kit.Option("new or empty, for the files (default: a temporary one)", Path),
+        **kit.MODEL,
+    )
+    quick = "--contexts 512 --suffix 40 --tokens 3 --step-tokens 64 --num-layers 2 --vocab-size 64"
+    recorded = ("dims", "suffix", "tokens", "step_tokens", "device_share")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        # What engine_model.py asks for.
-        args.longest_prompt = max(args.contexts) + args.suffix
-        args.longest_output, args.batch_invariant = args.tokens, False
-        case = engine_model.Case("ours", graphs=False)
-        self.model = engine_model.build(case, args, self.processes, self.processes.dtype)
+    def prepare(self) -> None:
+        """The model."""
+        super().prepare()
+        args = self.args
+        self._model = self.model(max(args.contexts) + args.suffix + args.tokens)
         self._rows: Iterator[Row] = self._all()
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(
-            parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
-        )
-        add("--contexts", type=parse_sizes, default="32k,128k", help="tokens of the prefix")
-        add("--suffix", type=count, default=128, help="tokens of the prompt after the prefix")
-        add("--tokens", type=count, default=9, help="to generate for each request")
-        add("--step-tokens", type=count, default=8192, help="most tokens of a forward pass")
-        share = "of the cache, in percent, that is on the device in the rows of host memory"
-        add("--device-share", type=count, default=25, help=share)
-        add(
-            "--prefix-folder",
-            type=Path,
-            help="new or empty, for the files (default: a temporary one)",
-        )
-        add("--num-layers", type=count, default=4, help="decoder layers of the model")
-        add("--heads", type=count, default=128, help="attention heads of each layer")
-        add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
-        add("--vocab-size", type=count, default=32768, help="rows of the embedding")
-        arguments.add_dims(parser, DIMS)
+    def about(self) -> dict:
+        """With the size of the model."""
+        return super().about() | {"weight_bytes": sum(p.nbytes for p in self._model.parameters())}
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -166,33 +117,15 @@ class TiersBenchmark(GeneratingBenchmark):
         if folder is not None and folder.exists() and any(folder.iterdir()):
             parser.error(f"--prefix-folder must be new or empty, got {folder}")
 
-    def environment(self) -> dict:
-        """With the sizes of the model."""
-        args = self.args
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims={**dims_of(args), "heads": args.heads, "layers": args.num_layers},
-            suffix=args.suffix,
-            tokens=args.tokens,
-            step_tokens=args.step_tokens,
-            device_share=args.device_share,
-            weight_bytes=sum(p.nbytes for p in self.model.parameters()),
-        )
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[TierCase]:
         """One context after the other."""
-        return [Case(context, place) for context in self.args.contexts for place in PLACES]
+        return [TierCase(context, place) for context in self.args.contexts for place in PLACES]
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: TierCase) -> Row:
         """The next row: they follow from each other."""
         row = next(self._rows)
         assert row.case == case
         return row
-
-    def exit_code(self, report: Report) -> int:
-        """1 if a case failed."""
-        return int(any(row.error for row in report.rows))
 
     def _all(self) -> Iterator[Row]:
         # Kernels are compiled here, for prompts of every kind.
@@ -217,13 +150,13 @@ class TiersBenchmark(GeneratingBenchmark):
             if "disk, cold" in places:
                 _forget_files(folder)
             engine = self._engine(context, folder, in_host="host" in places)
-            start = self._clock()
+            start = self.clock()
             engine.start()
-            start_ms = (self._clock() - start) * 1e3
-            rows = [self._request(engine, Case(context, place)) for place in places]
-            start = self._clock()
+            start_ms = (self.clock() - start) * 1e3
+            rows = [self._request(engine, TierCase(context, place)) for place in places]
+            start = self.clock()
             engine.close()
-            stop_ms = (self._clock() - start) * 1e3
+            stop_ms = (self.clock() - start) * 1e3
             rows[0] = dataclasses.replace(rows[0], start_ms=start_ms)
             rows[-1] = dataclasses.replace(rows[-1], stop_ms=stop_ms)
             found += rows
@@ -249,12 +182,10 @@ class TiersBenchmark(GeneratingBenchmark):
             prefix_cache_dir=folder,
             vocab_size=self.args.vocab_size,
         )
-        return Engine(self.model, options)
+        return Engine(self._model, options)
 
-    def _request(self, engine: Engine, case: Case) -> Row:
+    def _request(self, engine: Engine, case: TierCase) -> Row:
         """One request, whose suffix is of the place."""
-        import torch
-
         from absorbed_mla.serving.sampling.parameters import SamplingParams
 
         def random(tokens: int, seed: int) -> list[int]:
@@ -265,11 +196,11 @@ class TiersBenchmark(GeneratingBenchmark):
         prompt = prefix + random(self.args.suffix, PLACES.index(case.place))
         before = dataclasses.replace(engine.statistics)
         sampling = SamplingParams(max_tokens=self.args.tokens, temperature=0)
-        start, times = self._clock(), []
+        start, times = self.clock(), []
         number = engine.add_request(prompt, sampling)
         while engine.is_busy():
             for progress in engine.step():
-                times += [self._clock()] * len(progress.tokens)
+                times += [self.clock()] * len(progress.tokens)
         error, done = engine.results[number].error, engine.statistics
         found = done.disk_blocks - before.disk_blocks
         blocks = case.context // BLOCK
@@ -281,8 +212,8 @@ class TiersBenchmark(GeneratingBenchmark):
         tiers = getattr(engine.host.context, "tiers", None)
         size = self._block_bytes(engine)
         return Row(
-            case,
-            error,
+            case=case,
+            error=error,
             first_ms=(times[0] - start) * 1e3,
             decode_ms=(times[-1] - times[0]) * 1e3 / (len(times) - 1),
             disk_blocks=found,
@@ -297,19 +228,15 @@ class TiersBenchmark(GeneratingBenchmark):
         target = sources[0].new_empty(sources.shape[1:], device=tiers.resident.device)
         rounds = []
         for _ in range(COPY_ROUNDS):
-            start = self._clock()
+            start = self.clock()
             for source in sources:
                 target.copy_(source, non_blocking=True)
-            rounds.append(self._clock() - start)
+            rounds.append(self.clock() - start)
         return min(rounds) * 1e3
 
     def _block_bytes(self, engine: Engine) -> int:
         memory = engine.host.context.memory_buffer
         return memory[:, 0].numel() * memory.itemsize
-
-    def _clock(self) -> float:
-        self.processes.synchronize()
-        return time.perf_counter()
 
 
 def _forget_files(folder: Path) -> None:
@@ -321,4 +248,4 @@ def _forget_files(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave(TiersBenchmark.main())
+    kit.main(TiersBenchmark)

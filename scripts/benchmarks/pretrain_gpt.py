@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks import kit  # noqa: F401 - it lets a checkout run without being installed
 
 if not hasattr(typing, "override"):
     # Python 3.12's; all else of megatron.training runs on 3.11.

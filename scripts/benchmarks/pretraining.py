@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Pretrain one small model through Megatron's own loop, with its MLA and with ours.
 
-    $ python scripts/benchmarks/pretraining.py docs/pretraining
+    $ python scripts/benchmarks/pretraining.py docs/measurements/pretraining
     $ python scripts/benchmarks/pretraining.py /tmp/quick --iterations 20 --layers 2 --skip 5
-    $ python scripts/benchmarks/pretraining.py docs/pretraining --render old/pretraining.json
+    $ python scripts/benchmarks/pretraining.py RESULTS --render old/pretraining.json
 
 Each run is scripts/benchmarks/pretrain_gpt.py in processes of its own, which calls
 megatron.training.pretrain with mock data; all runs begin with the same weights. The model's MLA has
@@ -15,7 +15,7 @@ Output:
 
     95.0 s  absorbed (expanded, cudnn): iteration_ms 300, tokens_per_second 54613, mfu 0.32
 
-The exit code is 1 if a run failed; the last line of the output is JSON.
+The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,15 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import megatron_log
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, dims_of, list_of, one_of
+from benchmarks import kit, megatron_log
 from benchmarks.kit.command import run_to_log
-from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from benchmarks.kit.tables import gibibytes
 from benchmarks.megatron_log import Iteration
 from console.parser import Parser
-from console.script import leave
 
 ATTENTIONS = ("standard", "absorbed")
 # Of an H100 or H200, dense bf16, by NVIDIA's datasheet.
 PEAK_TFLOPS = 989.4
-DIMS = {**arguments.DIMS, "hidden-size": 2048}
 ENTRY = Path(__file__).with_name("pretrain_gpt.py")
 _SPECS = {
     "absorbed": ("specs.absorbed_mla_layer_specs", "get_absorbed_mla_layer_spec"),
@@ -81,7 +74,7 @@ def megatron_arguments(args: argparse.Namespace, attention: str, on_gpu: bool) -
         attention: One of ``ATTENTIONS``.
         on_gpu: bf16 with TransformerEngine's layers, or fp32 with Megatron's local ones.
     """
-    options = {f"--{name}": size for name, size in dims_of(args).items()}
+    options = {f"--{name}": size for name, size in kit.dims_of(args).items()}
     options |= {
         "--num-layers": args.layers,
         "--num-attention-heads": args.heads,
@@ -107,27 +100,16 @@ def megatron_arguments(args: argparse.Namespace, attention: str, on_gpu: bool) -
 
 @dataclass(frozen=True)
 class Run:
-    """What one training printed.
+    """What one training printed."""
 
-    Attributes:
-        name: The attention's.
-        attention: ``"standard"`` or ``"absorbed"``.
-        iterations: Every iteration.
-        skip: First iterations that are not in the throughput.
-        parameters: Of the model.
-        peak_bytes: Most memory allocated on the GPU; None without one.
-        ran: Form and backend of our attentions; empty of another's, or if that was not recorded.
-        error: Empty, or why the training did not end well.
-    """
-
-    name: str
-    attention: str
-    iterations: list[Iteration] = field(default_factory=list)
-    skip: int = 0
-    parameters: int | None = None
-    peak_bytes: int | None = None
-    ran: str = ""
-    error: str = ""
+    name: str  # the attention's
+    attention: str  # "standard" or "absorbed"
+    iterations: list[Iteration] = field(default_factory=list)  # every one
+    skip: int = 0  # first iterations that are not in the throughput
+    parameters: int | None = None  # of the model
+    peak_bytes: int | None = None  # most memory allocated on the GPU; None without one
+    ran: str = ""  # form and backend of our attentions; empty of another's, or if not recorded
+    error: str = ""  # empty, or why the training did not end well
 
     @property
     def case(self) -> str:
@@ -189,7 +171,7 @@ def train(attention: str, weights: Path, args: argparse.Namespace, on_gpu: bool)
     )
 
 
-class PretrainingReport(Report):
+class PretrainingReport(kit.Report):
     """One call of the script; its rows are runs."""
 
     row = Run
@@ -239,7 +221,7 @@ class PretrainingReport(Report):
         ]
 
     @classmethod
-    def panels(cls, reports: Sequence[PretrainingReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[PretrainingReport]) -> list[kit.Panel]:
         """Losses, and by how much they differ."""
         curves, gaps = {}, {}
         for report in reports:
@@ -248,8 +230,8 @@ class PretrainingReport(Report):
             for left, right in pairwise(report.measured):
                 gaps[f"{left.name} - {right.name}"] = loss_differences(left, right)
         return [
-            Panel("loss per token (nats)", "iteration", curves, sizes=False, marker=""),
-            Panel("difference of the losses", "iteration", gaps, sizes=False, marker=""),
+            kit.Panel("loss per token (nats)", "iteration", curves, sizes=False, marker=""),
+            kit.Panel("difference of the losses", "iteration", gaps, sizes=False, marker=""),
         ]
 
 
@@ -259,14 +241,38 @@ def loss_differences(left: Run, right: Run) -> list[tuple[int, float]]:
     return [(a.iteration, a.loss - b.loss) for a, b in pairs]
 
 
-class PretrainingBenchmark(Benchmark):
+class PretrainingBenchmark(kit.Benchmark):
     """One training for each attention."""
 
-    script, files = "pretraining.py", "pretraining"
+    files = "pretraining"
     report = PretrainingReport
+    strict = True
+    options = kit.declare(
+        "folder render seed=1234",
+        attentions=kit.some("which MLA to train", ATTENTIONS),
+        iterations=kit.number("updates of each run", 60),
+        skip=kit.number("first updates, left out of the throughput", 10),
+        layers=kit.number("decoder layers of the model", 8),
+        heads=kit.number("attention heads of each layer", 16),
+        ffn_hidden_size=kit.number("width of the MLP", 8192),
+        vocab_size=kit.number("rows of the embedding", 32000),
+        seq_length=kit.number("tokens of a sequence", 4096),
+        micro_batch_size=kit.number("sequences of a forward", 1),
+        global_batch_size=kit.number("sequences of an update", 4),
+        gpus=kit.number("data-parallel processes", 1),
+        megatron=kit.Option(
+            "more of Megatron's options, for all runs (default: none)",
+            default="",
+            more={"metavar": "'--OPTION ...'"},
+        ),
+        dims={**kit.DIMS, "hidden-size": 2048},
+    )
+    quick = (
+        "--iterations 4 --skip 2 --layers 1 --vocab-size 128 --seq-length 32 --global-batch-size 2"
+    )
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
+    def prepare(self) -> None:
+        """TransformerEngine must be there if there is a GPU."""
         import torch
 
         self.on_gpu = torch.cuda.is_available()
@@ -274,27 +280,6 @@ class PretrainingBenchmark(Benchmark):
             raise ValueError(
                 "Megatron's standard MLA on a GPU needs transformer-engine, not installed here"
             )
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, folder=None, render=None, seed=1234)
-        attentions = list_of(one_of(ATTENTIONS))
-        add("--attentions", type=attentions, default="standard,absorbed", help="which MLA to train")
-        add("--iterations", type=count, default=60, help="updates of each run")
-        add("--skip", type=count, default=10, help="first updates, left out of the throughput")
-        add("--layers", type=count, default=8, help="decoder layers of the model")
-        add("--heads", type=count, default=16, help="attention heads of each layer")
-        add("--ffn-hidden-size", type=count, default=8192, help="width of the MLP")
-        add("--vocab-size", type=count, default=32000, help="rows of the embedding")
-        add("--seq-length", type=count, default=4096, help="tokens of a sequence")
-        add("--micro-batch-size", type=count, default=1, help="sequences of a forward")
-        add("--global-batch-size", type=count, default=4, help="sequences of an update")
-        add("--gpus", type=count, default=1, help="data-parallel processes")
-        more = "more of Megatron's options, for all runs (default: none)"
-        add("--megatron", default="", metavar="'--OPTION ...'", help=more)
-        arguments.add_dims(parser, DIMS)
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -314,9 +299,9 @@ class PretrainingBenchmark(Benchmark):
         """With the sizes of the model."""
         args = self.args
         sizes = {"layers": args.layers, "heads": args.heads}
-        sizes |= {"ffn-hidden-size": args.ffn_hidden_size} | dims_of(args)
+        sizes |= {"ffn-hidden-size": args.ffn_hidden_size} | kit.dims_of(args)
         sizes |= {"vocabulary": args.vocab_size, "sequence": args.seq_length}
-        return provenance.describe(
+        return kit.provenance.describe(
             self.on_gpu,
             "bfloat16" if self.on_gpu else "float32",
             gpus=args.gpus if self.on_gpu else 0,
@@ -334,10 +319,6 @@ class PretrainingBenchmark(Benchmark):
             for attention in self.args.attentions:
                 yield train(attention, weights, self.args, self.on_gpu)
 
-    def exit_code(self, report: Report) -> int:
-        """1 if a run failed."""
-        return int(len(report.measured) < len(report.rows))
-
 
 if __name__ == "__main__":
-    leave(PretrainingBenchmark.main())
+    kit.main(PretrainingBenchmark)

@@ -19,14 +19,11 @@ Suite "clip": clip_qk() on several layers, with bf16 weights alone ("none") and 
 copies on all ranks ("distributed"), where no head or half of them are above the threshold; and how
 often the host waits for the GPU.
 
-The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
---device cpu with small dimensions). If a case fails, its row has the error, and the others are
-measured. Output:
+The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. Output:
 
     3.1 s  cost hopper n=16 S=8192 sbhd log flat: forward_ms 4.2, ..., step_ratio 1.002
 
-The exit code is 1 if a maximum is wrong, or an fp32 copy ("copies_off") is not its weight's. The
-last line of the output is JSON.
+The exit code is 1 if a maximum is wrong, or an fp32 copy ("copies_off") is not its weight's.
 """
 
 from __future__ import annotations
@@ -37,14 +34,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
-from benchmarks.kit.report import Report, read_dataclass
-from benchmarks.kit.run import Benchmark
-from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks import kit
 from benchmarks.qk_clip_attention import (
     BACKENDS,
     LAYER,
@@ -53,8 +44,6 @@ from benchmarks.qk_clip_attention import (
     measure_attention,
 )
 from benchmarks.qk_clip_model import CLIPPED, MASTERS, ClipCase, ClipRow, measure_clip
-from console.parser import Parser
-from console.script import leave
 
 SUITES = ("maxima", "cost", "clip")
 SEARCHING = ("cudnn", "flash_attention_4")
@@ -64,26 +53,6 @@ TOLERANCE = 1e-4
 COPIES_TOLERANCE = 2**-7
 # The reference is slow, and its cost is nobody's.
 UNTIMED = ("reference",)
-
-
-def cases(args: argparse.Namespace) -> Iterator[AttentionCase | ClipCase]:
-    """All cases of the command line, but for --only."""
-    backends = [name for name in args.backends if name != LAYER]
-    if "maxima" in args.suites:
-        for name in backends:
-            for heads in args.heads:
-                for layout in ("sbhd", "thd"):
-                    for wanted in ("log", "clip") if name in SEARCHING else ("log",):
-                        tokens = args.maxima_tokens
-                        yield AttentionCase("maxima", name, heads, tokens, layout, wanted)
-    if "cost" in args.suites:
-        for heads in args.heads:
-            for name in args.backends:
-                yield from cost_cases(name, heads, args.tokens)
-    if "clip" in args.suites:
-        for masters in MASTERS:
-            for clipped in CLIPPED:
-                yield ClipCase(max(args.heads), args.layers, masters, clipped)
 
 
 def cost_cases(name: str, heads: int, tokens: int) -> Iterator[AttentionCase]:
@@ -98,8 +67,8 @@ def cost_cases(name: str, heads: int, tokens: int) -> Iterator[AttentionCase]:
     yield AttentionCase("cost", name, heads, tokens)
 
 
-class QKClipReport(Report):
-    """Rows of two kinds."""
+class QKClipReport(kit.Report):
+    """Rows of two kinds, that of its case."""
 
     row = AttentionRow
 
@@ -108,19 +77,9 @@ class QKClipReport(Report):
         return row.figures()
 
     @classmethod
-    def read(cls, path: Path) -> QKClipReport:
-        """See ``Report``; a row's type is that of its case."""
-        from benchmarks.kit.report import read_json
-
-        def build(content: dict) -> QKClipReport:
-            kinds = {True: ClipRow, False: AttentionRow}
-            rows = [
-                read_dataclass(kinds[one["case"]["suite"] == "clip"], one)
-                for one in content[cls.rows_key]
-            ]
-            return cls(content[cls.environment_key], rows)
-
-        return read_json(path, build)
+    def row_type(cls, content: dict) -> type:
+        """Of the suite."""
+        return ClipRow if content["case"]["suite"] == "clip" else AttentionRow
 
     @classmethod
     def notes(cls, reports: Sequence[QKClipReport]) -> list[str]:
@@ -138,66 +97,74 @@ def _table(rows: list[AttentionRow | ClipRow]) -> str:
         figures = row.figures()
         cells = (f"{figures[name]:.4g}" if name in figures else "" for name in names)
         lines.append([str(row.case), *cells])
-    return markdown_table(["case", *names], lines, words=("case",))
+    return kit.markdown_table(["case", *names], lines, words=("case",))
 
 
-class QKClipBenchmark(Benchmark):
+def _one_size(text: str) -> int:
+    """One value of a list."""
+    values = kit.parse_sizes(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
+    return values[0]
+
+
+_EVERY = (*BACKENDS, LAYER)
+
+
+class QKClipBenchmark(kit.Benchmark):
     """Attention and ``clip_qk``."""
 
-    script = "qk_clip.py"
     report = QKClipReport
+    options = kit.declare(
+        "json render only device heads=16,128 seconds_per_row=0.4 time_limit=90 seed=1234",
+        suites=kit.some("what to do", SUITES),
+        backends=kit.some(
+            "backends of the attention, and the layer",
+            _EVERY,
+            ",".join(name for name in _EVERY if name not in ("triton", "reference")),
+        ),
+        tokens=kit.Option('tokens of the sequence in "cost"', _one_size, "8k"),
+        maxima_tokens=kit.Option('likewise in "maxima"', _one_size, "1k"),
+        layers=kit.number('layers of the model in "clip"', 8),
+        dims=kit.DIMS,
+    )
+    quick = "--tokens 12 --maxima-tokens 30 --layers 2 --backends reference,layer,hopper"
+    recorded = ("dims",)
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
-        from benchmarks.kit.processes import Processes
-
-        self.processes = Processes(args.seed)
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, render=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="16,128", seconds_per_row=0.4, time_limit=90.0)
-        add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what to do")
-        every = (*BACKENDS, LAYER)
-        default = [name for name in every if name not in ("triton", "reference")]
-        text = "backends of the attention, and the layer"
-        add("--backends", type=list_of(one_of(every)), default=",".join(default), help=text)
-        size = parse_sizes
-        add("--tokens", type=_one(size), default="8k", help='tokens of the sequence in "cost"')
-        add("--maxima-tokens", type=_one(size), default="1k", help='likewise in "maxima"')
-        add("--layers", type=arguments.count, default=8, help='layers of the model in "clip"')
-        arguments.add_dims(parser, DIMS)
-
-    def environment(self) -> dict:
+    def about(self) -> dict:
         """With the number of processes."""
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims=dims_of(self.args),
-            processes=self.processes.size,
-            tokens=tokens_text(self.args.tokens),
-        )
+        tokens = kit.tokens_text(self.args.tokens)
+        return super().about() | {"processes": self.processes.size, "tokens": tokens}
 
-    def cases(self) -> list[AttentionCase | ClipCase]:
+    def cases(self) -> Iterator[AttentionCase | ClipCase]:
         """By suite."""
-        return arguments.chosen(cases(self.args), self.args.only)
+        args = self.args
+        if "maxima" in args.suites:
+            for name in (name for name in args.backends if name != LAYER):
+                for heads in args.heads:
+                    for layout in ("sbhd", "thd"):
+                        for wanted in ("log", "clip") if name in SEARCHING else ("log",):
+                            tokens = args.maxima_tokens
+                            yield AttentionCase("maxima", name, heads, tokens, layout, wanted)
+        if "cost" in args.suites:
+            for heads in args.heads:
+                for name in args.backends:
+                    yield from cost_cases(name, heads, args.tokens)
+        if "clip" in args.suites:
+            for masters in MASTERS:
+                for clipped in CLIPPED:
+                    yield ClipCase(max(args.heads), args.layers, masters, clipped)
 
     def measure(self, case: AttentionCase | ClipCase) -> AttentionRow | ClipRow:
         """The row of a case."""
-        if isinstance(case, ClipCase):
-            return measure_clip(case, self.args, self.processes)
-        return measure_attention(case, self.args, self.processes)
+        measure = measure_clip if isinstance(case, ClipCase) else measure_attention
+        return measure(case, self.args, self.processes)
 
     def failed(self, case: AttentionCase | ClipCase, error: str) -> AttentionRow | ClipRow:
         """The row of a case without figures."""
-        if isinstance(case, ClipCase):
-            return ClipRow(case, error=error)
-        return AttentionRow(case, error=error)
+        return (ClipRow if isinstance(case, ClipCase) else AttentionRow)(case=case, error=error)
 
-    def exit_code(self, report: Report) -> int:
+    def exit_code(self, report: kit.Report) -> int:
         """1 if a maximum or an fp32 copy is wrong."""
         limits = {"worst": TOLERANCE, "above_bound": TOLERANCE, "copies_off": COPIES_TOLERANCE}
         wrong = [
@@ -211,17 +178,5 @@ class QKClipBenchmark(Benchmark):
         return int(bool(wrong))
 
 
-def _one(parse):
-    """A parser of one value of a list."""
-
-    def parse_one(text: str) -> int:
-        values = parse(text)
-        if len(values) != 1:
-            raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
-        return values[0]
-
-    return parse_one
-
-
 if __name__ == "__main__":
-    leave(QKClipBenchmark.main())
+    kit.main(QKClipBenchmark)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.kit.arguments import dims_of
-from benchmarks.kit.report import Refused, Times
+from benchmarks import kit
+from benchmarks.core_attention import backend_of, over_latent, pair_widths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from absorbed_mla.core_attention.max_logits import MaxLogits
     from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
     from benchmarks.kit.processes import Processes
+    from benchmarks.kit.timing import Repeated
 
+torch: Any = kit.lazy("torch")
 BACKENDS = {
     "hopper": "absorbed",
     "triton": "absorbed",
@@ -38,60 +40,40 @@ _BETWEEN = 30.0
 
 
 @dataclass(frozen=True)
-class AttentionCase:
-    """One backend on one input.
+class AttentionCase(kit.Case):
+    """One backend on one input."""
 
-    Attributes:
-        suite: ``"maxima"`` or ``"cost"``.
-        backend: Of :data:`BACKENDS`, or ``"layer"``: the whole layer with what ``auto`` takes.
-        heads: Query heads.
-        tokens: Of the sequence or pack.
-        layout: ``"sbhd"``, or ``"thd"`` with padding between sequences.
-        wanted: One of :data:`WANTED`.
-        scores: One of :data:`SCORES`.
-    """
+    text = "{suite} {backend} n={heads} S={tokens} {layout} {wanted} {scores}"
+    suite: str  # "maxima" or "cost"
+    backend: str  # of BACKENDS, or "layer": the whole layer with what "auto" takes
+    heads: int  # query heads
+    tokens: int  # of the sequence or pack
+    layout: str = "sbhd"  # or "thd" with padding between sequences
+    wanted: str = "log"  # one of WANTED
+    scores: str = "flat"  # one of SCORES
 
-    suite: str
-    backend: str
-    heads: int
-    tokens: int
-    layout: str = "sbhd"
-    wanted: str = "log"
-    scores: str = "flat"
-
-    def __str__(self) -> str:
-        size = f"n={self.heads} S={self.tokens} {self.layout}"
-        return f"{self.suite} {self.backend} {size} {self.wanted} {self.scores}"
+    @property
+    def form(self) -> str:
+        """Of the attention."""
+        return BACKENDS[self.backend]
 
 
-@dataclass(frozen=True)
-class AttentionRow:
-    """What was measured of one case; seconds are of forward, and of forward and backward.
-
-    Attributes:
-        case: What.
-        without_forward: Without the largest scores.
-        without_step: Likewise.
-        recorded_forward: With them.
-        recorded_step: Likewise.
-        worst: Largest deviation from float64 of a maximum above the threshold, or of any where
-            every one is wanted; relative to it, or to 1 where it is smaller.
-        worst_lse: Largest deviation of the LSE of a call that records.
-        above_bound: By how much a largest score exceeds the bound recorded in its place at most.
-        ran: Form and backend of the layer.
-        error: Empty, or why figures are missing.
-    """
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow(kit.Row):
+    """What was measured of one case; seconds are of forward, and of forward and backward."""
 
     case: AttentionCase
-    without_forward: Times | None = None
-    without_step: Times | None = None
-    recorded_forward: Times | None = None
-    recorded_step: Times | None = None
+    without_forward: kit.Times | None = None  # without the largest scores
+    without_step: kit.Times | None = None  # likewise
+    recorded_forward: kit.Times | None = None  # with them
+    recorded_step: kit.Times | None = None  # likewise
+    # Largest deviation from float64 of a maximum above the threshold, or of any where every one is
+    # wanted; relative to it, or to 1 where it is smaller.
     worst: float | None = None
-    worst_lse: float | None = None
+    worst_lse: float | None = None  # largest deviation of the LSE of a call that records
+    # By how much a largest score exceeds the bound recorded in its place at most.
     above_bound: float | None = None
-    ran: str = ""
-    error: str = ""
+    ran: str = ""  # form and backend of the layer
 
     def figures(self) -> dict[str, float]:
         """Deviations, or milliseconds and ratios."""
@@ -123,8 +105,6 @@ def measure_attention(
 
 def _maxima(case: AttentionCase, args: argparse.Namespace, processes: Processes) -> AttentionRow:
     """Recorded maxima beside those of float64."""
-    import torch
-
     backend = _backend(case, args, processes)
     inputs, rules = _inputs(case, args, processes), _rules(case, args)
     exact = _nothing_yet(case, processes, torch.float64)
@@ -143,7 +123,7 @@ def _maxima(case: AttentionCase, args: argparse.Namespace, processes: Processes)
     off_lse = (output.lse.double() - truth.lse)[seen].abs().max()
     low = -off[~above]
     return AttentionRow(
-        case,
+        case=case,
         worst=float(off[above].abs().max()) if above.any() else None,
         worst_lse=float(off_lse),
         above_bound=float(low.max()) if len(low) else None,
@@ -152,10 +132,8 @@ def _maxima(case: AttentionCase, args: argparse.Namespace, processes: Processes)
 
 def _cost(case: AttentionCase, args: argparse.Namespace, processes: Processes) -> AttentionRow:
     """Time with and without the largest scores, in turn."""
-    import torch
-
     from absorbed_mla.core_attention.types import OutputGradient
-    from benchmarks.kit.timing import Repeated, times_in_turns
+    from benchmarks.kit.timing import Repeated
 
     backend = _backend(case, args, processes)
     inputs, rules = _inputs(case, args, processes), _rules(case, args)
@@ -180,9 +158,7 @@ def _cost(case: AttentionCase, args: argparse.Namespace, processes: Processes) -
         return Repeated(forward, backward, on_gpu=processes.on_gpu)
 
     with_them = replace(rules, max_logits=found)
-    works = step(rules), step(with_them)
-    without, recorded = times_in_turns(works, args.seconds_per_row)
-    return AttentionRow(case, *without, *recorded)
+    return _compared(case, [step(rules), step(with_them)], args)
 
 
 def _cost_of_layer(
@@ -192,7 +168,7 @@ def _cost_of_layer(
     from absorbed_mla import AbsorbedMLAOptions
     from benchmarks.kit.chosen_backends import ChosenBackends
     from benchmarks.kit.layers import build, layer_config
-    from benchmarks.kit.timing import Repeated, times_in_turns
+    from benchmarks.kit.timing import Repeated
 
     config = layer_config(args, processes, heads=case.heads, recompute=None)
     subject = build(config, AbsorbedMLAOptions(), processes, case.tokens, None)
@@ -211,9 +187,24 @@ def _cost_of_layer(
         finish: Callable[[], None] = subject.forget_gradients
         return Repeated(forward, subject.backward, finish, on_gpu=processes.on_gpu)
 
-    works = step(False), step(True)
+    row = _compared(case, [step(False), step(True)], args)
+    return replace(row, ran=str(chosen))
+
+
+def _compared(
+    case: AttentionCase, works: Sequence[Repeated], args: argparse.Namespace
+) -> AttentionRow:
+    """The row of a step without the largest scores and of one with them, in turns."""
+    from benchmarks.kit.timing import times_in_turns
+
     without, recorded = times_in_turns(works, args.seconds_per_row)
-    return AttentionRow(case, *without, *recorded, ran=str(chosen))
+    return AttentionRow(
+        case=case,
+        without_forward=without[0],
+        without_step=without[1],
+        recorded_forward=recorded[0],
+        recorded_step=recorded[1],
+    )
 
 
 def _backend(
@@ -224,60 +215,36 @@ def _backend(
     Raises:
         Refused: If it cannot run here.
     """
-    from absorbed_mla.core_attention.backend import AttentionRequest
-    from absorbed_mla.registry import ATTENTION_BACKENDS
-
-    key, value = _widths(case, args)
-    request = AttentionRequest(
-        form=BACKENDS[case.backend],
-        device=processes.device,
-        dtype=processes.dtype,
-        key_width=key,
-        value_width=value,
-        masked=False,
-        dropout=False,
+    return backend_of(
+        case.backend,
+        case.form,
+        kit.dims_of(args),
+        processes,
         packed=case.layout == "thd",
         max_logits=True,
         small_max_logits=case.wanted == "log",
     )
-    runnable, reasons = ATTENTION_BACKENDS.examine(case.backend, request)
-    if not runnable:
-        raise Refused(reasons[case.backend])
-    return runnable[0]
-
-
-def _widths(case: AttentionCase, args: argparse.Namespace) -> tuple[int, int]:
-    from benchmarks.core_attention import pair_widths
-
-    return pair_widths(BACKENDS[case.backend], dims_of(args))
 
 
 def _inputs(case: AttentionCase, args: argparse.Namespace, processes: Processes) -> AttentionInputs:
-    """Normal values; in "maxima" the heads' scores differ in size, from 1/8 to 8 times the first's.
-
-    The key's two parts, in the absorbed form, are views of one [latent | k_rope].
-    """
-    import torch
-
+    """Normal values; in "maxima" the heads' scores are from 1/8 to 8 times the first's."""
     from absorbed_mla.core_attention.types import AttentionInputs
 
-    key, value = _widths(case, args)
+    key, value = pair_widths(case.form, kit.dims_of(args))
     tokens, heads = case.tokens, case.heads
     size: float | Tensor = SCORES[case.scores]
     if case.suite == "maxima":
         exponents = torch.linspace(-3, 3, heads, device=processes.device)
         size = size * torch.exp2(exponents)[:, None]
     q = (processes.random(tokens, 1, heads, key) * size).to(processes.dtype)
-    if BACKENDS[case.backend] == "expanded":
+    if case.form == "expanded":
         k = processes.random(tokens, 1, heads, key)
         _disturb(case, q, k)
         return AttentionInputs.multi_head(q, k, processes.random(tokens, 1, heads, value))
     kv = processes.random(tokens, 1, key)
     _disturb(case, q, kv)
-    parts = [value, key - value]
-    q_content, q_rope = (x.contiguous() for x in q.split(parts, dim=-1))
-    latent, k_rope = kv.split(parts, dim=-1)
-    return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
+    q_content, q_rope = (x.contiguous() for x in q.split([value, key - value], dim=-1))
+    return over_latent(q_content, q_rope, kv)
 
 
 def _disturb(case: AttentionCase, *tensors: Tensor) -> None:
@@ -301,15 +268,13 @@ def _rules(case: AttentionCase, args: argparse.Namespace) -> ScoreRules:
     from absorbed_mla.core_attention.masks.scores import ScoreRules
     from absorbed_mla.core_attention.masks.spans import Span, Spans
 
-    dims = dims_of(args)
+    dims = kit.dims_of(args)
     scale = (dims["qk-head-dim"] + dims["qk-pos-emb-head-dim"]) ** -0.5
     spans = Spans(Span(start, end, start, end, 0) for start, end in _sequences(case))
     return ScoreRules(scale, spans)
 
 
 def _nothing_yet(case: AttentionCase, processes: Processes, dtype) -> MaxLogits:
-    import torch
-
     from absorbed_mla.core_attention.max_logits import MaxLogits
 
     return MaxLogits(torch.full((case.heads,), -torch.inf, dtype=dtype, device=processes.device))

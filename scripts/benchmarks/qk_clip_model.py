@@ -7,15 +7,16 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.kit.report import Times
+from benchmarks import kit
 
 if TYPE_CHECKING:
     from torch import nn
 
     from benchmarks.kit.processes import Processes
 
+torch: Any = kit.lazy("torch")
 MASTERS = ("none", "distributed")
 CLIPPED = ("no head", "half")
 THRESHOLD = 100.0
@@ -23,47 +24,31 @@ _REPETITIONS = 10
 
 
 @dataclass(frozen=True)
-class ClipCase:
-    """One call of ``clip_qk``.
+class ClipCase(kit.Case):
+    """One call of ``clip_qk``."""
 
-    Attributes:
-        heads: Of every layer.
-        layers: Of the model.
-        masters: ``"none"``: bf16 weights alone; ``"distributed"``: Megatron's distributed
-            optimizer has shards of fp32 copies, on all ranks.
-        clipped: One of :data:`CLIPPED`, of the heads of each layer.
-    """
-
-    heads: int
-    layers: int
+    text = "clip n={heads} layers={layers} masters={masters} {clipped}"
+    heads: int  # of every layer
+    layers: int  # of the model
+    # "none": bf16 weights alone; "distributed": Megatron's distributed optimizer has shards of
+    # fp32 copies, on all ranks.
     masters: str
-    clipped: str
+    clipped: str  # one of CLIPPED, of the heads of each layer
     suite: str = "clip"
 
-    def __str__(self) -> str:
-        return f"clip n={self.heads} layers={self.layers} masters={self.masters} {self.clipped}"
 
-
-@dataclass(frozen=True)
-class ClipRow:
-    """What was measured.
-
-    Attributes:
-        case: What.
-        first: Seconds of the first call, which asks the ranks for their shards.
-        again: Seconds of the calls after it.
-        syncs: Times that such a call makes the host wait for the GPU; None without one.
-        copies_off: Largest relative deviation of fp32 copies from their part of the weights after
-            the first call, which is that of rounding to bf16; None without copies.
-        error: Empty, or why figures are missing.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ClipRow(kit.Row):
+    """What was measured."""
 
     case: ClipCase
-    first: float | None = None
-    again: Times | None = None
+    first: float | None = None  # seconds of the first call, which asks the ranks for their shards
+    again: kit.Times | None = None  # seconds of the calls after it
+    # Times that such a call makes the host wait for the GPU; None without one.
     syncs: int | None = None
+    # Largest relative deviation of fp32 copies from their part of the weights after the first call,
+    # which is that of rounding to bf16; None without copies.
     copies_off: float | None = None
-    error: str = ""
 
     def figures(self) -> dict[str, float]:
         """Milliseconds, and how often the host waits."""
@@ -88,10 +73,11 @@ def measure_clip(case: ClipCase, args: argparse.Namespace, processes: Processes)
         return time.perf_counter() - begin
 
     first, off = call(), _copies_off(attentions)
-    again = Times.of([call() for _ in range(_REPETITIONS)])
+    again = kit.Times.of([call() for _ in range(_REPETITIONS)])
     _pretend(attentions, case)
     processes.meet()
-    return ClipRow(case, first, again, _waits(lambda: clip_qk(model), processes), off)
+    syncs = _waits(lambda: clip_qk(model), processes)
+    return ClipRow(case=case, first=first, again=again, syncs=syncs, copies_off=off)
 
 
 def _model(
@@ -129,8 +115,6 @@ def _model(
 
 def _pretend(attentions: list[nn.Module], case: ClipCase) -> None:
     """Largest scores, as training forwards record them."""
-    import torch
-
     for attention in attentions:
         found = torch.full((case.heads,), THRESHOLD / 2, device=attention.linear_proj.weight.device)
         if case.clipped == "half":
@@ -154,8 +138,6 @@ def _copies_off(attentions: list[nn.Module]) -> float | None:
 
 def _waits(function: Callable[[], object], processes: Processes) -> int | None:
     """How often the host waits for the GPU."""
-    import torch
-
     if not processes.on_gpu:
         function()
         return None

@@ -4,8 +4,6 @@
     $ python scripts/benchmarks/serving.py --vllm /tmp/vllm --json serving.json
     $ python scripts/benchmarks/serving.py --implementations ours --profile profile.txt
     $ python scripts/benchmarks/serving.py --implementations ours,ours-parity --json parity.json
-    $ python scripts/benchmarks/serving.py --device cpu --implementations ours,ours-server \
-          --scale-down 128 --vocab-size 512 --rows 2x64/8
 
 All run the same checkpoint of random weights with DeepSeek-V3's widths: 4 dense and 4 MoE layers,
 written to --model (16 experts, for which vLLM has tuned its kernels on an H200). A row is of one of
@@ -40,8 +38,7 @@ request, which a busy host delays by milliseconds.
 
 --profile measures none of this: it says where the time of our steps goes, of those that decode and
 of those that read prompts, on the host and on the GPU: of `ours`, of `ours-parity`, or of both, as
---implementations says. The exit code is 1 if a row has an error; the last line of the output is
-JSON.
+--implementations says. The exit code is 1 if a row has an error.
 """
 
 from __future__ import annotations
@@ -59,13 +56,9 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, list_of, one_of, parse_size, seconds
-from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
+from benchmarks import kit
+from benchmarks.kit.arguments import at_least_0, parse_size, seconds, use_device
 from benchmarks.served import profiling
 from benchmarks.served.burst import Burst
 from benchmarks.served.contenders import (
@@ -84,9 +77,9 @@ from benchmarks.served.settings import BLOCK, Settings
 from benchmarks.synthetic_checkpoint.models import Choice
 from console.outputs import require_writable
 from console.parser import Parser
-from console.script import leave
 
 ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
+_TTFT = ("ttft_ms", "ttft_mean_ms", "ttft_p90_ms")
 # Implementations that live at the same time.
 TOGETHER = (("ours", "ours-parity", "vllm"), ("ours-server", "vllm-server"))
 # Repetitions of a row of one request for each of others.
@@ -95,33 +88,85 @@ _TIMES_ALONE = 5
 WARM_UP_STEPS = 8
 
 
-def parse_temperature(text: str) -> float:
-    """A number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    # Not "value < 0", which NaN passes.
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return value
+# Of the checkpoint's config.json.
+_MODEL_FIELDS = (
+    *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "intermediate_size"),
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "vocab_size"),
+)
 
 
-class ServingBenchmark(Benchmark):
+class ServingBenchmark(kit.Benchmark):
     """Every size at every implementation."""
 
-    script = "serving.py"
     report = ServingReport
+    strict = True
+    options = kit.declare(
+        "json render plot device time_limit=540 seed=1234",
+        implementations=kit.some(
+            f"some of {', '.join(IMPLEMENTATIONS)}", IMPLEMENTATIONS, ",".join(USUAL)
+        ),
+        rows=kit.Option(
+            "requests x prompt / output, with * rounds for traffic", kit.list_of(parse_row), ROWS
+        ),
+        temperature=kit.Option(
+            "of the sampling, 0 is greedy; rows are measured with each",
+            kit.list_of(at_least_0),
+            "0",
+        ),
+        repeats=kit.number("bursts of each kind that are measured", 2),
+        prefill_tokens=kit.Option(
+            "most prompt tokens of a burst that measures prefill alone", parse_size, "64k"
+        ),
+        max_num_batched_tokens=kit.number("most tokens of a step, beside one of a request", 8192),
+        eager=kit.flag("run all of them without CUDA graphs"),
+        prefill_graph_tokens=kit.Option(
+            "LLM(prefill_graph_tokens=...) and our server's (default: theirs)",
+            int,
+            more={"metavar": "N"},
+        ),
+        our_experts=kit.Option(
+            "LLM(experts=...), not of the server",
+            kit.one_of(("auto", "grouped", "sequential")),
+            "auto",
+        ),
+        start_limit=kit.Option(
+            "seconds that processes have to start, vLLM's compiler included", seconds, 240.0
+        ),
+        profile_steps=kit.number("decode steps of each profile", 30),
+        dense_layers=kit.number("layers with a dense MLP", 4),
+        moe_layers=kit.number("layers with experts", 4),
+        experts=kit.number("routed experts of a MoE layer", 16),
+        vocab_size=kit.number("rows of the embedding", 129280),
+        scale_down=kit.number("divide DeepSeek-V3's widths by this", 1),
+        vllm=kit.Option("folder with vLLM (default: the one that is installed)", Path),
+        server_packages=kit.Option(
+            "folder with what our server needs, searched after the packages that are installed; "
+            "may be that of --vllm (default: those alone)",
+            Path,
+            more={"metavar": "FOLDER"},
+        ),
+        model=kit.Option(
+            "folder of the checkpoint; written if it is missing (default: a temporary one)", Path
+        ),
+        logs=kit.Option("folder for the processes' output (default: a temporary one)", Path),
+        profile=kit.Option("profile our steps instead", Path, more={"metavar": "FILE"}),
+    )
+    quick = (
+        "--implementations ours --rows 2x64/8 --scale-down 32 --vocab-size 300 --dense-layers 1 "
+        "--moe-layers 1 --experts 2 --max-num-batched-tokens 128 --repeats 1"
+    )
+    recorded = ("dense_layers", "moe_layers", "prefill_tokens", "repeats")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
+    def prepare(self) -> None:
+        """The checkpoint, and what all are started with."""
+        args = self.args
         self._stack = contextlib.ExitStack()
         work = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._logs = args.logs or work
         self._logs.mkdir(parents=True, exist_ok=True)
         model = args.model or work / "model"
         begin = time.monotonic()
-        self._device = arguments.use_device(args.device)
+        self._device = use_device(args.device)
         # Before anything is computed on the GPU: it forks.
         write_model(model, _choice(args))
         self._write_seconds = time.monotonic() - begin
@@ -131,51 +176,6 @@ class ServingBenchmark(Benchmark):
         self._ended: set[str] = set()
         self._failed: dict[str, ContenderError] = {}
         self._warm: set[tuple] = set()
-
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(
-            parser, json=None, render=None, plot=None, device=None, time_limit=540.0, seed=1234
-        )
-        whose, usual = f"some of {', '.join(IMPLEMENTATIONS)}", ",".join(USUAL)
-        add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), help=whose, default=usual)
-        rows = "requests x prompt / output, with * rounds for traffic"
-        add("--rows", type=list_of(parse_row), default=ROWS, help=rows)
-        temperatures = "of the sampling, 0 is greedy; rows are measured with each"
-        add("--temperature", type=list_of(parse_temperature), default="0", help=temperatures)
-        add("--repeats", type=count, default=2, help="bursts of each kind that are measured")
-        prefill = "most prompt tokens of a burst that measures prefill alone"
-        add("--prefill-tokens", type=parse_size, default="64k", help=prefill)
-        step = "most tokens of a step, beside one of each request"
-        add("--max-num-batched-tokens", type=count, default=8192, help=step)
-        add("--eager", action="store_true", help="run all of them without CUDA graphs")
-        captured = "LLM(prefill_graph_tokens=...) and our server's (default: theirs)"
-        add("--prefill-graph-tokens", type=int, metavar="N", help=captured)
-        experts = "LLM(experts=...), not of the server"
-        add(
-            "--our-experts",
-            type=one_of(("auto", "grouped", "sequential")),
-            default="auto",
-            help=experts,
-        )
-        start_limit = "seconds that processes have to start, vLLM's compiler included"
-        add("--start-limit", type=seconds, default=240.0, help=start_limit)
-        add("--vllm", type=Path, help="folder with vLLM (default: the one that is installed)")
-        packages = "folder with what our server needs, searched after the packages that are "
-        packages += "installed; may be that of --vllm (default: those alone)"
-        add("--server-packages", type=Path, metavar="FOLDER", help=packages)
-        model = "folder of the checkpoint; written if it is missing (default: a temporary one)"
-        add("--model", type=Path, help=model)
-        add("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
-        add("--profile", type=Path, metavar="FILE", help="profile our steps instead")
-        add("--profile-steps", type=count, default=30, help="decode steps of each profile")
-        add("--dense-layers", type=count, default=4, help="layers with a dense MLP")
-        add("--moe-layers", type=count, default=4, help="layers with experts")
-        add("--experts", type=count, default=16, help="routed experts of a MoE layer")
-        add("--vocab-size", type=count, default=129280, help="rows of the embedding")
-        add("--scale-down", type=count, default=1, help="divide DeepSeek-V3's widths by this")
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
@@ -212,30 +212,19 @@ class ServingBenchmark(Benchmark):
 
     def environment(self) -> dict:
         """With the sizes of the model and what all implementations are started with."""
-        args, config = self.args, self._config
-        names = (
-            *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
-            *("intermediate_size", "moe_intermediate_size", "n_routed_experts"),
-            *("num_experts_per_tok", "vocab_size"),
-        )
-        return provenance.describe(
+        names = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cache_tokens")
+        return kit.provenance.describe(
             self._device == "cuda",
             "bfloat16",
-            dense_layers=args.dense_layers,
-            moe_layers=args.moe_layers,
-            **{name: config[name] for name in names},
-            max_num_batched_tokens=self._settings.max_num_batched_tokens,
-            max_num_seqs=self._settings.max_num_seqs,
-            max_model_len=self._settings.max_model_len,
-            cache_tokens=self._settings.cache_tokens,
-            prefill_tokens=args.prefill_tokens,
-            repeats=args.repeats,
+            **self.about(),
+            **{name: self._config[name] for name in _MODEL_FIELDS},
+            **{name: getattr(self._settings, name) for name in names},
             cuda_graphs=self._settings.graphs,
             prefill_graph_tokens=self._settings.prefill_graph_tokens,
             our_experts=self._settings.our_experts,
             interleaved="; ".join(", ".join(names) for names in TOGETHER),
             checkpoint_write_seconds=self._write_seconds,
-            versions={"vllm": vllm_version(args.vllm) or "not installed"},
+            versions={"vllm": vllm_version(self.args.vllm) or "not installed"},
         )
 
     def cases(self) -> list[Case]:
@@ -281,10 +270,8 @@ class ServingBenchmark(Benchmark):
         rates = [one["decode_tokens_per_second"] for one in bursts]
         measured = [rate for rate in rates if rate is not None]
         return Row(
-            case,
-            ttft_ms=median(one["ttft_ms"] for one in bursts),
-            ttft_mean_ms=median(one["ttft_mean_ms"] for one in bursts),
-            ttft_p90_ms=median(one["ttft_p90_ms"] for one in bursts),
+            case=case,
+            **_medians(bursts, _TTFT),
             prefill_tokens_per_second=median(one["input_tokens_per_second"] for one in prefills),
             decode_tokens_per_second=median(measured) if measured else None,
             step_ms=1e3 * case.size.requests / median(measured) if measured else None,
@@ -293,22 +280,15 @@ class ServingBenchmark(Benchmark):
         )
 
     def _traffic(self, contender: Contender, case: Case) -> Row:
-        bursts = [
-            self._burst(contender, case, case.size, repeat) for repeat in range(self.args.repeats)
-        ]
-        names = ("ttft_ms", "ttft_mean_ms", "ttft_p90_ms")
-        names += ("output_tokens_per_second", "token_ms", "token_p90_ms")
-        found = {name: [one[name] for one in bursts] for name in names}
+        repeats = range(self.args.repeats)
+        bursts = [self._burst(contender, case, case.size, repeat) for repeat in repeats]
+        names = (*_TTFT, "output_tokens_per_second", "token_ms", "token_p90_ms")
         return Row(
-            case,
-            **{name: median(each) for name, each in found.items() if None not in each},
-            output_rates=found["output_tokens_per_second"],
+            case=case,
+            **_medians(bursts, names),
+            output_rates=[one["output_tokens_per_second"] for one in bursts],
             start_seconds=contender.start_seconds,
         )
-
-    def exit_code(self, report: Report) -> int:
-        """1 if a case failed."""
-        return int(any(row.error for row in report.rows))
 
     def _run(self) -> int:
         if not self.args.profile:
@@ -411,6 +391,12 @@ class ServingBenchmark(Benchmark):
         return contender.run(burst, max(left, 1.0))
 
 
+def _medians(bursts: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, float]:
+    """By name, of the figures that all bursts have."""
+    found = {name: [one[name] for one in bursts] for name in names}
+    return {name: median(each) for name, each in found.items() if None not in each}
+
+
 def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -> Settings:
     """What all implementations are started with: room for every row, and no more."""
 
@@ -448,4 +434,4 @@ def _choice(args: argparse.Namespace) -> Choice:
 
 
 if __name__ == "__main__":
-    leave(ServingBenchmark.main())
+    kit.main(ServingBenchmark)

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
 """Speculative decoding with MTP layers: are the tokens the same, and how much faster do they come?
 
-    $ python scripts/benchmarks/speculative.py --json docs/inference/speculative.json
-    $ python scripts/benchmarks/speculative.py --device cpu --num-layers 2 --hidden-size 64 \
-          --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 \
-          --v-head-dim 16 --heads 4 --ffn-hidden-size 128 --train-iters 5 --train-batch 2 \
-          --train-length 64 --batches 1,2 --tokens 12 --rounds 1
+    $ python scripts/benchmarks/speculative.py --json docs/measurements/inference/speculative.json
 
 A model with two multi-token-prediction (MTP) layers is trained on the bytes of Python's standard
 library, so that drafts are right as often as a small model's are. Then the live model continues
@@ -16,7 +12,7 @@ of equal requests is reported. Output:
 
     60.1 s  1 requests, 2 drafts: tokens_per_second 310, speedup 1.71, accepted 0.64, equal 1
 
-The exit code is 1 if tokens differ in parity mode; the last line of the output is JSON.
+The exit code is 1 if tokens differ in parity mode.
 """
 
 from __future__ import annotations
@@ -26,22 +22,15 @@ import dataclasses
 import statistics
 import sys
 import sysconfig
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
-from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report, measured_fields
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
+from benchmarks.kit.generating import GeneratingBenchmark, config_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -49,6 +38,7 @@ if TYPE_CHECKING:
 
     from absorbed_mla import LLM
 
+torch: Any = kit.lazy("torch")
 DRAFTS = (0, 1, 2)
 # Bytes, and what pads the embedding to a multiple of 64.
 VOCABULARY = 320
@@ -56,119 +46,77 @@ PROMPT = 256
 
 
 @dataclass(frozen=True)
-class Case:
-    """Requests that run together.
+class DraftCase(kit.Case):
+    """Requests that run together."""
 
-    Attributes:
-        requests: Their number.
-        drafts: Tokens that are drafted per request and step.
-    """
-
-    requests: int
-    drafts: int
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests, {self.drafts} drafts"
+    text = "{requests} requests, {drafts} drafts"
+    requests: int  # their number
+    drafts: int  # tokens that are drafted per request and step
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one case did.
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What one case did."""
 
-    Attributes:
-        case: What ran.
-        error: What it raised, or what was wrong; ``""`` if all is well.
-        tokens_per_second: Median over the rounds.
-        speedup: Over the same requests without drafts.
-        accepted: Share of the drafts that were right.
-        equal: Share of requests with the tokens that they have without drafts.
-        steps: Forward passes of one round.
-    """
-
-    case: Case
-    error: str = ""
-    tokens_per_second: float | None = None
-    speedup: float | None = None
-    accepted: float | None = None
-    equal: float | None = None
-    steps: int | None = None
-
-
-class SpeculativeReport(Report):
-    """One run."""
-
-    row = Row
-
-    def summary(self) -> dict:
-        """The whole file."""
-        rows = [self.as_json(row) for row in self.rows]
-        return {"environment": self.environment, "rows": rows}
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """All that were measured."""
-        return measured_fields(row)
+    case: DraftCase
+    tokens_per_second: float | None = None  # median over the rounds
+    speedup: float | None = None  # over the same requests without drafts
+    accepted: float | None = None  # share of the drafts that were right
+    equal: float | None = None  # share of requests with the tokens that they have without drafts
+    steps: int | None = None  # forward passes of one round
 
 
 class SpeculativeBenchmark(GeneratingBenchmark):
     """All cases over one trained model, on one device."""
 
-    script = "speculative.py"
-    report = SpeculativeReport
+    report = kit.Report.of(Row)
+    options = kit.declare(
+        "json render device seed=1234",
+        batches=kit.sizes("numbers of requests", "1,8,32"),
+        tokens=kit.number("to generate for each request", 256),
+        rounds=kit.number("measurements of each case", 3),
+        parity=kit.flag("parity mode, which allows no different tokens"),
+        train_iters=kit.number("training steps", 400),
+        train_batch=kit.number("sequences of a training step", 16),
+        train_length=kit.number("bytes of a sequence", 1024),
+        num_layers=kit.number("decoder layers of the model", 12),
+        heads=kit.number("attention heads of each layer", 16),
+        ffn_hidden_size=kit.number("width of the MLP", 6144),
+        dims={**kit.DIMS, "hidden-size": 2048},
+    )
+    quick = "--train-iters 2 --train-batch 2 --train-length 64 --batches 1,2 --tokens 12 --rounds 1"
+    recorded = ("dims", "parity", "train_iters", "tokens")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
+    def prepare(self) -> None:
+        """The trained model."""
+        super().prepare()
         from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 
+        args = self.args
         if args.parity:
             enable_batch_invariant_mode(self.processes.device.type)
         texts = _texts()
         self.prompts = [list(text[:PROMPT]) for text in texts[: max(args.batches)]]
-        self.model = build(args, self.processes)
-        self.losses = train(self.model, texts[max(args.batches) :], args, self.processes)
+        self._model = build_with_mtp(args, self.processes)
+        self.losses = train(self._model, texts[max(args.batches) :], args, self.processes)
         self._plain: dict[int, tuple[float, list[list[int]]]] = {}
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, json=None, render=None, device=None, seed=1234)
-        add("--batches", type=parse_sizes, default="1,8,32", help="numbers of requests")
-        add("--tokens", type=count, default=256, help="to generate for each request")
-        add("--rounds", type=count, default=3, help="measurements of each case")
-        add("--parity", action="store_true", help="parity mode, which allows no different tokens")
-        add("--train-iters", type=count, default=400, help="training steps")
-        add("--train-batch", type=count, default=16, help="sequences of a training step")
-        add("--train-length", type=count, default=1024, help="bytes of a sequence")
-        add("--num-layers", type=count, default=12, help="decoder layers of the model")
-        add("--heads", type=count, default=16, help="attention heads of each layer")
-        add("--ffn-hidden-size", type=count, default=6144, help="width of the MLP")
-        arguments.add_dims(parser, {**DIMS, "hidden-size": 2048})
+    def about(self) -> dict:
+        """With how well the model predicts."""
+        last = statistics.mean(self.losses[-10:])
+        losses = {"first_loss": self.losses[0], "last_loss": last}
+        return super().about() | losses | {"prompt": PROMPT}
 
-    def environment(self) -> dict:
-        """With the sizes of the model, and how well it predicts."""
-        args = self.args
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims={**dims_of(args), "heads": args.heads, "layers": args.num_layers},
-            parity=args.parity,
-            train_iters=args.train_iters,
-            first_loss=self.losses[0],
-            last_loss=statistics.mean(self.losses[-10:]),
-            tokens=args.tokens,
-            prompt=PROMPT,
-        )
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DraftCase]:
         """Without drafts first."""
-        return [Case(requests, drafts) for requests in self.args.batches for drafts in DRAFTS]
+        return [DraftCase(number, drafts) for number in self.args.batches for drafts in DRAFTS]
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: DraftCase) -> Row:
         """Measure one case."""
         from absorbed_mla import LLM
 
         with LLM.from_model(
-            self.model,
+            self._model,
             max_num_seqs=case.requests,
             max_model_len=PROMPT + self.args.tokens,
             num_speculative_tokens=case.drafts,
@@ -176,7 +124,7 @@ class SpeculativeBenchmark(GeneratingBenchmark):
         ) as llm:
             return self._measure(case, llm)
 
-    def _measure(self, case: Case, llm: LLM) -> Row:
+    def _measure(self, case: DraftCase, llm: LLM) -> Row:
         from absorbed_mla import SamplingParams
 
         llm.wake()
@@ -185,11 +133,11 @@ class SpeculativeBenchmark(GeneratingBenchmark):
         # Kernels are compiled in the first.
         for i in range(self.args.rounds + 1):
             before = dataclasses.replace(llm.statistics())
-            start = self._clock()
+            start = self.clock()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             tokens = [output.outputs[0].token_ids for output in outputs]
             if i:
-                rates.append(sum(map(len, tokens)) / (self._clock() - start))
+                rates.append(sum(map(len, tokens)) / (self.clock() - start))
         done = llm.statistics()
         rate = statistics.median(rates)
         plain_rate, plain = self._plain.setdefault(case.requests, (rate, tokens))
@@ -197,7 +145,7 @@ class SpeculativeBenchmark(GeneratingBenchmark):
         wrong = self.args.parity and equal < 1
         drafted = done.drafted - before.drafted
         return Row(
-            case,
+            case=case,
             error="the tokens differ from those without drafts" if wrong else "",
             tokens_per_second=rate,
             speedup=rate / plain_rate,
@@ -205,14 +153,6 @@ class SpeculativeBenchmark(GeneratingBenchmark):
             equal=equal,
             steps=done.steps - before.steps,
         )
-
-    def _clock(self) -> float:
-        self.processes.synchronize()
-        return time.perf_counter()
-
-    def exit_code(self, report: Report) -> int:
-        """1 if a case failed."""
-        return int(any(row.error for row in report.rows))
 
 
 def _texts() -> list[bytes]:
@@ -225,30 +165,16 @@ def _texts() -> list[bytes]:
     return [large[i] for start in range(7) for i in range(start, len(large), 7)]
 
 
-def build(args: argparse.Namespace, processes) -> GPTModel:
+def build_with_mtp(args: argparse.Namespace, processes: Any) -> GPTModel:
     """A model with as many MTP layers as tokens are drafted at most."""
     from megatron.core.models.gpt import GPTModel
 
     from absorbed_mla import AbsorbedMLAOptions
-    from benchmarks.kit.layers import mla_config
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
     from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 
-    config = mla_config(
-        args,
-        processes,
-        processes.dtype,
-        num_layers=args.num_layers,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.heads,
-        rotary_scaling_factor=1.0,
-        mscale_all_dim=0.0,
-        cache_mla_latents=True,
-        mtp_num_layers=max(DRAFTS),
-        mtp_loss_scaling_factor=0.3,
-        gated_linear_unit=True,
-        bias_activation_fusion=False,
-    )
+    mtp = {"mtp_num_layers": max(DRAFTS), "mtp_loss_scaling_factor": 0.3}
+    config = config_of(args, processes, processes.dtype, **mtp)
     backend = config.transformer_impl
     options = AbsorbedMLAOptions(batch_invariant=args.parity)
     spec = get_absorbed_mla_decoder_block_spec(config, backend=backend, options=options)
@@ -268,8 +194,6 @@ def train(
     model: GPTModel, texts: Sequence[bytes], args: argparse.Namespace, processes
 ) -> list[float]:
     """Train on windows of the texts with AdamW; returns the loss of every step, nats per byte."""
-    import torch
-
     data = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(args.seed)
     # Masters in fp32, because small updates of bf16 weights are lost.
@@ -304,4 +228,4 @@ def train(
 
 
 if __name__ == "__main__":
-    leave(SpeculativeBenchmark.main())
+    kit.main(SpeculativeBenchmark)

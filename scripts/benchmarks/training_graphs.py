@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Measure training steps of a transformer layer in Megatron's CUDA graphs, ours beside Megatron's.
 
-    $ python scripts/benchmarks/training_graphs.py --json docs/attention/graphs.json
-    $ python scripts/benchmarks/training_graphs.py --device cpu --heads 2 --seq-lens 16
+    $ python scripts/benchmarks/training_graphs.py --json docs/measurements/attention/graphs.json
 
 A layer with attention and a MLP of --ffn-hidden-size, in Megatron's DDP: forward and backward of a
 sequence, without optimizer. Layers are of TransformerEngine where it is installed, and Megatron's
@@ -14,31 +13,21 @@ host  until the host had queued one
 Ours and Megatron's are measured --rounds times in turns. Output:
 
     14.2 s  ours, graphs, recomputed n=16 S=4096: step 5.16 ms, host 0.75 ms
-
-The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, parse_sizes
-from benchmarks.kit.report import Refused, Report, Times
-from benchmarks.kit.run import Benchmark
-from console.parser import Parser
-from console.script import leave
+from benchmarks import kit
 
 IMPLEMENTATIONS = ("ours", "megatron")
 # Megatron captures behind the first step; a second one sees that the replay is complete.
@@ -46,48 +35,27 @@ _WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer.
+class GraphCase(kit.Case):
+    """One layer."""
 
-    Attributes:
-        implementation: ``"ours"`` or ``"megatron"``.
-        heads: Of the attention.
-        tokens: Of the sequence.
-        recomputed: Whether ``mla_up_proj`` is.
-        graphs: Whether steps are in CUDA graphs.
-    """
-
-    implementation: str
-    heads: int
-    tokens: int
-    recomputed: bool
-    graphs: bool
-
-    def __str__(self) -> str:
-        names = [self.implementation]
-        names += ["graphs"] if self.graphs else []
-        names += ["recomputed"] if self.recomputed else []
-        return f"{', '.join(names)} n={self.heads} S={self.tokens}"
+    text = "{implementation}{graphs:?, graphs}{recomputed:?, recomputed} n={heads} S={tokens}"
+    implementation: str  # "ours" or "megatron"
+    heads: int  # of the attention
+    tokens: int  # of the sequence
+    recomputed: bool  # whether mla_up_proj is
+    graphs: bool  # whether steps are in CUDA graphs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case, or why there are no figures of it.
+class Row(kit.Row):
+    """Times of a step in every round, and until the host had queued one."""
 
-    Attributes:
-        case: What was measured.
-        times: Of a step in every round.
-        host: Until the host had queued one.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Case
-    times: Times | None = None
-    host: Times | None = None
-    error: str = ""
+    case: GraphCase
+    times: kit.Times | None = None
+    host: kit.Times | None = None
 
 
-class GraphsReport(Report):
+class GraphsReport(kit.Report):
     """One run."""
 
     row = Row
@@ -98,104 +66,67 @@ class GraphsReport(Report):
         return {"step_ms": 1e3 * row.times.median, "host_ms": 1e3 * row.host.median}
 
 
-class GraphsBenchmark(Benchmark):
+class GraphsBenchmark(kit.InTurns):
     """Layers in turns, each built anew in every round."""
 
-    script = "training_graphs.py"
     report = GraphsReport
+    options = kit.declare(
+        "json render only device heads=16 seq_lens=4k time_limit=120 seed=1234",
+        ffn_hidden_size=kit.number("width of the MLP", 2048),
+        rounds=kit.number("measurements of each layer", 3),
+        steps=kit.number("steps of a measurement", 40),
+        dims=kit.DIMS,
+    )
+    quick = "--seq-lens 8 --rounds 2 --steps 2"
+    recorded = ("dims", "ffn_hidden_size")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        arguments.use_device(args.device)
+    def prepare(self) -> None:
+        """The processes, with random numbers that graphs can take."""
         from megatron.core import tensor_parallel
         from megatron.core.extensions.transformer_engine import HAVE_TE
 
-        from benchmarks.kit.processes import Processes
-
-        self.processes = Processes(args.seed)
+        super().prepare()
         self.layers = "transformer_engine" if HAVE_TE and self.processes.on_gpu else "local"
         tensor_parallel.model_parallel_cuda_manual_seed(
-            args.seed,
+            self.args.seed,
             te_rng_tracker=self.layers == "transformer_engine",
             use_cudagraphable_rng=self.processes.on_gpu,
             force_reset_rng=True,
         )
-        self._rows: dict[Case, Row] = {}
 
-    @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """See --help."""
-        add = parser.add_argument
-        arguments.add_common(parser, render=None, json=None, only=None, device=None, seed=1234)
-        arguments.add_common(parser, heads="16", time_limit=120.0)
-        add("--seq-lens", type=parse_sizes, default="4k", help="tokens of the sequence")
-        add("--ffn-hidden-size", type=arguments.count, default=2048, help="width of the MLP")
-        add("--rounds", type=arguments.count, default=3, help="measurements of each layer")
-        add("--steps", type=arguments.count, default=40, help="steps of a measurement")
-        arguments.add_dims(parser, DIMS)
+    def about(self) -> dict:
+        """With the kind of layers."""
+        return super().about() | {"layers": self.layers}
 
-    def environment(self) -> dict:
-        """With what all layers have in common."""
-        return provenance.describe(
-            self.processes.on_gpu,
-            self.processes.dtype,
-            dims=dims_of(self.args),
-            ffn_hidden_size=self.args.ffn_hidden_size,
-            layers=self.layers,
-        )
-
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[GraphCase]:
         """Those of one size and recomputation behind each other."""
-        found = [
-            Case(implementation, heads, tokens, recomputed, graphs)
-            for heads in self.args.heads
-            for tokens in sorted(self.args.seq_lens)
+        args = self.args
+        return [
+            GraphCase(implementation, heads, tokens, recomputed, graphs)
+            for heads in args.heads
+            for tokens in sorted(args.seq_lens)
             for recomputed in (True, False)
             for graphs in (False, True)
             for implementation in IMPLEMENTATIONS
         ]
-        return arguments.chosen(found, self.args.only)
 
-    def measure(self, case: Case) -> Row:
-        """Measure ours and Megatron's with the first of them.
-
-        Raises:
-            Refused: With the reason of a case that could not be measured.
-        """
-        if case not in self._rows:
-            works = (replace(case, implementation=name) for name in IMPLEMENTATIONS)
-            wanted = self.cases()
-            self._rows |= self._in_turns([one for one in works if one in wanted])
-        row = self._rows[case]
-        if row.error:
-            raise Refused(row.error)
-        return row
-
-    def _in_turns(self, cases: list[Case]) -> dict[Case, Row]:
-        from benchmarks.kit.report import reason
-
-        seconds: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
-        errors: dict[Case, str] = {}
+    def measure_input(self, cases: Sequence[GraphCase]) -> None:
+        """Ours and Megatron's in every round."""
+        seconds: dict[GraphCase, list[tuple[float, float]]] = {case: [] for case in cases}
         for _ in range(self.args.rounds):
-            for case in cases:
-                if case in errors:
-                    continue
+            for case in (case for case in cases if case not in self.found):
                 try:
                     seconds[case].append(self._round(case))
                 except Exception as problem:  # the others are measured all the same
-                    errors[case] = reason(problem)
-        return {
-            case: Row(case=case, error=errors[case])
-            if case in errors
-            else Row(case=case, times=Times.of(steps), host=Times.of(host))
-            for case, found in seconds.items()
-            for steps, host in (zip(*found) if found else ((), ()),)
-        }
+                    self.found[case] = self.failed(case, kit.reason(problem))
+        for case in (case for case in cases if case not in self.found):
+            steps, host = map(kit.Times.of, zip(*seconds[case]))
+            self.found[case] = Row(case=case, times=steps, host=host)
 
-    def _round(self, case: Case) -> tuple[float, float]:
+    def _round(self, case: GraphCase) -> tuple[float, float]:
         """Seconds of a step, and until the host has queued one."""
         if case.graphs and not self.processes.on_gpu:
-            raise Refused("it needs a GPU")
+            raise kit.Refused("it needs a GPU")
         from megatron.core.transformer import cuda_graphs
 
         with self.processes.own_stream():
@@ -206,7 +137,7 @@ class GraphsBenchmark(Benchmark):
                     cuda_graphs.delete_cuda_graphs()
                 gc.collect()
 
-    def _warmed(self, case: Case) -> Callable[[], None]:
+    def _warmed(self, case: GraphCase) -> Callable[[], None]:
         """A step that has been captured, or repeated often enough."""
         from megatron.core.transformer import cuda_graphs
 
@@ -234,12 +165,9 @@ class GraphsBenchmark(Benchmark):
         self.processes.synchronize()
         return whole, host
 
-    def _step(self, case: Case) -> Callable[[], None]:
+    def _step(self, case: GraphCase) -> Callable[[], None]:
         """Forward and backward of a new layer."""
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.spec_utils import build_module
 
         config = self._config(case)
@@ -258,7 +186,7 @@ class GraphsBenchmark(Benchmark):
 
         return step
 
-    def _spec(self, case: Case, config: Any) -> Any:
+    def _spec(self, case: GraphCase, config: Any) -> Any:
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_layer_with_transformer_engine_spec,
         )
@@ -268,18 +196,15 @@ class GraphsBenchmark(Benchmark):
         if case.implementation == "ours":
             return get_absorbed_mla_layer_spec(config, backend=self.layers)
         if self.layers == "local":
-            raise Refused("Megatron's MLA needs TransformerEngine's attention")
+            raise kit.Refused("Megatron's MLA needs TransformerEngine's attention")
         return get_gpt_layer_with_transformer_engine_spec(
             multi_latent_attention=True, qk_layernorm=True
         )
 
-    def _config(self, case: Case) -> Any:
+    def _config(self, case: GraphCase) -> Any:
         from benchmarks.kit.layers import mla_config
 
-        recomputed = {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["mla_up_proj"],
-        }
+        recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
         return mla_config(
             self.args,
             self.processes,
@@ -294,4 +219,4 @@ class GraphsBenchmark(Benchmark):
 
 
 if __name__ == "__main__":
-    leave(GraphsBenchmark.main())
+    kit.main(GraphsBenchmark)

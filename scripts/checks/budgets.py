@@ -55,7 +55,7 @@ class Budget:
 
 BUDGETS = (
     Budget("absorbed_mla", "lines", 52_500, 46_000),
-    Budget("checkpoint_conversion", "lines", 10_700, 9_000),
+    Budget("checkpoint_conversion", "lines", 10_850, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 34_500, 14_000),
     Budget("tests", "lines", 72_500, 52_000),
@@ -84,8 +84,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    Parser("budgets.py", __doc__).parse_args(argv)
-    lines, kept = report(ROOT)
+    parser = Parser("budgets.py", __doc__)
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="FOLDER", help="the repository to count"
+    )
+    lines, kept = report(parser.parse_args(argv).root)
     print("\n".join(lines))
     return 0 if kept else FAILED
 

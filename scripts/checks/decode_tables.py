@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_report import DecodeReport
+from benchmarks.decode import DecodeReport
 from benchmarks.kit.tables import markdown_table, tokens_text
 from checks.performance.row import by_input
 

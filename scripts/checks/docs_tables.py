@@ -6,7 +6,8 @@
 
 The text between `<!-- table: NAME -->` and `<!-- end -->` is replaced. The data are those of
 docs/measurements/. Layers are compared with layers of the same recomputation, as in the benchmarks'
-own reports. The tables "support ..." list the implementations in absorbed_mla (support_matrix.py).
+own reports. The tables "support ..." list the implementations in absorbed_mla (support_matrix.py),
+those of options what is declared in absorbed_mla/serving (option_tables.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from checks import (
     decode_tables,
     drawing_table,
     latent_cache_accuracy,
+    option_tables,
     serving_tables,
     sparse_tables,
 )
@@ -274,6 +276,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "traffic beside vllm": serving_tables.traffic_table,
     "parity mode beside default": serving_tables.parity_table,
     **performance.TABLES,
+    **option_tables.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }
 

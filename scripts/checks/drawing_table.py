@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.drawing import DRAWS, Case, DrawingReport
+from benchmarks.drawing import DRAWS, DrawingCase, DrawingReport
 from benchmarks.kit.tables import markdown_table
 
 _NONE = "Not measured yet."
@@ -21,7 +21,7 @@ def table(docs: Path) -> str:
     kinds = dict.fromkeys((case.draws, case.logits) for case in found)
     lines = []
     for draws, logits in kinds:
-        figures = [found.get(Case(draws, logits, count), {}) for count in counts]
+        figures = [found.get(DrawingCase(draws, logits, count), {}) for count in counts]
         cells = [_cell(one, name) for one in figures for name in ("ours_us", "torch_us")]
         lines.append([_described(draws), logits, *cells])
     head = [f"{count}: {name} us" for count in counts for name in ("ours", "PyTorch")]

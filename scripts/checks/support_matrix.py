@@ -1,9 +1,10 @@
-"""The support matrix: every implementation, as ``absorbed_mla.registry`` has it."""
+"""The support matrix: every implementation and model type, as the registries have it."""
 
 from __future__ import annotations
 
 from absorbed_mla import registry
 from benchmarks.kit.tables import markdown_table
+from checkpoint_conversion.model_type import MODELS
 
 # Name of the table -> registry and what its entries are called.
 KINDS = {
@@ -14,9 +15,10 @@ KINDS = {
     "support context parallel": (registry.CP_STRATEGIES, "strategy"),
     "support caches": (registry.LATENT_CACHES, "cache"),
     "support checkpoint layouts": (registry.CHECKPOINT_LAYOUTS, "layout"),
+    "support models": (MODELS, "`model_type`"),
 }
-# Of entries that compute in one form only, or in both.
-FORMS = "forms"
+# A further column, of entries that have it -> its head.
+_COLUMNS = {"forms": "form", "released": "released"}
 
 
 def support_table(name: str) -> str:
@@ -27,10 +29,9 @@ def support_table(name: str) -> str:
     """
     implementations, kind = KINDS[name]
     entries = list(implementations)
-    with_forms = any(hasattr(entry, FORMS) for entry in entries)
-    lines = []
-    for entry in entries:
-        forms = [", ".join(getattr(entry, FORMS))] if with_forms else []
-        lines.append([f"`{entry.name}`", *forms, entry.summary])
-    head = [kind, *(["form"] if with_forms else []), "what it is"]
+    more = {name: head for name, head in _COLUMNS.items() if any(hasattr(e, name) for e in entries)}
+    lines = [
+        [f"`{e.name}`", *(", ".join(getattr(e, name)) for name in more), e.summary] for e in entries
+    ]
+    head = [kind, *more.values(), "what it is"]
     return markdown_table(head, lines, head)

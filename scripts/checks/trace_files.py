@@ -1,23 +1,32 @@
 #!/usr/bin/env python3
-"""Count the files of absorbed_mla that one forward of the layer enters, and show their order.
+"""Count the files of absorbed_mla that a forward, a step and a request enter, and show their order.
 
     $ python scripts/checks/trace_files.py
-    training forward   16 files, 64 changes of file
+    training forward   15 files, 63 changes of file, depth 12
       attention -> unsupported -> ...
-    decode             14 files, ...
+    decode             12 files, ...
+    LLM decode step    20 files, ...
+    server request     34 files, ...
 
-A file is entered when one of its functions is called. Both forwards run on the CPU with the
-reference backend: a training forward in the expanded form, and a decode step of three requests in
-Megatron's dynamic inference context. The counts are those of a later forward; the first one chooses
-a backend besides. Exit code 1 if a count is above its bound.
+A file is entered when one of its functions is called; the depth is the largest number of functions
+of the package that wait for each other. All run on the CPU with the reference backend: a training
+forward in the expanded form; a decode step of three requests in Megatron's dynamic inference
+context; a step of ``LLM`` with three sampled requests, launched ahead as on a GPU; and a request of
+four tokens to the server, from its body to its answer. The counts are those of a later forward,
+step and request; the first one chooses a backend besides. Exit code 1 if a count is above its
+bound.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
 # A checkout runs without being installed; appended, so that an installed package wins.
@@ -30,7 +39,8 @@ from absorbed_mla.options import FORMS  # noqa: E402
 from console.parser import Parser  # noqa: E402
 from console.script import FAILED, leave, run_script  # noqa: E402
 
-BOUNDS = {"training forward": 16, "decode": 14}
+BOUNDS = {"training forward": 16, "decode": 14, "LLM decode step": 22, "server request": 36}
+DEPTHS = {"LLM decode step": 14}
 _SIZES = {
     "num_layers": 1,
     "hidden_size": 32,
@@ -63,47 +73,82 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--form", choices=FORMS[1:], default="expanded", help="of the training forward"
     )
-    counts = {}
-    for name, entered in traces(parser.parse_args(argv).form).items():
-        files = list(dict.fromkeys(entered))
-        counts[name] = len(files)
-        print(f"{name:18} {len(files)} files, {len(entered) - 1} changes of file")
+    exceeded = False
+    for name, trace in traces(parser.parse_args(argv).form).items():
+        files, changes = trace.files(), len(trace.entered) - 1
+        print(f"{name:18} {len(files)} files, {changes} changes of file, depth {trace.depth}")
         print(f"  {' -> '.join(files)}")
-    return FAILED if any(counts[name] > bound for name, bound in BOUNDS.items()) else 0
+        exceeded |= len(files) > BOUNDS[name] or trace.depth > DEPTHS.get(name, trace.depth)
+    return FAILED if exceeded else 0
 
 
-def traces(form: str = "expanded") -> dict[str, list[str]]:
-    """The files that each forward is in, one after the other."""
+class Trace:
+    """What a profiled call enters; called for every event of the interpreter.
+
+    Attributes:
+        entered: The files of absorbed_mla that it is in, each change of file once.
+        depth: The largest number of functions of the package on one stack.
+    """
+
+    def __init__(self) -> None:
+        import absorbed_mla
+
+        self._package = str(Path(absorbed_mla.__file__).parent)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.entered: list[str] = []
+        self.depth = 0
+
+    def files(self) -> list[str]:
+        """Each file once, in the order in which they are entered first."""
+        return list(dict.fromkeys(self.entered))
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        """Record the call of a function of the package; other events are of no interest."""
+        name = self._file(frame)
+        if event != "call" or name is None:
+            return
+        if not self.entered or self.entered[-1] != name:
+            self.entered.append(name)
+        depth, caller = 0, frame
+        while caller is not None:
+            # A comprehension is a part of its function, and no frame in later versions of Python.
+            depth += self._file(caller) is not None and not caller.f_code.co_name.startswith("<")
+            caller = caller.f_back
+        self.depth = max(self.depth, depth)
+
+    def _file(self, frame: FrameType) -> str | None:
+        path = frame.f_code.co_filename
+        if not path.startswith(self._package):
+            return None
+        name = str(Path(path).relative_to(self._package).with_suffix(""))
+        return None if name == "cpu_host" else name  # that stands in for torch.cuda
+
+
+def traces(form: str = "expanded") -> dict[str, Trace]:
+    """What each flow enters, by its name."""
     _start_megatron()
+    llm = _llm()
     return {
-        "training forward": entered_files(_training_forward(form)),
-        "decode": entered_files(_decode()),
+        "training forward": traced(_training_forward(form)),
+        "decode": traced(_decode()),
+        "LLM decode step": traced(_llm_step(llm)),
+        "server request": _server_request(llm),
     }
 
 
-def entered_files(forward: Callable[[], object]) -> list[str]:
-    """The files of absorbed_mla that calls of ``forward`` are in, each change of file once."""
-    import absorbed_mla
-
-    package = Path(absorbed_mla.__file__).parent
-    entered: list[str] = []
-
-    def record(frame, event: str, _) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(str(package)):
-            name = str(Path(path).relative_to(package).with_suffix(""))
-            if name == "cpu_host":  # stands in for torch.cuda
-                return
-            if not entered or entered[-1] != name:
-                entered.append(name)
-
+def traced(forward: Callable[[], object]) -> Trace:
+    """What the second one of two calls of ``forward`` enters."""
+    trace = Trace()
     forward()
-    sys.setprofile(record)
+    sys.setprofile(trace)
     try:
         forward()
     finally:
         sys.setprofile(None)
-    return entered
+    return trace
 
 
 def _start_megatron() -> None:
@@ -183,6 +228,86 @@ def _decode() -> Callable[[], object]:
     step()  # the prompts
     end_step()
     return step
+
+
+def _llm():
+    """``LLM`` around a small model, whose steps are launched ahead as on a GPU."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from absorbed_mla import LLM
+    from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+
+    config = MLATransformerConfig(**_SIZES)
+    spec = get_absorbed_mla_decoder_block_spec(config, backend="local")
+    model = GPTModel(config, spec, vocab_size=64, max_sequence_length=128).eval()
+    llm = LLM.from_model(model, max_num_seqs=4, cache_tokens=2048)
+    llm.wake()
+    llm._runner._engine.scheduler.launches_ahead = True
+    return llm
+
+
+def _llm_step(llm) -> Callable[[], object]:
+    """A step of three requests, whose prompts have been computed."""
+    from absorbed_mla import SamplingParams
+
+    for length in range(3, 6):
+        llm.add_request(list(range(length)), SamplingParams(max_tokens=40, seed=length))
+    llm.step()
+    return llm.step
+
+
+def _server_request(llm) -> Trace:
+    """A request of four tokens to ``/v1/completions``, in the server's and the model's thread."""
+    from absorbed_mla.serving.server import service
+    from absorbed_mla.serving.server.app import build_app
+
+    while llm.has_unfinished_requests():
+        llm.step()
+    # Between two requests it looks whether the model's processes are there.
+    service._CHECK = 60.0
+    metrics, trace = service.Metrics(), Trace()
+    model = service.Service(llm, metrics, lambda: None)
+    app = build_app(model, metrics, "model", None)
+    threading.setprofile(trace)
+    model.start()
+    threading.setprofile(None)
+    asyncio.run(_post(app))
+    trace.clear()
+    sys.setprofile(trace)
+    try:
+        asyncio.run(_post(app))
+    finally:
+        sys.setprofile(None)
+    model.stop()
+    return trace
+
+
+async def _post(app) -> None:
+    """Send a request, as an HTTP server does."""
+    content = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 4, "temperature": 0}
+    body = {"type": "http.request", "body": json.dumps(content).encode(), "more_body": False}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    received, statuses = [body], []
+
+    async def receive() -> dict:
+        if received:
+            return received.pop()
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: dict) -> None:
+        statuses.append(message.get("status"))
+
+    await app(scope, receive, send)
+    if statuses[0] != 200:
+        raise RuntimeError(f"the server answered with {statuses[0]}")
 
 
 if __name__ == "__main__":

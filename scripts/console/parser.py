@@ -49,6 +49,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         if shown or not action.option_strings:
             return text
         if action.nargs == 0:
-            return f"{text} (default: {'on' if action.default else 'off'})"
+            switched_on = True if action.const is None else action.const
+            return f"{text} (default: {'on' if action.default == switched_on else 'off'})"
         # Not "none": an empty list is a value.
         return f"{text} (default: {'none' if action.default is None else '%(default)s'})"

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import add_flags, given_options
+from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
-from training import arguments as trainer
-from training.options_named import given_options
-from training.presets import ModelPreset
+from training import options as training_options
+from training.presets import COMMON
 
 # Options of train.py that say how the model is computed, and, where a checkpoint does not describe
 # its model, what it is.
 _MODEL_FLAGS = {
-    "--" + name.replace("_", "-")
+    training_options.flag_of(name)
     for name in (
         *("bf16", "fp16", "form", "down_projection", "sequence_parallel"),
         *("transformer_impl", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-        *(field.name for field in dataclasses.fields(ModelPreset)),
+        *COMMON,
         *("preset", "scale_down", "use_checkpoint_args", "make_vocab_size_divisible_by"),
-        *("num_experts", "norm_epsilon", "latent_norm_epsilon"),
     )
 }
 _DESCRIPTION = """\
@@ -37,19 +35,15 @@ These options of train.py mean what they mean there (train.py --help): --bf16, -
 --down-projection, --sequence-parallel, --transformer-impl, --moe-token-dispatcher-type and
 --moe-grouped-gemm; and, for a checkpoint that does not describe its model, --preset and single
 sizes such as --num-layers."""
-# By the names in errors of LLM, SamplingParams and AbsorbedMLAOptions.
-_OPTIONS = {
-    "tokenizer": "--tokenizer",
-    "form": "--form",
-    "temperature": "--temperature",
-    "top_k": "--top-k",
-    "top_p": "--top-p",
-    "tensor_parallel_size": "--tensor-model-parallel-size",
-    "max_model_len": "--max-sequence-length",
-    "max_num_seqs": "--max-requests",
-    "max_num_batched_tokens": "--step-tokens",
-    "cache_tokens": "--cache-tokens",
-}
+# Options of LLM for live models that it does not take: the cache is as large as the prompts need,
+# log-probabilities of prompts are not shown, and models of train.py have no MTP layer.
+_NOT_TAKEN = {"gpu_memory_utilization", "prompt_logprobs", "num_speculative_tokens"}
+_LLM = [
+    name
+    for name in options_of(LLMOptions)
+    if name not in options_of(ModelFields) and name not in _NOT_TAKEN
+]
+_SAMPLING = ["max_tokens", "temperature", "top_k", "top_p", "ignore_eos"]
 
 
 def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
@@ -60,9 +54,9 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         world_size: Number of processes.
 
     Returns:
-        All options of generate.py, and the defaults of train.py's others; ``sampling`` as
-        ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of ``LLM``
-        in ``llm``.
+        All options of generate.py, and those of the model, unparsed, in ``of_model``; ``sampling``
+        as ``SamplingParams``, ``attention_options`` as ``AbsorbedMLAOptions``, and options of
+        ``LLM`` in ``llm``.
 
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
@@ -73,49 +67,41 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
             raise ValueError(f"unrecognized arguments: {word} (--help lists all options)")
     if not any(word.partition("=")[0] == "--preset" for word in of_model):
         of_model = [*of_model, "--use-checkpoint-args"]
-    model = trainer.parse_arguments([*of_model, "--load", own.load])
-    args = argparse.Namespace(**{**vars(model), **vars(own)})
-    args.given = given_options(argv)
+    args = training_options.own_parser("generate.py").parse_known_args(of_model, own)[0]
+    args.of_model = [*of_model, "--load", own.load]
+    args.given = training_options.given_options(argv)
     if args.tensor_model_parallel_size is None:
         args.tensor_model_parallel_size = world_size
     _check(args, world_size)
-    with errors_by_option():
+    with errors_by_flag():
         args.attention_options = AbsorbedMLAOptions(
             form=args.form,
             down_projection=args.down_projection,
             batch_invariant=args.batch_invariant,
         )
-        args.sampling = SamplingParams(
-            max_tokens=args.num_tokens_to_generate,
-            temperature=0 if args.greedy else args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p or 1.0,
-            ignore_eos=args.ignore_eos,
-            logprobs=0 if args.return_log_probs else None,
-        )
-        args.llm = {
-            "max_model_len": args.max_sequence_length,
-            "max_num_seqs": args.max_requests,
-            "max_num_batched_tokens": args.step_tokens,
-            "cache_tokens": args.cache_tokens,
-            "enable_chunked_prefill": not args.no_chunked_prefill,
-            "enable_prefix_caching": not args.no_prefix_caching,
-            "cuda_graphs": args.cuda_graphs,
-            "seed": args.seed,
-        }
+        given = given_options(own, SamplingParams, _SAMPLING, FLAGS)
+        given |= {"temperature": 0} if args.greedy else {}
+        given["top_p"] = args.top_p or 1.0
+        args.sampling = SamplingParams(**given, logprobs=0 if args.return_log_probs else None)
+        args.llm = given_options(own, LLMOptions, _LLM, FLAGS)
         # For its checks.
         LLMOptions(**args.llm, tensor_parallel_size=args.tensor_model_parallel_size)
     return args
 
 
-@contextlib.contextmanager
-def errors_by_option() -> Iterator[None]:
-    """Lets errors of the package name the options of this command line."""
-    try:
-        yield
-    except ValueError as error:
-        text = re.sub(r"^\w+|\w+_\w+", lambda word: _OPTIONS.get(word[0], word[0]), str(error))
-        raise ValueError(text) from error
+def with_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with those of the model, Megatron's under their names; reads a checkpoint.
+
+    Raises:
+        ValueError: If the model is not described, or sizes do not fit each other.
+    """
+    # Imported late, because it takes seconds.
+    from training import arguments as trainer
+
+    model = trainer.with_model(trainer.parse_arguments(args.of_model, "generate.py"))
+    # Megatron looks at it, and nothing else does.
+    model.seq_length = model.max_position_embeddings
+    return argparse.Namespace(**{**vars(model), **vars(args)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
+    group = parser.add_argument_group("model")
+    add = group.add_argument
     add(
         "--load",
         metavar="FOLDER",
@@ -134,11 +121,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="checkpoint of train.py or of the conversion, or a folder of them",
     )
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer (default: bytes)")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code of the tokenizer's folder, if the tokenizer needs it",
-    )
+    add_flags(group, LLMOptions, ["trust_remote_code"])
     add(
         "--tensor-model-parallel-size",
         type=int,
@@ -170,48 +153,34 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("sampling").add_argument
-    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="at most, per prompt")
-    add("--greedy", action="store_true", help="always the likeliest token")
-    for flag, kind, default, text in (
-        ("--temperature", float, 1.0, "divides the logits; 0: as --greedy"),
-        ("--top-k", int, 0, "sample from so many of the likeliest tokens; 0: from all"),
-        ("--top-p", float, 0.0, "from the likeliest that make up this much; 0: from all"),
-        ("--seed", int, 1234, "the same prompts and options give the same text"),
-    ):
-        add(flag, type=kind, default=default, metavar="X", help=text)
-    add("--ignore-eos", action="store_true", help="go on after the end-of-document token")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    add_flags(
+        group,
+        SamplingParams,
+        _SAMPLING,
+        FLAGS,
+        max_tokens={"default": 128, "help": "at most, per prompt"},
+        top_p={"default": 0.0, "help": "from the likeliest that make up this much; 0: from all"},
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    for flag, default, text in (
-        (
-            "--max-sequence-length",
-            None,
-            "tokens of a prompt and its continuation (default: what the prompts need, at most the "
-            "model's --max-position-embeddings)",
-        ),
-        ("--max-requests", 64, "prompts at a time; others wait"),
-        (
-            "--cache-tokens",
-            None,
-            "tokens that the latent cache holds, over all prompts; if it fills up, some wait and "
-            "are computed again (default: what those that run at a time need)",
-        ),
-        ("--step-tokens", 2048, "tokens of a forward beside those of prompts that were read"),
-    ):
-        add(flag, type=int, default=default, metavar="N", help=text)
-    for flag, text in (
-        ("--no-chunked-prefill", "refuse prompts longer than a forward"),
-        ("--no-prefix-caching", "compute equal beginnings of prompts twice"),
-        (
-            "--cuda-graphs",
-            "GPU only: capture steps in CUDA graphs, those that decode before the first one runs, "
-            "those that read prompts when one of their size does",
-        ),
-    ):
-        add(flag, action="store_true", help=text)
+    add_flags(
+        parser.add_argument_group("engine"),
+        LLMOptions,
+        [name for name in _LLM if name != "trust_remote_code"],
+        FLAGS,
+        max_model_len={
+            "help": "tokens of a prompt and its continuation (default: what the prompts need, at "
+            "most the model's --max-position-embeddings)"
+        },
+        cache_tokens={
+            "help": "tokens that the latent cache holds, over all prompts; if it fills up, some "
+            "wait and are computed again (default: what those that run at a time need)"
+        },
+        seed={"default": 1234, "help": "the same prompts and options give the same text"},
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -225,17 +194,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace, world_size: int) -> None:
-    for name, least in (("num_tokens_to_generate", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be at least {least}, got {getattr(args, name)}")
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
     tp = args.tensor_model_parallel_size
     if tp != world_size:
         raise ValueError(
             f"--tensor-model-parallel-size must be the number of processes (torchrun "
             f"--nproc-per-node) {world_size}, got {tp}"
         )
-    if args.sequence_parallel and tp == 1:
+    if "--sequence-parallel" in args.given and tp == 1:
         raise ValueError("--sequence-parallel needs more than one process")
     if args.greedy and (args.temperature not in (0, 1) or args.top_k or args.top_p):
         raise ValueError("--greedy excludes --temperature, --top-k and --top-p")

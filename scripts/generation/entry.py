@@ -9,7 +9,7 @@ import warnings
 from console.ranks import world_size
 from console.script import run_script
 from generation.arguments import parse_arguments
-from training.checkpoint_folder import find_checkpoint
+from training.checkpoint import find_checkpoint
 
 
 def main(argv: list[str]) -> int:
@@ -26,8 +26,8 @@ def _generate(argv: list[str]) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
     from generation.run import generate
-    from training import distributed
+    from training import megatron_loop
 
     code = generate(args)
-    distributed.finish()
+    megatron_loop.finish()
     return code

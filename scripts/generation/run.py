@@ -20,15 +20,17 @@ from absorbed_mla.serving.tokenizers.tokenizers import (
     HuggingFaceTokenizer,
     open_tokenizer,
 )
+from console.llm_flags import errors_by_flag
+from console.ranks import rank
 from console.script import FAILED
-from generation.arguments import errors_by_option
-from generation.model import check_model, load_model, vocab_size, warn_of_small_tokenizer
+from generation.arguments import with_model
+from generation.model import check_model, load_model, set_rows, warn_of_small_tokenizer
 from generation.output import JsonOutput, Output, TextOutput
 from generation.prompts import read_prompts
-from training import distributed
+from training import megatron_loop
+from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
-from training.model_options import resolve_model
-from training.start import read_start
+from training.checks import complete, validate_by_megatron
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -38,30 +40,34 @@ def generate(args: argparse.Namespace) -> int:
         ValueError: If model, tokenizer, prompts and options do not fit each other.
     """
     start = read_start(args.load, finetune=True)
-    with errors_by_option():
+    with errors_by_flag():
         tokenizer = open_tokenizer(
             args.tokenizer or "bytes", None, trust_remote_code=args.trust_remote_code
         )
     assert isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer)
     if args.add_bos and tokenizer.begin_token is None:
         raise ValueError("--add-bos: the tokenizer has no token that begins a text")
-    model = resolve_model(args)
-    model = model.replace(vocab_size=vocab_size(args, model, tokenizer))
-    check_model(args, model)
-    require_same_model(args, start, model, "generate.py")
-    warn_of_small_tokenizer(args, model, tokenizer)
+    args = with_model(args)
+    complete(args)
+    set_rows(args, tokenizer)
+    check_model(args)
+    require_same_model(args, start, "generate.py")
+    warn_of_small_tokenizer(args, tokenizer)
+    validate_by_megatron(args)
     # Only one process may read stdin.
-    given = read_prompts(args) if distributed.rank() == 0 else []
+    given = read_prompts(args) if rank() == 0 else []
 
-    device = distributed.initialize(args)
+    # Megatron wants a seed above 0.
+    of_process = argparse.Namespace(**{**vars(args), "seed": args.seed or 1})
+    device = megatron_loop.initialize(of_process)
     box = [given]
     dist.broadcast_object_list(box, src=0)
     [texts] = box
     prompts = [tokenizer.encode(text, begin=args.add_bos) for text in texts]
     parity = batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext()
-    with parity, errors_by_option():
-        gpt = load_model(args, model, device)
-        limit = args.max_sequence_length or model.max_position_embeddings
+    with parity, errors_by_flag():
+        gpt = load_model(args, device)
+        limit = args.max_sequence_length or args.max_position_embeddings
         options = args.llm | _sizes(args, list(map(len, prompts)), limit)
         with LLM.from_model(gpt, tokenizer=tokenizer, **options) as llm:
             llm.wake()
@@ -86,7 +92,7 @@ def _output(args: argparse.Namespace, texts: Sequence[str]) -> Output:
     """Where the first process shows everything, and the others nothing."""
     # Bytes that are no UTF-8 become replacement characters.
     titles = [text.encode(errors="surrogateescape").decode(errors="replace") for text in texts]
-    out, err = (sys.stdout, sys.stderr) if distributed.rank() == 0 else (io.StringIO(),) * 2
+    out, err = (sys.stdout, sys.stderr) if rank() == 0 else (io.StringIO(),) * 2
     if args.json:
         return JsonOutput(titles, args.sampling.max_tokens, out)
     return TextOutput(titles, out, err)

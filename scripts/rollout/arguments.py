@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import add_flags
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
 from rollout.rewards import REWARDS
-from training import arguments as trainer
-from training.arguments import DECAY_STYLES
-from training.checkpoint_folder import find_checkpoint
-from training.model_options import resolve_model
-from training.options_named import given_options, name_of, value_of
-from training.validation import validate_arguments
+from training.checkpoint import find_checkpoint
+from training.options import given_options, name_of, own_name_of, require_known
 
 _PROMPTS = (
     "The answer is",
@@ -31,7 +32,7 @@ Options of the model, parallelism and optimizer are train.py's and mean what the
 --sequence-parallel, --clip-grad, --bf16, ... Ranks beyond tensor parallelism sample for other
 prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
 differs between rollout and training."""
-_AT_LEAST_ONE = ("num_prompts", "num_tokens_to_generate", "micro_batch_size", "max_requests")
+_AT_LEAST_ONE = ("num_prompts", "micro_batch_size")
 # Options of train.py that a rollout does not take, and why.
 _REFUSED = {
     "--attention": "the standard attention does not generate",
@@ -76,17 +77,23 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     if own.load:
         find_checkpoint(own.load)
         rest = [*rest, "--load", own.load]
-    args = argparse.Namespace(**{**vars(trainer.parse_arguments(rest)), **vars(own)})
-    args.given = given_options(argv)
-    _check(args)
-    args.prompts = _prompts(args.prompts)
+    require_known(rest)
+    _check(own)
+    own.prompts = _prompts(own.prompts)
+    # Imported late, because it takes seconds.
+    from training.arguments import parse_arguments as parse_model
+    from training.arguments import with_model
+    from training.checks import validate_arguments
+
+    model = with_model(parse_model(rest, "rollout_train.py"))
+    args = argparse.Namespace(**{**vars(model), **vars(own)})
+    args.given, args.world_size, args.eval_iters = given_options(argv), world_size, 0
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
     # The last token is sampled, not read; sequence parallelism divides the others evenly.
     args.seq_length = longest + (-longest) % max(1, args.tensor_model_parallel_size)
     args.global_batch_size = args.num_prompts * args.group_size
-    args.model = resolve_model(args)
     _check_sizes(args, max(1, world_size // max(1, args.tensor_model_parallel_size)))
-    validate_arguments(args, world_size)
+    validate_arguments(args)
     return args
 
 
@@ -110,15 +117,13 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, default=8, help="prompts of a step, over all ranks"
     )
     group.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
-    group.add_argument(
-        "--num-tokens-to-generate",
-        type=int,
-        default=16,
-        metavar="N",
-        help="at most, of a sample",
-    )
-    group.add_argument(
-        "--max-requests", type=int, default=256, metavar="N", help="samples that run at a time"
+    add_num_tokens(group, default=16)
+    add_flags(
+        group,
+        LLMOptions,
+        ["max_num_seqs"],
+        FLAGS,
+        max_num_seqs={"default": 256, "help": "samples that run at a time"},
     )
     group.add_argument(
         "--batch-invariant",
@@ -127,13 +132,22 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_num_tokens(parser: Any, default: int) -> None:
+    """Add ``--num-tokens-to-generate`` to a parser or a group."""
+    change = {"default": default, "help": "at most, of a sample"}
+    add_flags(parser, SamplingParams, ["max_tokens"], FLAGS, max_tokens=change)
+
+
 def _add_update(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("update")
     group.add_argument("--train-iters", type=int, default=40, help="rollouts, and updates")
     group.add_argument("--micro-batch-size", type=int, default=16, help="samples in a forward")
     group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
     group.add_argument(
-        "--lr-decay-style", choices=DECAY_STYLES, default="constant", help="to a tenth of --lr"
+        "--lr-decay-style",
+        choices=("constant", "cosine", "linear"),
+        default="constant",
+        help="to a tenth of --lr",
     )
     group.add_argument("--lr-warmup-iters", type=int, default=3, help="steps until --lr is reached")
     group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's")
@@ -161,6 +175,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    with errors_by_flag():
+        SamplingParams(max_tokens=args.num_tokens_to_generate)
+        LLMOptions(max_num_seqs=args.max_requests)
     if args.group_size < 2:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"
@@ -173,21 +190,26 @@ def _check_sizes(args: argparse.Namespace, dp: int) -> None:
     """Checks that train.py makes for options that a rollout does not have."""
     if args.num_prompts % dp:
         raise ValueError(
-            f"{value_of(args, '--num-prompts')} must be divisible by the {dp} ranks that sample "
+            f"{_shown(args, 'num_prompts')} must be divisible by the {dp} ranks that sample "
             "for different ones (processes / --tensor-model-parallel-size)"
         )
     if args.global_batch_size % (args.micro_batch_size * dp):
         raise ValueError(
-            f"{value_of(args, '--num-prompts')} x {value_of(args, '--group-size')} samples must be "
-            f"divisible by {value_of(args, '--micro-batch-size')} x {dp} data-parallel ranks"
+            f"{_shown(args, 'num_prompts')} x {_shown(args, 'group_size')} samples must be "
+            f"divisible by {_shown(args, 'micro_batch_size')} x {dp} data-parallel ranks"
         )
-    longest = args.model.max_position_embeddings
+    longest = args.max_position_embeddings
     if args.seq_length > longest:
         raise ValueError(
-            f"the longest prompt and {value_of(args, '--num-tokens-to-generate')} make "
-            f"{args.seq_length} tokens, and {name_of(args, '--max-position-embeddings')} allows "
+            f"the longest prompt and {_shown(args, 'num_tokens_to_generate')} make "
+            f"{args.seq_length} tokens, and {name_of(args, 'max_position_embeddings')} allows "
             f"{longest}"
         )
+
+
+def _shown(args: argparse.Namespace, name: str) -> str:
+    """``"--num-prompts 8"``, or ``"the default num_prompts 8"``."""
+    return f"{own_name_of(args, name)} {getattr(args, name)}"
 
 
 def _prompts(path: str | None) -> list[list[int]]:

@@ -22,7 +22,7 @@ def _rollout_train(argv: list[str]) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
     from rollout.run import rollout_train
-    from training import distributed
+    from training import megatron_loop
 
     rollout_train(args)
-    distributed.finish()
+    megatron_loop.finish()

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from absorbed_mla import LLM, SamplingParams
+from console.ranks import rank, world_size
 from rollout.arguments import parse_arguments
 from rollout.gap_entry import CASES
-from rollout.policy import build_policy_model, set_vocabulary, token_log_probs
+from rollout.policy import build_policy, token_log_probs
 from rollout.samples import Sample, SampleBatch
-from training import distributed
+from training import megatron_loop
+from training.arguments import set_vocabulary
+from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
 from training.data import read_corpus
-from training.start import read_start
 from training.tokenizers import ByteTokenizer
 
 
@@ -58,19 +60,19 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
     for options in CASES:
         size = f"--num-tokens-to-generate {own.num_tokens_to_generate}"
         argv = [*model_options, *options.split(), *size.split()]
-        args = parse_arguments(argv, distributed.world_size())
-        set_vocabulary(args)
+        args = parse_arguments(argv, world_size())
+        set_vocabulary(args, ByteTokenizer.vocab_size)
         if device is None:
             if args.load:
                 start = read_start(args.load, finetune=True)
-                require_same_model(args, start, args.model, "rollout_gap.py")
-            device = distributed.initialize(args)
+                require_same_model(args, start, "rollout_gap.py")
+            device = megatron_loop.initialize(args)
         if not runs(args, device):
-            if not distributed.rank():
+            if not rank():
                 print(f"{options}: left out, on a GPU with --bf16 only", file=sys.stderr)
             continue
-        distributed.seed(args.seed)
-        model = build_policy_model(args, device)
+        megatron_loop.seed(args.seed)
+        model, _, _ = build_policy(args, device)
         for length in own.prompt_lengths:
             stride = len(text) // own.samples
             starts = range(0, own.samples * stride, stride)

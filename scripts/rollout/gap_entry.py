@@ -13,7 +13,7 @@ from console.outputs import require_writable
 from console.parser import Parser
 from console.ranks import rank, world_size
 from console.script import Failure, run_script
-from rollout.arguments import parse_arguments
+from rollout.arguments import add_num_tokens, parse_arguments
 
 if TYPE_CHECKING:
     from rollout.gap import Gap
@@ -41,7 +41,7 @@ def _measure(argv: list[str]) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
     from rollout.gap import measure_all
-    from training import distributed
+    from training import megatron_loop
 
     rows: list[dict] = []
     for gap in measure_all(own, model_options):
@@ -53,7 +53,7 @@ def _measure(argv: list[str]) -> None:
             Path(own.json).parent.mkdir(parents=True, exist_ok=True)
             Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
     require_parity(rows)
-    distributed.finish()
+    megatron_loop.finish()
 
 
 def require_parity(rows: list[dict]) -> None:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt-lengths", type=int, nargs="+", default=[16, 256], help="tokens before a sample")
     add("--samples", type=int, default=16, help="of each case")
-    add("--num-tokens-to-generate", type=int, default=64, help="tokens of a sample")
+    add_num_tokens(parser, default=64)
     add("--data", metavar="PATH", help="text of the prompts (default: as of train.py)")
     add("--json", metavar="FILE", help="where the table goes, too, after every row")
     return parser

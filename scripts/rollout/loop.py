@@ -9,16 +9,16 @@ import time
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import nn
 
 from absorbed_mla import LLM, SamplingParams
+from console.ranks import rank
 from rollout.policy import Policy, Update
 from rollout.rewards import REWARDS, group_advantages
 from rollout.samples import Sample, SampleBatch
-from training import distributed
 from training.metrics import MetricsFile
-from training.optimizer import Optimizer, learning_rate
 
 # The token that ends a text.
 _END = 256
@@ -31,6 +31,7 @@ class RolloutTrainer:
         args: The command line.
         model: Wrapped by Megatron's DDP.
         optimizer: Of the model.
+        scheduler: Of its learning rate.
         device: Of the model.
     """
 
@@ -38,12 +39,13 @@ class RolloutTrainer:
         self,
         args: argparse.Namespace,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer,
+        scheduler,
         device: torch.device,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._args, self._device = args, device
-        self._policy = Policy(model, optimizer, device)
+        self._policy = Policy(model, optimizer, scheduler, device)
         self._ranks = parallel_state.get_data_parallel_world_size()
         self._rank = parallel_state.get_data_parallel_rank()
         samples = args.num_prompts * args.group_size // self._ranks
@@ -60,7 +62,7 @@ class RolloutTrainer:
             stop_token_ids=[_END],
             logprobs=0,
         )
-        self.metrics = MetricsFile(args.metrics if distributed.rank() == 0 else None, 0)
+        self.metrics = MetricsFile(args.metrics if rank() == 0 else None, 0)
 
     def run(self) -> None:
         """Run all steps; rank 0 prints each."""
@@ -97,23 +99,12 @@ class RolloutTrainer:
             SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
             for first in range(0, len(samples), rows)
         ]
-        lr = self._learning_rate(step)
-        update = self._policy.update(batches, lr)
+        update = self._policy.update(batches)
+        lr = get_canonical_lr_for_logging(self.optimizer.param_groups)
         # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()
         seconds = sampled - started, time.perf_counter() - sampled
         self._report(step + 1, self._rewards(samples), update, lr, seconds)
-
-    def _learning_rate(self, step: int) -> float:
-        args = self._args
-        return learning_rate(
-            step,
-            lr=args.lr,
-            min_lr=args.min_lr,
-            warmup=args.lr_warmup_iters,
-            decay_iters=args.lr_decay_iters,
-            style=args.lr_decay_style,
-        )
 
     def _rewards(self, samples: list[Sample]) -> tuple[float, float]:
         """Mean and standard deviation of the rewards over all ranks."""
@@ -149,7 +140,7 @@ class RolloutTrainer:
             training_tokens_per_second=training,
             memory_mib=memory,
         )
-        if distributed.rank() == 0:
+        if rank() == 0:
             print(
                 f"step {step:4d}/{self._args.train_iters} | reward {rewards[0]:.3f} "
                 f"(deviation {rewards[1]:.3f}) | log-prob gap max {update.gap_max:.1e} "

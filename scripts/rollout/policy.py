@@ -10,62 +10,44 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from rollout.samples import SampleBatch
-from training.checkpoint import load_weights
-from training.model import absorbed_gpt, build_config
-from training.model_options import padded_vocab_size
-from training.optimizer import Optimizer
-from training.tokenizers import ByteTokenizer
+from training import megatron_loop
+from training.checkpoint import find_checkpoint
+from training.model import training_config
+from training.report import require_finite
 
 
-def set_vocabulary(args: argparse.Namespace) -> None:
-    """Set the size of the model's vocabulary: a row for every byte, and padding.
-
-    Raises:
-        ValueError: If ``--vocab-size``, or the checkpoint's, is too small.
-    """
-    size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
-    args.model = args.model.replace(vocab_size=size)
-
-
-def build_policy_model(args: argparse.Namespace, device: torch.device) -> DistributedDataParallel:
+def build_policy(args: argparse.Namespace, device: torch.device) -> tuple:
     """Build this rank's part of the model, with random weights or those of ``--load``; collective.
 
     ``--batch-invariant`` switches parity mode on for the process.
 
+    Returns:
+        Megatron's model, wrapped, its optimizer and scheduler.
+
     Raises:
         ValueError: If Megatron refuses the options, or the checkpoint does not hold this model.
     """
-    preset = args.model
     if args.batch_invariant:
         enable_batch_invariant_mode(device.type)
-    config = build_config(args, preset, device)
     options = AbsorbedMLAOptions(
         form=args.form,
         down_projection=args.down_projection,
         batch_invariant=args.batch_invariant,
     )
-    gpt = absorbed_gpt(config, preset, options, device)
-    if args.load:
-        load_weights(gpt, args.load)
-    module = Float16Module(config, gpt) if args.bf16 else gpt
-    model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
-    )
-    config.no_sync_func = model.no_sync
-    return model
+    weights = str(find_checkpoint(args.load)) if args.load else None
+    of_run = argparse.Namespace(**{**vars(args), "load": None})
+    config = training_config(of_run, weights, options, cache_mla_latents=True)
+    model, optimizer, scheduler = megatron_loop.set_up(of_run, config)
+    model.config.no_sync_func = model.no_sync
+    return model, optimizer, scheduler
 
 
 @dataclass(frozen=True)
@@ -110,19 +92,28 @@ class Policy:
     Args:
         model: Wrapped by Megatron's DDP.
         optimizer: Of the model.
+        scheduler: Of its learning rate.
         device: Of the model.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
+    def __init__(self, model: nn.Module, optimizer, scheduler, device: torch.device) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._device = device
         model.config.finalize_model_grads_func = finalize_model_grads
         model.config.grad_scale_func = optimizer.scale_loss
 
-    def update(self, batches: Sequence[SampleBatch], lr: float) -> Update:
-        """Take one REINFORCE step over all microbatches, which have equal shapes."""
+    def update(self, batches: Sequence[SampleBatch]) -> Update:
+        """Take one REINFORCE step over all microbatches, which have equal shapes.
+
+        Raises:
+            FloatingPointError: If the gradient norm is not finite.
+        """
         self._model.train()
         self._model.zero_grad_buffer()
         rows, length = batches[0].tokens.shape
+        # Before the update: Megatron's warm-up begins with a rate of 0.
+        ranks = parallel_state.get_data_parallel_world_size()
+        self._scheduler.step(increment=len(batches) * rows * ranks)
         reported = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=iter(batches),
@@ -132,8 +123,11 @@ class Policy:
             micro_batch_size=rows,
             forward_only=False,
         )
-        norm = self._optimizer.step(lr)
-        return self._reduce(torch.stack(reported), 0.0 if norm is None else norm)
+        updated, norm, _ = self._optimizer.step()
+        # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
+        self._optimizer.zero_grad()
+        require_finite(norm)
+        return self._reduce(torch.stack(reported), float(norm) if updated else 0.0)
 
     def _reduce(self, reported: Tensor, norm: float) -> Update:
         """Reduce what ``_reinforce`` reported, [microbatches, 5], over microbatches and ranks."""

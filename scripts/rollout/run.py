@@ -6,17 +6,17 @@ import argparse
 
 import torch
 
+from console.ranks import rank, world_size
 from console.script import Failure
 from rollout.loop import RolloutTrainer
 from rollout.plot import plot_rollouts
-from rollout.policy import build_policy_model, set_vocabulary
-from training import distributed
-from training.checkpoint import Checkpointer
+from rollout.policy import build_policy
+from training import megatron_loop
+from training.arguments import set_vocabulary
+from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
 from training.model import count_parameters
-from training.model_options import vocab_size
-from training.optimizer import Optimizer
-from training.start import read_start
+from training.saving import save_checkpoint
 from training.tokenizers import ByteTokenizer
 
 
@@ -27,22 +27,21 @@ def rollout_train(args: argparse.Namespace) -> None:
         ValueError: If the checkpoint, or Megatron, does not accept the options.
         Failure: If any log-probability differs in parity mode.
     """
-    tokens = vocab_size(args, args.model, ByteTokenizer.vocab_size)
-    set_vocabulary(args)
     if args.load:
+        set_vocabulary(args, ByteTokenizer.vocab_size)
         start = read_start(args.load, finetune=True)
-        require_same_model(args, start, args.model, "rollout_train.py")
-    device = distributed.initialize(args)
+        require_same_model(args, start, "rollout_train.py")
+    args.data_fingerprint = f"reward {args.reward}"
+    device = megatron_loop.initialize(args)
     trainer = build_trainer(args, device)
     parameters = count_parameters(trainer.model)
-    if distributed.rank() == 0:
+    if not rank():
         print(_header(args, parameters), flush=True)
     trainer.run()
     if args.save:
-        run, model, optimizer = f"reward {args.reward}", trainer.model, trainer.optimizer
-        checkpointer = Checkpointer(args, args.model, model, optimizer, run, tokens)
-        checkpointer.save(args.train_iters)
-    if args.plot and distributed.rank() == 0:
+        state = [trainer.model], trainer.optimizer, trainer.scheduler
+        save_checkpoint(args.train_iters, *state, 0)
+    if args.plot and not rank():
         plot_rollouts(trainer.metrics.records, args.plot, args.reward)
         print(f"rewards and gaps: {args.plot}", flush=True)
     if args.batch_invariant:
@@ -74,9 +73,8 @@ def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrai
     Raises:
         ValueError: If Megatron refuses the options, or ``--load`` does not fit them.
     """
-    set_vocabulary(args)
-    model = build_policy_model(args, device)
-    return RolloutTrainer(args, model, Optimizer(args, model), device)
+    set_vocabulary(args, ByteTokenizer.vocab_size)
+    return RolloutTrainer(args, *build_policy(args, device), device)
 
 
 def _header(args: argparse.Namespace, parameters: int) -> str:
@@ -86,8 +84,8 @@ def _header(args: argparse.Namespace, parameters: int) -> str:
     parity = ", parity mode" if args.batch_invariant else ""
     return (
         f"model    {parameters:,} parameters, from {start}{parity}\n"
-        f"ranks    {distributed.world_size()}: TP {tp}{parallel}, "
-        f"DP {distributed.world_size() // tp}\n"
+        f"ranks    {world_size()}: TP {tp}{parallel}, "
+        f"DP {world_size() // tp}\n"
         f"rollout  {args.num_prompts} prompts x {args.group_size} samples of "
         f"{args.num_tokens_to_generate} tokens; reward: {args.reward}"
     )

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.dsa.warm_up import INDEXER
 from absorbed_mla.testing.indexer_recall import Recall, measure_recall
 from benchmarks.kit import provenance
 from sparse.stages import Settings, Stage
-from training import distributed
-from training.arguments import parse_arguments
-from training.batch import BatchSource
-from training.checkpoint_folder import find_checkpoint
+from training import megatron_loop
+from training.arguments import parse_arguments, set_vocabulary, with_model
+from training.batch import Batch, make_batch
+from training.checkpoint import find_checkpoint
+from training.checks import validate_arguments
 from training.data import Windows, read_corpus, split_corpus
-from training.loop import global_batch_loss
 from training.metrics import read_metrics, series
-from training.model import build_config, build_model, unwrap
-from training.model_options import resolve_model
-from training.sparse_stage import stage_fields
+from training.model import build_gpt, model_config
 from training.tokenizers import build_tokenizer
-from training.validation import validate_arguments
 
 
 def measure(stages: dict[str, Stage], settings: Settings) -> dict:
@@ -37,15 +34,18 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
         of all layers and of each, with dense and with sparse attention; ``indexer_loss`` the loss
         of the warm-up and the sparse stage by iteration.
     """
-    args = parse_arguments(stages["sparse"].argv)
-    args.model = resolve_model(args)
-    validate_arguments(args, distributed.world_size())
-    device = distributed.initialize(args)
-    held_out = _held_out(args, device)
-    config = build_config(args, args.model, device, **stage_fields(args, args.model))
-    model = build_model(args, config, args.model, device).eval()
-    rows = list(_rows(model, held_out, stages, settings.eval_iters))
-    distributed.finish()
+    args = with_model(parse_arguments(stages["sparse"].argv))
+    validate_arguments(args)
+    tokenizer = build_tokenizer(args.tokenizer, args.trust_remote_code)
+    set_vocabulary(args, tokenizer.vocab_size)
+    device = megatron_loop.initialize(args)
+    _, tokens = split_corpus(read_corpus(args.data, tokenizer).tokens, args.split_percent)
+    # The text that train.py would validate with.
+    windows = Windows(tokens, args.seq_length, 0, "validation (--split)")
+    model = build_gpt(model_config(args), device).eval()
+    held_out = _batches(windows, settings, device)
+    rows = list(_rows(model, held_out, stages))
+    megatron_loop.finish()
     threads = torch.get_num_threads()
     return {
         "environment": provenance.describe(device.type == "cuda", torch.float32, threads=threads),
@@ -58,18 +58,14 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     }
 
 
-def _held_out(args: argparse.Namespace, device: torch.device) -> BatchSource:
-    """The text that train.py would validate with."""
-    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer, args.trust_remote_code))
-    _, tokens = split_corpus(corpus.tokens, args.split_percent)
-    windows = Windows(tokens, args.seq_length, 0, "validation (--split)")
-    return BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)
+def _batches(windows: Windows, settings: Settings, device: torch.device) -> list[Batch]:
+    size = settings.batch_size
+    rows = [windows[index] for index in range(settings.eval_iters * size)]
+    stacked = torch.from_numpy(np.stack(rows)).split(size)
+    return [make_batch(few, device) for few in stacked]
 
 
-def _rows(
-    model: nn.Module, held_out: BatchSource, stages: dict[str, Stage], batches: int
-) -> Iterator[dict]:
-    gpt = unwrap(model)
+def _rows(gpt: GPTModel, held_out: list[Batch], stages: dict[str, Stage]) -> Iterator[dict]:
     # The indexers that the warm-up began with: the same seed made them.
     indexers = [p for name, p in gpt.named_parameters() if INDEXER in name]
     untrained = [p.detach().clone() for p in indexers]
@@ -79,7 +75,7 @@ def _rows(
                 own.data.copy_(value)
             load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
             print(f"measuring {name} at iteration {iteration}", flush=True)
-            row = _row(model, held_out, batches, dense_only=name == "continued")
+            row = _row(gpt, held_out, dense_only=name == "continued")
             yield {"stage": name, "iteration": iteration, **row}
 
 
@@ -91,22 +87,18 @@ def _checkpoints(stage: Stage) -> Iterator[tuple[int, Path, bool]]:
         yield int(path.name.removeprefix("iter_")), path, stage.is_sparse
 
 
-def _row(model: nn.Module, held_out: BatchSource, batches: int, *, dense_only: bool) -> dict:
+def _row(gpt: GPTModel, held_out: list[Batch], *, dense_only: bool) -> dict:
     """Losses and recall of one checkpoint, with the attention of either kind.
 
     Args:
-        model: With its weights.
+        gpt: With its weights.
         held_out: The text.
-        batches: How much of it.
         dense_only: The model is dense, and its indexers are of no interest.
     """
     row: dict[str, object] = {}
     for attention in ("dense",) if dense_only else ("dense", "sparse"):
-        with measure_recall(model, attend_to_all=attention == "dense") as found:
-            losses = [
-                global_batch_loss(model, held_out, batch, backward=False)[0]
-                for batch in range(batches)
-            ]
+        with measure_recall(gpt, attend_to_all=attention == "dense") as found:
+            losses = [_loss(gpt, batch) for batch in held_out]
         row[f"{attention}_loss"] = sum(losses) / len(losses)
         if not dense_only:
             total = sum(found.values(), Recall())
@@ -114,3 +106,8 @@ def _row(model: nn.Module, held_out: BatchSource, batches: int, *, dense_only: b
             row[f"recall_in_{attention}"] = total.share
             row[f"layers_in_{attention}"] = [one.share for one in found.values()]
     return row
+
+
+@torch.no_grad()
+def _loss(gpt: GPTModel, batch: Batch) -> float:
+    return gpt(batch.tokens, batch.position_ids, None, labels=batch.labels).double().mean().item()

@@ -1,302 +1,195 @@
-"""The command line of train.py. Options have Megatron's names where Megatron has them."""
+"""The command line of train.py: our options, a preset's or a checkpoint's model, and Megatron's.
+
+A value on the command line wins over one of the model, which wins over our defaults.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import functools
 
-from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
+from checkpoint_conversion.megatron_args import COMMON_ARGS
 from console.parser import Parser
-from training import fp8, sparse_options
-from training.model_options import NOT_WITH_CHECKPOINT_ARGS
-from training.options_named import flag_of, given_options
-from training.presets import PRESETS
+from console.ranks import local_rank, rank, world_size
+from training import options
+from training.megatron_loop import add_megatron_arguments
+from training.model_arguments import complete_model
+from training.options import flags_of, given_options, name_of
+from training.presets import COMMON, INDEXER, Model, get_preset, scale_down
 
-DECAY_STYLES = ("constant", "cosine", "linear")
-# Fields of ModelPreset that have an option, with its type and help.
-_SIZES = (
-    ("num_layers", int, "number of transformer layers"),
-    ("hidden_size", int, "width of the hidden states"),
-    ("ffn_hidden_size", int, "width of the MLP in dense layers"),
-    ("num_attention_heads", int, "number of attention heads"),
-    ("q_lora_rank", int, "width of the compressed query; 0: queries are not compressed"),
-    ("kv_lora_rank", int, "width of the latent that keys and values are computed from"),
-    ("qk_head_dim", int, "width of a head's query and key without the RoPE part"),
-    ("qk_pos_emb_head_dim", int, "width of the RoPE part of a head's query and key"),
-    ("v_head_dim", int, "width of a head's value"),
-    ("max_position_embeddings", int, "longest sequence that the model accepts"),
-    ("layernorm_epsilon", float, "epsilon of the RMS norms outside the attention"),
-    ("latent_norm_eps", float, "epsilon of the RMS norms inside the attention"),
-    ("rotary_base", float, "base of RoPE's frequencies"),
-    ("rotary_scaling_factor", float, "factor by which YaRN extends the sequence length"),
-    ("mscale", float, "YaRN's mscale, which scales cos and sin"),
-    ("mscale_all_dim", float, "YaRN's mscale_all_dim, which scales the softmax"),
-)
-_MOE_SIZES = (
-    ("num_moe_experts", int, "experts in each MoE layer; 0: a dense model"),
-    ("moe_ffn_hidden_size", int, "width of an expert"),
-    (
-        "moe_shared_expert_intermediate_size",
-        int,
-        "total width of the shared experts; 0: no shared experts",
-    ),
-    ("moe_router_topk", int, "experts that each token is sent to"),
-    ("moe_aux_loss_coeff", float, "weight of the loss that balances the experts"),
-)
+# The same in every run. The fused kernels need apex or a CUDA extension; MLA refuses fused RoPE.
+_FIXED: dict[str, object] = {
+    **COMMON_ARGS,
+    "untie_embeddings_and_output_weights": True,
+    "moe_router_pre_softmax": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_swiglu_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "apply_rope_fusion": False,
+    "calculate_per_token_loss": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "dataloader_type": "single",
+    "num_workers": 0,
+    # Runs end with one line about a gradient that is not finite, which we check.
+    "check_for_nan_in_loss_and_grad": False,
+    "rerun_mode": "disabled",
+    "logging_level": 30,
+    # A resumed run takes its rates from the command line.
+    "override_opt_param_scheduler": True,
+    "fp8_recipe": "tensorwise",
+}
+# What may be set for a checkpoint's model, too: the length can be extended, balancing is used by
+# training only, and Megatron's own checkpoints do not contain this epsilon.
+FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
+# Saved in a checkpoint: which rows of the embedding may be padding.
+_VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse ``argv``; checks types, choices and options that exclude each other, nothing else.
+def parse_arguments(argv: list[str], script: str = "train.py") -> argparse.Namespace:
+    """Parse ``argv``: types, choices and options that exclude each other; nothing is read.
 
     Returns:
-        The options; ``given`` has the names of those on the command line.
+        Megatron's arguments and ours, without the model; ``given`` has the options that are on the
+        command line.
 
     Raises:
         ValueError: If an option is unknown, has no such value, or excludes another.
     """
-    parser = Parser(
-        "train.py", "Train a GPT with multi-head latent attention. Start it with torchrun."
-    )
-    _add_model(parser)
-    _add_attention(parser)
-    sparse_options.add_options(parser)
-    _add_moe(parser)
-    _add_parallel(parser)
-    _add_training(parser)
-    _add_data(parser)
-    _add_io(parser)
+    options.require_known(argv)
+    options.own_parser(script).parse_known_args(argv)
+    parser = _parser(script)
     args = parser.parse_args(argv)
-    args.given = given_options(argv)
-    if args.use_checkpoint_args:
-        _check_checkpoint_args(args)
+    if args.help_megatron:
+        parser.print_help()
+        parser.exit()
+    args.argv, args.given, args.loaded_vocabulary = argv, given_options(argv), {}
+    _check_sources(args)
     return args
 
 
-def _check_checkpoint_args(args: argparse.Namespace) -> None:
+def with_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the model that they describe, of a preset or of the checkpoint.
+
+    The vocabulary still depends on the tokenizer: see :func:`set_vocabulary`.
+
+    Raises:
+        ValueError: If a size is out of range or sizes do not fit each other.
+    """
+    model = _checkpoint_model(args) if args.use_checkpoint_args else _preset(args)
+    parser = _parser("")
+    parser.set_defaults(**{n: value for n, value in model.items() if n not in _VOCABULARY})
+    known = {name: getattr(args, name) for name in ("argv", "given", "loaded_vocabulary")}
+    of_process = {"rank": rank(), "world_size": world_size(), "local_rank": local_rank()}
+    complete = parser.parse_args(args.argv, argparse.Namespace(**known, **of_process))
+    complete.model_vocab_size = model["vocab_size"]
+    complete_model(complete, model)
+    return complete
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that a complete command line describes; ``vocab_size`` counts the padding."""
+    rows = getattr(args, "padded_vocab_size", None) or args.model_vocab_size
+    return {name: getattr(args, name) for name in COMMON} | {"vocab_size": rows}
+
+
+def set_vocabulary(args: argparse.Namespace, tokens: int) -> None:
+    """Set the rows of the embedding, and what a checkpoint says of them.
+
+    The vocabulary is ``--vocab-size`` if given; else the preset's for a released model that is not
+    scaled down, or the checkpoint's; else the tokenizer's. The multiple that it is padded to does
+    not depend on the tensor-parallel size, so that a checkpoint can be loaded at any.
+
+    Args:
+        args: The command line.
+        tokens: Of the tokenizer.
+
+    Raises:
+        ValueError: If the vocabulary is smaller than the tokenizer's.
+    """
+    size, multiple = args.vocab_size, args.make_vocab_size_divisible_by
+    released = args.preset != "tiny" and args.scale_down == 1
+    if args.use_checkpoint_args:
+        size, multiple = args.model_vocab_size, 1
+    elif size is None:
+        size = args.model_vocab_size if released else tokens
+    if size < tokens:
+        raise ValueError(
+            f"{name_of(args, 'vocab_size')} must be at least the tokenizer's {tokens}, got {size}"
+        )
+    args.padded_vocab_size = -(-size // multiple) * multiple
+    # As in Megatron's own arguments, ``vocab_size`` is None where a tokenizer's was padded.
+    args.vocab_size = size if size == args.padded_vocab_size else None
+    vars(args).update(args.loaded_vocabulary)
+
+
+def _parser(script: str) -> argparse.ArgumentParser:
+    """The parser of all arguments, with the defaults of a run without a preset."""
+    parser = _megatron_parser()
+    parser.prog = script
+    parser.set_defaults(**{**COMMON, **_FIXED, **options.DEFAULTS, "vocab_size": None})
+    return parser
+
+
+@functools.cache
+def _megatron_parser() -> argparse.ArgumentParser:
+    parser = Parser("", "Megatron's arguments, and those of train.py, which come last.")
+    parser.conflict_handler = "resolve"
+    add_megatron_arguments(parser)
+    options.add_options(parser)
+    # Parsed later, with the number of layers and without evaluating it.
+    _action(parser, "moe_layer_freq").type = str
+    for action in parser._actions:
+        # argparse formats help texts, and one of Megatron's has a percent sign.
+        if action.help and action.help is not argparse.SUPPRESS and "%(" not in action.help:
+            action.help = action.help.replace("%%", "%").replace("%", "%%")
+    return parser
+
+
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
+    return next(action for action in parser._actions if action.dest == name)
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    """Check that the model is said once."""
+    if not args.use_checkpoint_args:
+        return
     if not args.load:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to read them from")
-    # A checkpoint without an indexer does not say what a new one is like.
-    free = sparse_options.flags() if args.new_indexer else set()
-    twice = [flag for flag in NOT_WITH_CHECKPOINT_ARGS if flag in args.given]
-    excluded = [flag for flag in twice if flag not in free]
-    if excluded:
+    names = ["preset", "scale_down", *_VOCABULARY, *(name for name in COMMON if name not in FREE)]
+    if args.new_indexer:
+        # A checkpoint without an indexer does not say what a new one is like.
+        names = [name for name in names if name not in INDEXER]
+    twice = sorted(args.given.intersection(flag for name in names for flag in flags_of(name)))
+    if twice:
         raise ValueError(
-            f"--use-checkpoint-args takes the model from --load and excludes {', '.join(excluded)};"
+            f"--use-checkpoint-args takes the model from --load and excludes {', '.join(twice)};"
             " give one or the other"
         )
 
 
-def _add_numbers(add: Callable, *rows: tuple[str, type, float | None, str]) -> None:
-    """Add options with a number as their value: name, type, default, help."""
-    for flag, kind, default, text in rows:
-        metavar = "N" if kind is int else "X"
-        add(flag, type=kind, default=default, metavar=metavar, help=text)
+def _preset(args: argparse.Namespace) -> Model:
+    model = scale_down(get_preset(args.preset), args.scale_down)
+    if args.scale_down > 1 and model["dsa_indexer_topk"]:
+        # Far enough below the sequence length that there is a choice.
+        most = max(1, args.seq_length // 4)
+        model["dsa_indexer_topk"] = min(model["dsa_indexer_topk"], most)
+    return model
 
 
-def _add_switches(add: Callable, *rows: tuple[str, str]) -> None:
-    """Add options without a value: name, help."""
-    for flag, text in rows:
-        add(flag, action="store_true", help=text)
+def _checkpoint_model(args: argparse.Namespace) -> Model:
+    from training.checkpoint import load_model_args
+    from training.checkpoint_args import model_from_args
 
-
-def _add_sizes(add: Callable, sizes: tuple[tuple[str, type, str], ...]) -> None:
-    for name, kind, text in sizes:
-        metavar, text = "N" if kind is int else "X", f"{text} (default: the preset's)"
-        add(flag_of(name), dest=name, type=kind, metavar=metavar, help=text)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    text = "take the model's sizes from the checkpoint in --load, not from the options below"
-    _add_switches(add, ("--use-checkpoint-args", text))
-    add("--preset", default="tiny", help=f"the model: {', '.join(PRESETS)}")
-    text = (
-        "divide the widths, layers and experts of the preset by N, and the top-k of an indexer, "
-        "which becomes at most a quarter of --seq-length"
-    )
-    _add_numbers(add, ("--scale-down", int, 1, text))
-    _add_sizes(add, _SIZES)
-    add("--rope-type", choices=("rope", "yarn"), help="rotary embedding (default: the preset's)")
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="size of the vocabulary before padding (default: the tokenizer's; with the preset of "
-        "a released model and no --scale-down, that model's)",
-    )
-    _add_numbers(
-        add,
-        ("--make-vocab-size-divisible-by", int, 64, "pad the vocabulary to a multiple of N"),
-        ("--init-method-std", float, 0.02, "standard deviation of the initial weights"),
-        ("--attention-dropout", float, 0.0, "dropout probability of the attention weights"),
-        ("--hidden-dropout", float, 0.0, "dropout probability after attention and MLP"),
-    )
-
-
-def _add_attention(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("attention").add_argument
-    add(
-        "--attention",
-        choices=("absorbed", "standard"),
-        default="absorbed",
-        help="absorbed: this package's; standard: Megatron's MLASelfAttention, to compare with",
-    )
-    add(
-        "--form",
-        choices=FORMS,
-        default="auto",
-        help="form in which absorbed MLA is computed; auto: the one estimated to be fastest",
-    )
-    add(
-        "--down-projection",
-        choices=DOWN_PROJECTIONS,
-        default="duplicated",
-        help="whether tensor-parallel ranks hold copies of the down-projections or split them",
-    )
-    add(
-        "--transformer-impl",
-        choices=("local", "transformer_engine"),
-        help="linear layers and norms of Megatron or of TransformerEngine (default: "
-        "transformer_engine if it is installed and there is a GPU, else local)",
-    )
-
-
-def _add_moe(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("mixture of experts").add_argument
-    add(
-        "--moe-layer-freq",
-        metavar="N|LIST",
-        help="which layers have experts: every N-th, or those with a 1 in a list such as "
-        "([0]*1+[1]*2) (default: the preset's)",
-    )
-    _add_sizes(add, _MOE_SIZES)
-    add(
-        "--moe-token-dispatcher-type",
-        choices=("allgather", "alltoall"),
-        help="how tokens are sent to experts on other ranks (default: alltoall on a GPU or with "
-        "--expert-model-parallel-size, else allgather)",
-    )
-    text = "compute all experts of a rank in one grouped matrix product; GPU only"
-    _add_switches(add, ("--moe-grouped-gemm", text))
-
-
-def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("parallelism and recomputation").add_argument
-    _add_numbers(
-        add,
-        ("--tensor-model-parallel-size", int, 1, "ranks that share heads and MLP widths"),
-        ("--pipeline-model-parallel-size", int, 1, "ranks that share the layers"),
-        ("--expert-model-parallel-size", int, 1, "ranks that share the experts"),
-        ("--context-parallel-size", int, 1, "ranks that share the tokens of each sequence"),
-    )
-    add(
-        "--cp-comm-type",
-        nargs="+",
-        default=["all_gather"],
-        metavar="TYPE",
-        help=f"how context-parallel ranks exchange latents: {', '.join(CP_COMM_TYPES)} or auto "
-        "(all_gather where its memory allows it), one for all layers or one for each layer "
-        "(default: all_gather)",
-    )
-    _add_switches(
-        add,
-        ("--sequence-parallel", "split the tokens between layers over tensor-parallel ranks"),
-        ("--overlap-grad-reduce", "reduce gradients over ranks during the backward pass"),
-    )
-    add(
-        "--recompute-granularity",
-        choices=("selective", "full"),
-        help="recompute parts of layers, or whole layers, in the backward pass",
-    )
-    add(
-        "--recompute-modules",
-        nargs="+",
-        metavar="MODULE",
-        help="with selective: what to recompute, such as core_attn, mla_up_proj, mlp, moe "
-        "(default: core_attn)",
-    )
-    add(
-        "--recompute-method",
-        choices=("uniform", "block"),
-        help="with full: recompute all layers, or the first ones of each pipeline stage",
-    )
-    text = "with uniform: layers recomputed together; with block: layers recomputed"
-    _add_numbers(add, ("--recompute-num-layers", int, None, text))
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    _add_numbers(
-        group.add_argument,
-        ("--seq-length", int, 128, "tokens in a sequence"),
-        ("--micro-batch-size", int, None, "sequences in a forward pass (default: 8; packed: 1)"),
-        (
-            "--global-batch-size",
-            int,
-            None,
-            "sequences in an iteration (default: --micro-batch-size x data-parallel ranks x "
-            "pipeline stages)",
-        ),
-        ("--train-iters", int, 200, "iterations, one optimizer step each"),
-        ("--exit-interval", int, None, "save and stop at the next iteration divisible by N"),
-        ("--lr", float, 2e-3, "maximum learning rate"),
-        ("--min-lr", float, None, "learning rate after the decay (default: a tenth of --lr)"),
-        ("--lr-warmup-iters", int, 10, "iterations of linear warm-up to --lr"),
-        ("--lr-decay-iters", int, None, "iteration that ends the decay (default: --train-iters)"),
-        ("--weight-decay", float, 0.1, "weight decay of AdamW"),
-        ("--adam-beta1", float, 0.9, "beta1 of AdamW"),
-        ("--adam-beta2", float, 0.95, "beta2 of AdamW"),
-        ("--adam-eps", float, 1e-8, "epsilon of AdamW"),
-        ("--clip-grad", float, 1.0, "maximum gradient norm; 0: no clipping"),
-        ("--qk-clip-threshold", float, 100.0, "largest attention score that --qk-clip allows"),
-        ("--qk-clip-alpha", float, 0.5, "share of the query in --qk-clip's scaling of q_nope"),
-        ("--seed", int, 1234, "seed of weights, data order and dropout"),
-    )
-    group.add_argument(
-        "--lr-decay-style",
-        choices=DECAY_STYLES,
-        default="cosine",
-        help="shape of the decay from --lr to --min-lr",
-    )
-    _add_switches(
-        group.add_argument,
-        ("--qk-clip", "scale query and key weights of heads with larger scores after each step"),
-        (
-            "--log-max-attention-logit",
-            "report the exact largest attention score of each iteration",
-        ),
-    )
-    _add_switches(
-        group.add_mutually_exclusive_group().add_argument,
-        ("--bf16", "compute in bf16 instead of fp32"),
-        ("--fp16", "compute in fp16; GPU only"),
-    )
-    fp8.add_options(parser)
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("data").add_argument
-    text = "text file, or folder of them (default: the sources of Python's standard library)"
-    add("--data", metavar="PATH", help=text)
-    text = "Hugging Face tokenizer (default: every byte is a token)"
-    add("--tokenizer", metavar="FOLDER", help=text)
-    text = "run Python code of the tokenizer's folder, if the tokenizer needs it"
-    _add_switches(add, ("--trust-remote-code", text))
-    add("--split", default="95,5", help="percentages of the tokens for training and validation")
-    _add_switches(add, ("--packed", "make each document a sequence of its own, packed as thd"))
-
-
-def _add_io(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("checkpoints, validation and reports").add_argument
-    add("--load", metavar="FOLDER", help="checkpoint to resume, or to take the weights from")
-    _add_switches(add, ("--finetune", "take only the weights from --load; start at iteration 0"))
-    add("--save", metavar="FOLDER", help="folder for checkpoints (default: none are saved)")
-    _add_numbers(
-        add,
-        ("--save-interval", int, None, "also save every N iterations (default: only at the end)"),
-        ("--eval-interval", int, 100, "compute the validation loss every N iterations"),
-        ("--eval-iters", int, 4, "batches for the validation loss; 0: no validation"),
-        ("--log-interval", int, 10, "print every N iterations"),
-    )
-    add("--metrics", metavar="FILE", help="write one JSON line per iteration to this file")
-    add("--plot", metavar="FILE", help="draw the losses into this PNG")
+    saved = load_model_args(args.load)
+    model = model_from_args(saved)
+    args.loaded_vocabulary = {name: getattr(saved, name, None) for name in _VOCABULARY}
+    if args.new_indexer and model["experimental_attention_variant"] is not None:
+        raise ValueError(
+            f"--new-indexer: the model in --load {args.load} has an indexer; leave the option out "
+            "to go on with it"
+        )
+    return model

@@ -8,19 +8,22 @@ that splits into 2 x CP chunks. "s" is the length of a window, "S" its length wi
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
+from torch import Tensor, nn
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
-from training.data import Windows
+from training.megatron_loop import get_args
+
+# In Megatron's logs.
+LOSS = "lm loss"
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Batch:
 
 
 def make_batch(
-    rows: np.ndarray,
+    windows: Tensor,
     device: torch.device,
     packed_eod: int | None = None,
     part: ContextParallelPart = _WHOLE,
@@ -146,7 +149,7 @@ def make_batch(
     """Build a batch from windows.
 
     Args:
-        rows: The windows, int32 [b, s + 1].
+        windows: int32 [b, s + 1].
         device: Device of the tensors.
         packed_eod: Token that ends documents; the documents of the window (b = 1) are packed. None
             makes each window one sequence.
@@ -155,7 +158,7 @@ def make_batch(
     Raises:
         ValueError: If windows are not packed and ``part`` cannot split them evenly.
     """
-    windows = torch.from_numpy(rows.astype(np.int64))
+    windows = windows.long()
     tokens, labels = windows[:, :-1], windows[:, 1:]
     loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
     sequences, padding_mask = SequenceLayout.dense(tokens.shape[1]), None
@@ -183,40 +186,56 @@ def _pad(values: Tensor, real: Tensor, padding: int) -> Tensor:
     return padded
 
 
-@dataclass(frozen=True)
-class BatchSource:
-    """The microbatches of one data-parallel rank.
+def stage_padding(padding_mask: Tensor | None, sequence_parallel: bool) -> Tensor | None:
+    """The padding mask, bool [b, s], as this pipeline stage expects it.
 
-    Attributes:
-        windows: The data.
-        micro_batch_size: Windows in a microbatch.
-        global_batch_size: Windows in an iteration, over all data-parallel ranks.
-        dp_rank: Data-parallel rank; context-parallel ranks have the same.
-        dp_size: Number of data-parallel ranks; context-parallel ranks count as one.
-        device: Device of the batches.
-        packed_eod: As in :func:`make_batch`.
-        part: As in :func:`make_batch`. All context-parallel ranks read the same windows.
+    Under sequence parallelism Megatron's first stage splits it together with the embedding; later
+    stages expect only this rank's tokens.
     """
+    if padding_mask is None or not sequence_parallel:
+        return padding_mask
+    if parallel_state.is_pipeline_first_stage():
+        return padding_mask
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return padding_mask.chunk(tp, dim=1)[rank].contiguous()
 
-    windows: Windows
-    micro_batch_size: int
-    global_batch_size: int
-    dp_rank: int
-    dp_size: int
-    device: torch.device
-    packed_eod: int | None
-    part: ContextParallelPart = _WHOLE
 
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches in an iteration on each rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+def forward_step(
+    packed_eod: int | None,
+    count: Callable[[Tensor], None],
+    batches: Iterator[Tensor],
+    model: nn.Module,
+) -> tuple[Tensor, Callable]:
+    """The losses [b, s] of one microbatch, and what makes one number of them.
 
-    def iteration(self, iteration: int) -> Iterator[Batch]:
-        """The microbatches of ``iteration``, counted from 0."""
-        for microbatch in range(self.num_microbatches):
-            # A global batch has the same windows at every data-parallel size.
-            before = (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size
-            first = iteration * self.global_batch_size + before
-            rows = [self.windows[first + i] for i in range(self.micro_batch_size)]
-            yield make_batch(np.stack(rows), self.device, self.packed_eod, self.part)
+    Args:
+        packed_eod: As in :func:`make_batch`.
+        count: Is told the number of tokens with a loss, while the model trains.
+        batches: Windows [b, s + 1].
+        model: This stage of it.
+    """
+    args = get_args()
+    device = torch.device(torch.cuda.current_device())
+    batch = make_batch(next(batches), device, packed_eod, own_part(args))
+    if model.training:
+        count(batch.loss_mask.sum())
+    losses = model(
+        batch.tokens,
+        batch.position_ids,
+        None,  # no mask: the layers are causal
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params,
+        padding_mask=stage_padding(batch.padding_mask, args.sequence_parallel),
+    )
+    return losses, functools.partial(_summed_loss, batch.loss_mask)
+
+
+def _summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses [b, s] of all tokens that are not masked, their number, and both for logs.
+
+    Megatron divides the first by the number of tokens of all ranks, as ``calculate_per_token_loss``
+    asks it to.
+    """
+    total, count = (losses.float() * loss_mask).sum(), loss_mask.sum()
+    return total, count.int(), {LOSS: torch.stack([total.detach(), count]).double()}

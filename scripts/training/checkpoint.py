@@ -1,171 +1,177 @@
-"""Save a run as a distributed checkpoint, and restore it.
-
-Megatron's dist_checkpointing writes and reads checkpoints. The states of random number generators
-are collected here because Megatron does it in megatron.training, which needs Python 3.12.
-"""
+"""The checkpoint of --load: where it is, what it contains, and whether this run may resume it."""
 
 from __future__ import annotations
 
 import argparse
-import queue
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.models.gpt import GPTModel
-from torch import nn
+from training.options import flag_of
 
-from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
-from absorbed_mla.dsa.warm_up import INDEXER
-from training import checkpoint_folder, distributed
-from training.checkpoint_args import checkpoint_args
-from training.model import unwrap
-from training.optimizer import Optimizer
-from training.presets import ModelPreset
-from training.start import Start, run_options
-from training.write_errors import write_errors
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+# The number of an iteration, or RELEASE.
+Iteration = int | str
+# Arguments besides the model's that must not change when a run is resumed.
+_RUN = (
+    *("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent"),
+    *("train_only", "data_fingerprint"),
+)
+_NAMES = {"split_percent": "--split", "data_fingerprint": "the data (--data, --tokenizer)"}
 
 
-def load_weights(gpt: GPTModel, folder: str) -> None:
-    """Load the weights of the checkpoint in ``folder``, or of the latest one there; collective.
+def checkpoint_path(folder: Path, iteration: Iteration) -> Path:
+    """Path of the complete checkpoint of ``iteration``, named as Megatron does."""
+    return folder / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
+
+
+def latest_iteration(folder: Path) -> Iteration | None:
+    """The iteration in the text file of ``folder``; None if there is no such file.
 
     Raises:
-        ValueError: If there is none, or it does not hold this model.
+        ValueError: If the file holds neither a number nor ``"release"``.
     """
-    path = checkpoint_folder.find_checkpoint(folder)
     try:
-        load_model_weights(gpt, path)
-    except CheckpointingException as error:
-        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+        text = (folder / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdigit():
+        raise ValueError(f"{folder / LATEST} must contain an iteration or 'release', got {text!r}")
+    return int(text)
 
 
-class Checkpointer:
-    """Saves and restores one run.
+def find_checkpoint(folder: str) -> Path:
+    """Path of the checkpoint to load: the latest in ``folder``, or ``folder`` itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    from training.saving import recover
+
+    root = Path(folder)
+    if not root.is_dir():
+        what = "it is not a folder" if root.exists() else "there is no such folder"
+        raise ValueError(f"--load {folder}: {what}")
+    path = root
+    iteration = latest_iteration(root)
+    if iteration is not None:
+        recover(root, iteration)
+        path = checkpoint_path(root, iteration)
+    if not (path / "metadata.json").is_file():
+        raise ValueError(
+            f"--load: there is no distributed checkpoint in {path} (no metadata.json)"
+            + _conversion_hint(root, path)
+        )
+    return path
+
+
+def _conversion_hint(*folders: Path) -> str:
+    """The command that converts a checkpoint of another format; empty if there is none."""
+    for folder in folders:
+        what = ""
+        if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
+            what = "a Hugging Face checkpoint"
+        elif any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
+            what = "a checkpoint with a file for each rank"
+        if what:
+            command = f"absorbed-mla-convert convert {shlex.quote(str(folder))} OUT --to absorbed"
+            return f"; it is {what}: {command} makes one"
+    return ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to start from.
+
+    Attributes:
+        path: Its folder.
+        args: The arguments in it, which describe its model and its run; None if it has none.
+        iteration: To resume at; None if only the weights are used.
+    """
+
+    path: Path
+    args: argparse.Namespace | None
+    iteration: int | None = None
+
+
+def read_start(folder: str, *, finetune: bool) -> Start:
+    """Find a checkpoint, and read the description of its model and its run.
 
     Args:
-        args: The command line.
-        preset: The model's dimensions.
-        model: Wrapped by Megatron's DDP.
-        optimizer: Its optimizer.
-        data_fingerprint: Hash of the tokens, which must not change when the run is resumed.
-        vocab_size: The vocabulary without padding.
+        folder: Value of ``--load``.
+        finetune: Whether only its weights are used.
+
+    Raises:
+        ValueError: If there is no checkpoint, it cannot be read, or its run cannot be resumed.
     """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        preset: ModelPreset,
-        model: nn.Module,
-        optimizer: Optimizer,
-        data_fingerprint: str,
-        vocab_size: int,
-    ) -> None:
-        self._args = args
-        self._model = unwrap(model)
-        self._optimizer = optimizer
-        self._run = run_options(args, preset, data_fingerprint)
-        self._model_args = checkpoint_args(args, preset, vocab_size)
-
-    def save(self, iteration: int) -> None:
-        """Write a checkpoint after ``iteration`` iterations; collective over all ranks.
-
-        Raises:
-            OSError: If it cannot be written, as on a full disk; former ones stay as they are.
-        """
-        with write_errors(Path(self._args.save), iteration):
-            self._write(Path(self._args.save), iteration)
-
-    def _write(self, folder: Path, iteration: int) -> None:
-        if dist.get_rank() == 0:
-            checkpoint_folder.begin(folder, iteration)
-        dist.barrier()
-        path = checkpoint_folder.unfinished_path(folder, iteration)
-        state = self._state(is_loading=False)
-        # Entries that Megatron's tools expect in a checkpoint.
-        state |= {"args": self._model_args, "iteration": iteration, "checkpoint_version": 3.0}
-        state["training"] = {
-            "iteration": iteration,
-            "world_size": dist.get_world_size(),
-            "run": self._run,
-        }
-        _write_in_this_process()
-        strategy = TorchDistSaveShardedStrategy(thread_count=1)
-        dist_checkpointing.save(state, str(path), strategy)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            checkpoint_folder.complete(folder, iteration)
-        dist.barrier()
-
-    def load(self, start: Start) -> int:
-        """Load the weights of a checkpoint or resume its run; collective over all ranks.
-
-        Returns:
-            The number of iterations already done.
-
-        Raises:
-            ValueError: If the checkpoint does not fit this model.
-        """
-        try:
-            if start.resumed is None:
-                initial = (INDEXER,) if self._args.new_indexer else ()
-                load_model_weights(self._model, start.path, initial=initial)
-                self._optimizer.weights_were_loaded()
-                return 0
-            self._resume(start.path, start.resumed)
-        except CheckpointingException as error:
-            raise ValueError(f"--load: {start.path} cannot be read: {error}") from error
-        return start.resumed["iteration"]
-
-    def _resume(self, path: Path, training: dict) -> None:
-        # Adam's state is created by the first step: a run saved before it has none.
-        state = self._state(is_loading=training["iteration"] > 0)
-        same_world = training["world_size"] == dist.get_world_size()
-        if not same_world:
-            state.pop("rng")
-        loaded = dist_checkpointing.load(state, str(path))
-        self._model.load_state_dict(loaded["model"])
-        self._optimizer.load_state_dict(loaded["optimizer"])
-        if same_world:
-            _restore_rng(loaded["rng"])
-        else:
-            # States of other ranks do not fit; dropout continues with new random numbers.
-            distributed.seed(self._args.seed + training["iteration"])
-
-    def _state(self, is_loading: bool) -> dict:
-        model_state = model_sharded_state_dict(self._model)
-        return {
-            "model": model_state,
-            "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading),
-            "rng": _rng_entry(),
-        }
+    path = find_checkpoint(folder)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except CheckpointingException as error:
+        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    args = common.get("args")
+    args = args if isinstance(args, argparse.Namespace) else None
+    ours = hasattr(args, "data_fingerprint")
+    # A release has weights only; so may a checkpoint whose own folder is given.
+    if finetune or path.name == RELEASE or (not ours and path == Path(folder)):
+        return Start(path, args)
+    if not ours:
+        raise ValueError(
+            f"--load: {path} was not written by this script, so it cannot be resumed; "
+            "--finetune takes its weights"
+        )
+    iteration = common["iteration"]
+    if path.name != checkpoint_path(path, iteration).name:
+        named = checkpoint_path(path.parent, iteration)
+        raise ValueError(
+            f"--load: {path} must be called {named} to be resumed; --finetune takes its weights"
+        )
+    return Start(path, args, iteration)
 
 
-def _rng_entry() -> ShardedObject:
-    """The states of this rank's random number generators, which dropout uses."""
-    states = {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-    return ShardedObject("rng_state", states, (dist.get_world_size(),), (dist.get_rank(),))
+def load_model_args(folder: str) -> argparse.Namespace:
+    """The arguments that describe the model of the checkpoint in ``folder``.
 
-
-def _restore_rng(states: dict) -> None:
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _write_in_this_process() -> None:
-    """Have no process started that passes on what was written.
-
-    Megatron starts one on every rank, for writers in processes of their own, which are not used
-    here. It imports PyTorch and Megatron: five seconds of a core before the first checkpoint.
+    Raises:
+        ValueError: If there is no checkpoint, or no arguments in it.
     """
-    if getattr(filesystem_async, "_results_queue", False) is None:
-        filesystem_async._results_queue = queue.SimpleQueue()
+    start = read_start(folder, finetune=True)
+    if start.args is None:
+        raise ValueError(
+            f"--load: {start.path} contains no arguments that describe its model; describe it by "
+            "--preset and the options for single sizes"
+        )
+    return start.args
+
+
+def require_same_run(start: Start, args: argparse.Namespace) -> None:
+    """Refuse to resume a run with other options than it had.
+
+    Args:
+        start: A checkpoint of that run.
+        args: Of this run.
+
+    Raises:
+        ValueError: Naming all options that differ, in one line.
+    """
+    from training.arguments import model_of
+    from training.checkpoint_args import model_from_args
+
+    there, here = ({n: getattr(x, n) for n in _RUN} for x in (start.args, args))
+    there, here = there | model_from_args(start.args), here | model_of(args)
+    problems = []
+    for name in here:
+        if name != "max_position_embeddings" and there[name] != here[name]:
+            values = f" {there[name]} there, {here[name]} here"
+            problems.append(_NAMES.get(name, flag_of(name)) + values * (name != _RUN[-1]))
+    if problems:
+        raise ValueError(
+            f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
+            "To resume, use the same; --finetune takes the weights only and starts anew"
+        )

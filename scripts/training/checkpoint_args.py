@@ -1,14 +1,12 @@
-"""The model of a checkpoint, as the arguments (``args``) in Megatron's checkpoints."""
+"""The model of a checkpoint, from the arguments (``args``) in it."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.indexer import has_indexer_args
 from checkpoint_conversion.megatron_args import (
-    COMMON_ARGS,
     check_kind,
     moe_layers,
     parse_moe_layer_freq,
@@ -16,77 +14,20 @@ from checkpoint_conversion.megatron_args import (
     read_rotary_args,
 )
 from checkpoint_conversion.routing import ROUTER_OPTIONS
-from training.model import params_dtype
-from training.presets import ModelPreset
+from training.presets import COMMON, Model
 
 _MOST = 2**31
 _REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "v_head_dim",
-    "max_position_embeddings",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_lora_rank"),
+    *("qk_head_dim", "v_head_dim", "max_position_embeddings"),
 )
-_PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+_SIZES = ("n_heads", "head_dim", "topk")
+# Switches of sparse attention, and the values of Megatron's config where they are missing.
+_SWITCHES = {"rope_interleaved": False, "rotate_activation": True, "scoring_relu": True}
 
 
-def checkpoint_args(
-    args: argparse.Namespace, preset: ModelPreset, vocab_size: int
-) -> argparse.Namespace:
-    """The arguments to save in a checkpoint, under Megatron's names.
-
-    Args:
-        args: The command line.
-        preset: The model, with the padded vocabulary.
-        vocab_size: The vocabulary without padding.
-    """
-    fields = dataclasses.asdict(preset)
-    experts = fields.pop("num_moe_experts")
-    latent_norm_epsilon = fields.pop("latent_norm_eps")
-    fields["moe_layer_freq"] = list(preset.moe_layer_freq) or 1
-    return argparse.Namespace(
-        **{
-            **COMMON_ARGS,
-            **fields,
-            "num_experts": experts,
-            "moe_router_pre_softmax": True,
-            "norm_epsilon": preset.layernorm_epsilon,
-            "latent_norm_epsilon": latent_norm_epsilon,
-            **_vocabulary(args, preset.vocab_size, vocab_size),
-            "untie_embeddings_and_output_weights": True,
-            "mtp_num_layers": None,
-            "attention_dropout": args.attention_dropout,
-            "hidden_dropout": args.hidden_dropout,
-            "params_dtype": params_dtype(args),
-            "bf16": args.bf16,
-            "fp16": args.fp16,
-            **{name: getattr(args, name) for name in _PARALLEL},
-        }
-    )
-
-
-def _vocabulary(args: argparse.Namespace, rows: int, vocab_size: int) -> dict[str, int | None]:
-    """What says which rows of the embedding may be padding, which the conversion drops.
-
-    As in Megatron's own arguments, ``vocab_size`` is None where a tokenizer's was padded.
-    """
-    found = {
-        "vocab_size": vocab_size if vocab_size == rows else None,
-        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
-    }
-    return found | getattr(args, "loaded_vocabulary", {}) | {"padded_vocab_size": rows}
-
-
-def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
-    """The model that a checkpoint's arguments describe.
+def model_from_args(saved: argparse.Namespace) -> Model:
+    """The model that a checkpoint's arguments describe, with the padded vocabulary.
 
     Raises:
         ValueError: Listing everything that is missing, wrong, or not supported by this script.
@@ -107,36 +48,38 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
     epsilon = read_norm_epsilon(fields)
     padded = "padded_vocab_size" if fields.given("padded_vocab_size") else "vocab_size"
     sizes = {name: fields.integer(name, _MOST) for name in _REQUIRED}
-    preset = ModelPreset(
+    model = {
+        **COMMON,
         **sizes,
         **vars(read_rotary_args(fields)),
-        vocab_size=fields.integer(padded, _MOST),
-        q_lora_rank=fields.integer_or_null("q_lora_rank", _MOST),
-        qk_pos_emb_head_dim=fields.integer("qk_pos_emb_head_dim", _MOST, least=0),
-        layernorm_epsilon=epsilon,
+        "vocab_size": fields.integer(padded, _MOST),
+        "q_lora_rank": fields.integer_or_null("q_lora_rank", _MOST),
+        "qk_pos_emb_head_dim": fields.integer("qk_pos_emb_head_dim", _MOST, least=0),
+        "layernorm_epsilon": epsilon,
         # Models trained by Megatron have one epsilon for all norms.
-        latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
+        "latent_norm_epsilon": fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
         **_experts(fields),
         **_sparse(fields),
-    )
+    }
     fields.raise_problems("--load: this script cannot train the checkpoint's model:")
-    return preset
+    return model
 
 
 def _experts(fields: Fields) -> dict:
-    has_experts = fields.given("num_experts")
+    if not fields.given("num_experts"):
+        return {"moe_layer_freq": 1}
     scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
     pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
-    if has_experts and scores == "softmax" and not pre_softmax:
+    if scores == "softmax" and not pre_softmax:
         fields.wrong("moe_router_pre_softmax", "true with softmax scores")
     # Megatron ignores the number of groups if the number of chosen groups is missing.
     groups = ("moe_router_num_groups", "moe_router_group_topk")
     limited = fields.given(groups[1])
     scale = "moe_router_topk_scaling_factor"
     return {
-        "num_moe_experts": _optional(fields, "num_experts"),
-        "moe_layer_freq": _layers(fields) if has_experts else (),
-        "moe_ffn_hidden_size": _optional(fields, "moe_ffn_hidden_size", required=has_experts),
+        "num_experts": fields.integer("num_experts", _MOST),
+        "moe_layer_freq": _layers(fields),
+        "moe_ffn_hidden_size": fields.integer("moe_ffn_hidden_size", _MOST),
         "moe_shared_expert_intermediate_size": _optional(
             fields, "moe_shared_expert_intermediate_size"
         ),
@@ -186,20 +129,15 @@ def _sparse(fields: Fields) -> dict:
     """Fields of sparse attention; what is missing has the default of Megatron's config."""
     if not has_indexer_args(fields):
         return {}
-    needed = ("n_heads", "head_dim", "topk")
-    epsilon = "dsa_indexer_k_norm_epsilon"
+    sizes = {name: fields.integer(f"dsa_indexer_{name}", _MOST) for name in _SIZES}
+    switches = {n: fields.boolean(f"dsa_indexer_{n}", usual) for n, usual in _SWITCHES.items()}
+    epsilon, offset = "dsa_indexer_k_norm_epsilon", "dsa_indexer_skip_topk_offset"
     return {
         "experimental_attention_variant": "dsa",
-        **{f"dsa_indexer_{name}": fields.integer(f"dsa_indexer_{name}", _MOST) for name in needed},
+        **{f"dsa_indexer_{name}": value for name, value in (sizes | switches).items()},
         "dsa_indexer_topk_freq": fields.integer("dsa_indexer_topk_freq", _MOST, default=1),
         # 0 means the same as 1.
-        "dsa_indexer_skip_topk_offset": fields.integer(
-            "dsa_indexer_skip_topk_offset", _MOST, least=0, default=1
-        )
-        or 1,
-        "dsa_indexer_rope_interleaved": fields.boolean("dsa_indexer_rope_interleaved", False),
-        "dsa_indexer_rotate_activation": fields.boolean("dsa_indexer_rotate_activation", True),
-        "dsa_indexer_scoring_relu": fields.boolean("dsa_indexer_scoring_relu", True),
+        offset: fields.integer(offset, _MOST, least=0, default=1) or 1,
         epsilon: fields.number(epsilon, 1e-12, 1.0) if fields.given(epsilon) else None,
     }
 
@@ -208,13 +146,13 @@ def _optional(fields: Fields, name: str, required: bool = False) -> int | None:
     return fields.integer(name, _MOST) if required or fields.given(name) else None
 
 
-def _layers(fields: Fields) -> tuple[int, ...]:
+def _layers(fields: Fields) -> list[int]:
     freq = fields.raw("moe_layer_freq") if fields.given("moe_layer_freq") else 1
     layers = fields.raw("num_layers")
     if not isinstance(layers, int):
-        return ()
+        return []
     try:
-        return moe_layers(parse_moe_layer_freq(freq), layers)
+        return list(moe_layers(parse_moe_layer_freq(freq), layers))
     except ValueError as error:
         fields.problems.append(str(error))
-        return ()
+        return []

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from megatron.core import dist_checkpointing
 
-from training import distributed, sparse_options
-from training.checkpoint_args import preset_from_args
-from training.options_named import flag_of
-from training.presets import ModelPreset
-from training.start import Start
+from console.ranks import rank
+from training.arguments import model_of
+from training.checkpoint import Start
+from training.checkpoint_args import model_from_args
+from training.options import flag_of
+from training.presets import COMMON, INDEXER, Model
 
-# Fields of a preset that determine the shapes of weights; those of experts, if both models have
+# Arguments that determine the shapes of weights; those of experts, if both models have
 # experts.
 _SHAPES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("num_moe_experts", "experimental_attention_variant"),
+    *("num_experts", "experimental_attention_variant"),
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim"),
     *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
 }
@@ -30,7 +30,7 @@ _MOE_SHAPES = {
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     "moe_router_enable_expert_bias",
 }
-# Fields that the weights do not depend on and that may be chosen freely.
+# Arguments that the weights do not depend on and that may be chosen freely.
 _FREE = {"max_position_embeddings", "moe_aux_loss_coeff"}
 _YARN = {
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
@@ -66,19 +66,16 @@ _SIZES_OF_TENSORS = (
 )
 
 
-def require_same_model(
-    args: argparse.Namespace, start: Start, model: ModelPreset, script: str
-) -> None:
-    """Refuse a checkpoint whose weights have other shapes than those of ``model``.
+def require_same_model(args: argparse.Namespace, start: Start, script: str) -> None:
+    """Refuse a checkpoint whose weights have other shapes than those of the command line's model.
 
     The checkpoint's model is read from its arguments or, without them, from the shapes of its
     tensors. Options that change what the same weights compute, such as the rotary base, may be
     intended: rank 0 prints a warning.
 
     Args:
-        args: The command line.
+        args: The command line, with the vocabulary set.
         start: The checkpoint.
-        model: The model of the command line, with the padded vocabulary.
         script: Name of the program, for the warning.
 
     Raises:
@@ -86,58 +83,58 @@ def require_same_model(
     """
     if args.use_checkpoint_args:
         return
+    model = model_of(args)
     if args.new_indexer:
         # The checkpoint must hold what is left of the model without its indexer.
-        model = sparse_options.dense(model)
+        model |= {name: COMMON[name] for name in INDEXER}
     there = _described(start)
     if there is None:
         saved = dist_checkpointing.load_tensors_metadata(str(start.path))
         shapes = {name: tuple(tensor.global_shape) for name, tensor in saved.items()}
         problems, warnings = _differences(sizes_of_tensors(shapes), sizes_of_model(model)), []
     else:
-        moe = bool(there.num_moe_experts and model.num_moe_experts)
+        moe = bool(there["num_experts"] and model["num_experts"])
         shapes = _SHAPES | (_MOE_SHAPES if moe else set())
-        ignored = _FREE if "yarn" in (there.rope_type, model.rope_type) else _FREE | _YARN
-        names = [field.name for field in dataclasses.fields(model) if field.name not in ignored]
-        if not moe:
-            names = [name for name in names if not name.startswith("moe_")]
+        ignored = _FREE if "yarn" in (there["rope_type"], model["rope_type"]) else _FREE | _YARN
+        names = [n for n in COMMON if n not in ignored and (moe or not n.startswith("moe_"))]
         problems, warnings = (
-            _differences(_fields(there, chosen), _fields(model, chosen))
+            _differences(_by_option(there, chosen), _by_option(model, chosen))
             for chosen in (
                 [name for name in names if name in shapes],
                 [name for name in names if name not in shapes],
             )
         )
     if problems:
-        own = "" if there is None else "; without --preset the model is the checkpoint's own"
-        if there is not None and script != "generate.py":
-            own = "; --use-checkpoint-args takes the checkpoint's own"
-        if any(problem.startswith(f"{_VARIANT} none") for problem in problems):
-            own += "; --new-indexer gives a dense model an indexer with initial weights"
         raise ValueError(
             f"--load: {start.path} does not hold the model requested "
-            f"(--preset {args.preset}): {'; '.join(problems)}{own}"
+            f"(--preset {args.preset}): {'; '.join(problems)}"
+            + _remedy(script, problems, described=there is not None)
         )
-    if warnings and not distributed.rank():
+    if warnings and not rank():
         text = f"{script}: warning: the model in {start.path} has other options: "
         print(text + "; ".join(warnings), file=sys.stderr, flush=True)
 
 
-def _described(start: Start) -> ModelPreset | None:
+def _remedy(script: str, problems: list[str], *, described: bool) -> str:
+    if any(problem.startswith(f"{_VARIANT} none") for problem in problems):
+        return "; --new-indexer gives a dense model an indexer with initial weights"
+    if not described:
+        return ""
+    if script == "generate.py":
+        return "; without --preset the model is the checkpoint's own"
+    return "; --use-checkpoint-args takes the checkpoint's own"
+
+
+def _described(start: Start) -> Model | None:
     try:
-        return None if start.args is None else preset_from_args(start.args)
+        return None if start.args is None else model_from_args(start.args)
     except ValueError:
         # Arguments of another kind of model; the shapes of the tensors decide.
         return None
 
 
-def _fields(model: ModelPreset, names: list[str]) -> dict[str, object]:
-    """The values of fields, by option."""
-    values = {name: getattr(model, name) for name in names}
-    return {
-        flag_of(name): _DEFAULTS.get(name) if value is None else value
-        for name, value in values.items()
-    }
+def _by_option(model: Model, names: Iterable[str]) -> dict[str, object]:
+    return {flag_of(n): _DEFAULTS.get(n) if model[n] is None else model[n] for n in names}
 
 
 def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
@@ -149,33 +146,29 @@ def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> lis
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        # The only tuple is moe_layer_freq.
-        return f"{value.count(0)} dense and {value.count(1)} MoE layers" if value else "no layers"
+    if isinstance(value, list):
+        # The only list is moe_layer_freq.
+        return f"{value.count(0)} dense and {value.count(1)} MoE layers"
     return "none" if value is None else str(value)
 
 
-def sizes_of_model(model: ModelPreset) -> dict[str, object]:
+def sizes_of_model(model: Model) -> dict[str, object]:
     """What :func:`sizes_of_tensors` returns for a complete checkpoint of ``model``."""
-    heads = model.num_attention_heads
+    heads, rope = model["num_attention_heads"], model["qk_pos_emb_head_dim"]
     sizes: dict[str, object] = {
-        "--num-layers": model.num_layers,
-        "--hidden-size": model.hidden_size,
-        "the vocabulary": model.vocab_size,
-        "--q-lora-rank": model.q_lora_rank,
-        "--kv-lora-rank": model.kv_lora_rank,
-        _LATENT: model.kv_lora_rank + model.qk_pos_emb_head_dim,
-        _KEYS: heads * (model.qk_head_dim + model.qk_pos_emb_head_dim),
-        _VALUES: heads * (model.qk_head_dim + model.v_head_dim),
-        _OUTPUT: heads * model.v_head_dim,
-        "--num-experts": model.num_moe_experts,
-        _VARIANT: model.experimental_attention_variant,
+        "the vocabulary": model["vocab_size"],
+        _LATENT: model["kv_lora_rank"] + rope,
+        _KEYS: heads * (model["qk_head_dim"] + rope),
+        _VALUES: heads * (model["qk_head_dim"] + model["v_head_dim"]),
+        _OUTPUT: heads * model["v_head_dim"],
     }
-    if not all(model.moe_layer_freq or (0,)):
-        sizes["--ffn-hidden-size"] = model.ffn_hidden_size
-    if model.num_moe_experts:
-        sizes[_SHARED_EXPERTS] = model.moe_shared_expert_intermediate_size
-    return sizes
+    names = ["num_layers", "hidden_size", "q_lora_rank", "kv_lora_rank", "num_experts"]
+    names.append("experimental_attention_variant")
+    if not model["num_experts"] or 0 in model["moe_layer_freq"]:
+        names.append("ffn_hidden_size")
+    if model["num_experts"]:
+        names.append("moe_shared_expert_intermediate_size")
+    return {flag_of(name): model[name] for name in names} | sizes
 
 
 def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

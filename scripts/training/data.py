@@ -1,6 +1,6 @@
 """Text files as a stream of tokens, split into windows.
 
-Which windows a batch has depends on the seed, the iteration and the data-parallel rank only, so a
+Megatron's sampler asks for windows by their number, counted from the beginning of the run, so a
 resumed run reads what the interrupted run would have read.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch.utils.data
 
 from training.tokenizers import Tokenizer
 
@@ -93,20 +94,23 @@ def split_corpus(tokens: np.ndarray, train_percent: float) -> tuple[np.ndarray, 
     return tokens[:cut], tokens[cut:]
 
 
-class Windows:
-    """Windows of a stream of tokens, in a new random order in every epoch.
+class Windows(torch.utils.data.Dataset):
+    """Windows of a stream of tokens without an end, in a new random order in every epoch.
 
     Args:
         tokens: int32 [n].
         seq_length: Tokens of a sequence; a window has one more, the label of the last token.
         seed: Seed of the order.
         name: Name of the stream in errors.
+        period: Number of windows after which they begin again; None: never.
 
     Raises:
         ValueError: If the stream is shorter than one window.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_length: int, seed: int, name: str) -> None:
+    def __init__(
+        self, tokens: np.ndarray, seq_length: int, seed: int, name: str, period: int | None = None
+    ) -> None:
         self.count = (len(tokens) - 1) // seq_length
         if self.count < 1:
             raise ValueError(
@@ -115,11 +119,16 @@ class Windows:
             )
         self._tokens = tokens
         self.seq_length = seq_length
-        self._seed = seed
+        self._seed, self._period = seed, period
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
+
+    def __len__(self) -> int:
+        """More than any run reads."""
+        return 2**40
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Window number ``index``, counted over all epochs, int32 [seq_length + 1]."""
+        index = index % self._period if self._period else index
         epoch, position = divmod(index, self.count)
         start = self._order(epoch)[position] * self.seq_length
         return self._tokens[start : start + self.seq_length + 1]

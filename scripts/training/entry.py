@@ -5,12 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
-from console.ranks import world_size
 from console.script import run_script
-from training.arguments import parse_arguments
-from training.checkpoint_folder import find_checkpoint
-from training.model_options import resolve_model
-from training.validation import validate_arguments
+from training.options import own_parser, require_known
 
 
 def main(argv: list[str]) -> int:
@@ -24,16 +20,17 @@ def run(argv: list[str]) -> None:
     Raises:
         ValueError: If options are wrong or do not fit data or checkpoint.
     """
+    require_known(argv)
+    own_parser().parse_known_args(argv)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    args = parse_arguments(argv)
-    if args.load:
-        find_checkpoint(args.load)
-    args.model = resolve_model(args)
-    validate_arguments(args, world_size())
-    # Imported late, because Megatron takes seconds and mistakes in options are reported at once.
-    from training import distributed
+    # Imported late, because Megatron takes seconds.
+    from training import megatron_loop
+    from training.arguments import parse_arguments, with_model
+    from training.checks import validate_arguments
     from training.run import train
 
+    args = with_model(parse_arguments(argv))
+    validate_arguments(args)
     train(args)
-    distributed.finish()
+    megatron_loop.finish()

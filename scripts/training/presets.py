@@ -1,233 +1,176 @@
-"""Sizes of released MLA models, and smaller models of the same structure."""
+"""Released MLA models as Megatron's arguments, and smaller models of the same structure."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+Model = dict[str, object]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPreset:
-    """The sizes of a decoder-only MLA model, under the names of Megatron's config.
-
-    Attributes:
-        q_lora_rank: None if queries are not compressed.
-        num_moe_experts: None for a model without MoE layers.
-        moe_layer_freq: For each layer 0 (dense) or 1 (MoE).
-        moe_shared_expert_intermediate_size: Total width of the shared experts; None without them.
-        latent_norm_eps: Epsilon of the norms inside the attention, which is 1e-6 in Hugging Face's
-            models whatever ``layernorm_epsilon`` is.
-        moe_router_group_score_topk: Option of the layers, as is the next; None: Megatron's choice.
-        experimental_attention_variant: ``"dsa"`` for sparse attention, with an indexer of the
-            ``dsa_indexer_*`` fields; None for dense attention.
-    """
-
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int = 512
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-    layernorm_epsilon: float = 1e-6
-    latent_norm_eps: float = 1e-6
-    max_position_embeddings: int = 163840
-    rope_type: str = "yarn"
-    rotary_base: float = 10000.0
-    rotary_scaling_factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 1.0
-    num_moe_experts: int | None = None
-    moe_layer_freq: tuple[int, ...] = ()
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_router_topk: int = 2
-    moe_router_score_function: str = "sigmoid"
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_group_score_topk: int | None = None
-    moe_router_norm_topk_prob: bool | None = None
-    moe_router_enable_expert_bias: bool = True
-    moe_aux_loss_coeff: float = 1e-4
-    experimental_attention_variant: str | None = None
-    dsa_indexer_n_heads: int | None = None
-    dsa_indexer_head_dim: int | None = None
-    dsa_indexer_topk: int | None = None
-    dsa_indexer_topk_freq: int = 1
-    dsa_indexer_skip_topk_offset: int = 1
-    dsa_indexer_rope_interleaved: bool = False
-    dsa_indexer_rotate_activation: bool = True
-    dsa_indexer_scoring_relu: bool = True
-    dsa_indexer_k_norm_epsilon: float | None = None
-
-    def replace(self, **changes) -> ModelPreset:
-        """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
-
-def _dense_then_moe(dense: int, layers: int) -> tuple[int, ...]:
-    return (0,) * dense + (1,) * (layers - dense)
-
-
-# deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
-# the multi-token-prediction layer.
-_DEEPSEEK_V3 = ModelPreset(
-    vocab_size=129280,
-    num_layers=61,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    num_attention_heads=128,
-    q_lora_rank=1536,
-    rotary_scaling_factor=40.0,
-    num_moe_experts=256,
-    moe_layer_freq=_dense_then_moe(3, 61),
-    moe_ffn_hidden_size=2048,
-    moe_shared_expert_intermediate_size=2048,
-    moe_router_topk=8,
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_num_groups=8,
-    moe_router_group_topk=4,
-)
-
-PRESETS = {
-    # Not a released model, but one with all of their parts that is small enough for a CPU.
-    "tiny": ModelPreset(
-        vocab_size=320,
-        num_layers=3,
-        hidden_size=128,
-        ffn_hidden_size=384,
-        num_attention_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=32,
-        qk_head_dim=32,
-        qk_pos_emb_head_dim=16,
-        v_head_dim=32,
-        max_position_embeddings=4096,
-        rope_type="rope",
-        num_moe_experts=4,
-        moe_layer_freq=_dense_then_moe(2, 3),
-        moe_ffn_hidden_size=128,
-        moe_shared_expert_intermediate_size=128,
-        moe_router_topk=2,
-    ),
-    # deepseek-ai/DeepSeek-V2-Lite (arXiv:2405.04434, appendix B), 16B parameters, 2.4B active.
-    "deepseek-v2-lite": ModelPreset(
-        vocab_size=102400,
-        num_layers=27,
-        hidden_size=2048,
-        ffn_hidden_size=10944,
-        num_attention_heads=16,
-        q_lora_rank=None,
-        rotary_scaling_factor=40.0,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-        num_moe_experts=64,
-        moe_layer_freq=_dense_then_moe(1, 27),
-        moe_ffn_hidden_size=1408,
-        moe_shared_expert_intermediate_size=2 * 1408,
-        moe_router_topk=6,
-        moe_router_score_function="softmax",
-        moe_router_enable_expert_bias=False,
-        moe_aux_loss_coeff=1e-3,
-    ),
-    "deepseek-v3": _DEEPSEEK_V3,
-    # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3's sizes and an indexer in every
-    # layer; without the multi-token-prediction layer.
-    "deepseek-v3.2": _DEEPSEEK_V3.replace(
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=64,
-        dsa_indexer_head_dim=128,
-        dsa_indexer_topk=2048,
-        dsa_indexer_k_norm_epsilon=1e-6,
-    ),
-    # zai-org/GLM-5, 744B parameters, 40B active; without the multi-token-prediction layer.
-    "glm-5": ModelPreset(
-        vocab_size=154880,
-        num_layers=78,
-        hidden_size=6144,
-        ffn_hidden_size=12288,
-        num_attention_heads=64,
-        q_lora_rank=2048,
-        qk_head_dim=192,
-        v_head_dim=256,
-        layernorm_epsilon=1e-5,
-        max_position_embeddings=202752,
-        rope_type="rope",
-        rotary_base=1000000.0,
-        num_moe_experts=256,
-        moe_layer_freq=_dense_then_moe(3, 78),
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        moe_router_topk=8,
-        moe_router_topk_scaling_factor=2.5,
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=32,
-        dsa_indexer_head_dim=128,
-        dsa_indexer_topk=2048,
-        dsa_indexer_rope_interleaved=True,
-        dsa_indexer_rotate_activation=False,
-        dsa_indexer_k_norm_epsilon=1e-6,
-    ),
-    # moonshotai/Kimi-K2-Base (arXiv:2507.20534), first release, 1T parameters, 32B active.
-    "kimi-k2": ModelPreset(
-        vocab_size=163840,
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=64,
-        q_lora_rank=1536,
-        max_position_embeddings=131072,
-        rotary_base=50000.0,
-        rotary_scaling_factor=32.0,
-        beta_fast=1.0,
-        num_moe_experts=384,
-        moe_layer_freq=_dense_then_moe(1, 61),
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        moe_router_topk=8,
-        moe_router_topk_scaling_factor=2.827,
-    ),
-    # moonshotai/Moonlight-16B-A3B (arXiv:2502.16982), 16B parameters, 3B active.
-    "moonlight": ModelPreset(
-        vocab_size=163840,
-        num_layers=27,
-        hidden_size=2048,
-        ffn_hidden_size=11264,
-        num_attention_heads=16,
-        q_lora_rank=None,
-        layernorm_epsilon=1e-5,
-        max_position_embeddings=8192,
-        rope_type="rope",
-        rotary_base=50000.0,
-        num_moe_experts=64,
-        moe_layer_freq=_dense_then_moe(1, 27),
-        moe_ffn_hidden_size=1408,
-        moe_shared_expert_intermediate_size=2 * 1408,
-        moe_router_topk=6,
-        moe_router_topk_scaling_factor=2.446,
-    ),
+# The arguments that describe a model, under Megatron's names, with the values of those that a
+# preset leaves out. ``latent_norm_epsilon``, of the norms inside the attention, and two of the
+# router are options of the layers (AbsorbedMLAOptions). Megatron has no options for YaRN's
+# ``original_max_position_embeddings`` and betas.
+COMMON: Model = {
+    "vocab_size": None,
+    "num_layers": None,
+    "hidden_size": None,
+    "ffn_hidden_size": None,
+    "num_attention_heads": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "layernorm_epsilon": 1e-6,
+    "latent_norm_epsilon": 1e-6,
+    "max_position_embeddings": 163840,
+    "rope_type": "yarn",
+    "rotary_base": 10000,
+    "rotary_scaling_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "num_experts": None,
+    "moe_layer_freq": [],  # for each layer 0 (dense) or 1 (MoE)
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_group_score_topk": None,
+    "moe_router_norm_topk_prob": None,
+    "moe_router_enable_expert_bias": True,
+    "moe_aux_loss_coeff": 1e-4,
+    "experimental_attention_variant": None,
+    "dsa_indexer_n_heads": None,
+    "dsa_indexer_head_dim": None,
+    "dsa_indexer_topk": None,
+    "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_skip_topk_offset": 1,
+    "dsa_indexer_rope_interleaved": False,
+    "dsa_indexer_rotate_activation": True,
+    "dsa_indexer_scoring_relu": True,
+    "dsa_indexer_k_norm_epsilon": None,
 }
+INDEXER = tuple(n for n in COMMON if n.startswith(("dsa_", "experimental_attention_variant")))
 
 
-def get_preset(name: str) -> ModelPreset:
-    """The preset called ``name``.
+def _moe(dense: int, layers: int) -> list[int]:
+    return [0] * dense + [1] * (layers - dense)
+
+
+def _set(**values: object) -> Model:
+    return values
+
+
+def _sizes(vocabulary: int, layers: int, hidden: int, ffn: int, heads: int, dense: int) -> Model:
+    """Of a model whose first layers are ``dense``."""
+    names = ("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    sizes = dict(zip(names, (vocabulary, layers, hidden, ffn, heads)))
+    return {**sizes, "moe_layer_freq": _moe(dense, layers)}
+
+
+def _experts(experts: int, topk: int, width: int, shared: int) -> Model:
+    """Of so many experts and shared ones, each of this width."""
+    names = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    total = "moe_shared_expert_intermediate_size"
+    return {**dict(zip(names, (experts, topk, width))), total: shared * width}
+
+
+def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> Model:
+    scales = {"mscale": mscale, "mscale_all_dim": mscale}
+    return {"rotary_scaling_factor": factor, "beta_fast": beta_fast, **scales}
+
+
+_NO_YARN: Model = {"rope_type": "rope"}
+_V2_ROUTER: Model = {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_aux_loss_coeff": 1e-3,
+}
+_V3: Model = {
+    **_sizes(129280, 61, 7168, 18432, 128, dense=3),
+    **_experts(256, 8, 2048, shared=1),
+    **_yarn(40.0),
+    "q_lora_rank": 1536,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+}
+_INDEXER: Model = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 64,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048,
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+}
+_PRESETS: dict[str, Model] = {
+    # Not a released model, but one with all of their parts that is small enough for a CPU.
+    "tiny": {
+        **_sizes(320, 3, 128, 384, 4, dense=2),
+        **_experts(4, 2, 128, shared=1),
+        **_set(q_lora_rank=64, kv_lora_rank=32),
+        **_set(qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32),
+        "max_position_embeddings": 4096,
+        **_NO_YARN,
+    },
+    # deepseek-ai/DeepSeek-V2-Lite (arXiv:2405.04434, appendix B), 16B parameters, 2.4B active.
+    "deepseek-v2-lite": {
+        **_sizes(102400, 27, 2048, 10944, 16, dense=1),
+        **_experts(64, 6, 1408, shared=2),
+        **_yarn(40.0, mscale=0.707),
+        **_V2_ROUTER,
+    },
+    # deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
+    # the multi-token-prediction layer, as the next two.
+    "deepseek-v3": _V3,
+    # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): an indexer in every layer.
+    "deepseek-v3.2": {**_V3, **_INDEXER},
+    # zai-org/GLM-5, 744B parameters, 40B active.
+    "glm-5": {
+        **_sizes(154880, 78, 6144, 12288, 64, dense=3),
+        **_experts(256, 8, 2048, shared=1),
+        **_set(q_lora_rank=2048, qk_head_dim=192, v_head_dim=256),
+        **_set(layernorm_epsilon=1e-5, max_position_embeddings=202752, rotary_base=1000000),
+        **_NO_YARN,
+        **_INDEXER,
+        **_set(moe_router_topk_scaling_factor=2.5, dsa_indexer_n_heads=32),
+        **_set(dsa_indexer_rope_interleaved=True, dsa_indexer_rotate_activation=False),
+    },
+    # moonshotai/Kimi-K2-Base (arXiv:2507.20534), first release, 1T parameters, 32B active.
+    "kimi-k2": {
+        **_sizes(163840, 61, 7168, 18432, 64, dense=1),
+        **_experts(384, 8, 2048, shared=1),
+        **_yarn(32.0, beta_fast=1.0),
+        **_set(q_lora_rank=1536, max_position_embeddings=131072, rotary_base=50000),
+        "moe_router_topk_scaling_factor": 2.827,
+    },
+    # moonshotai/Moonlight-16B-A3B (arXiv:2502.16982), 16B parameters, 3B active.
+    "moonlight": {
+        **_sizes(163840, 27, 2048, 11264, 16, dense=1),
+        **_experts(64, 6, 1408, shared=2),
+        **_set(layernorm_epsilon=1e-5, max_position_embeddings=8192, rotary_base=50000),
+        **_NO_YARN,
+        "moe_router_topk_scaling_factor": 2.446,
+    },
+}
+PRESETS = tuple(_PRESETS)
+
+
+def get_preset(name: str) -> Model:
+    """The preset called ``name``, complete.
 
     Raises:
         ValueError: If there is none.
     """
-    if name not in PRESETS:
+    if name not in _PRESETS:
         raise ValueError(f"--preset must be one of {', '.join(PRESETS)}; got {name!r}")
-    return PRESETS[name]
+    return {**COMMON, **_PRESETS[name]}
 
 
-def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
+def scale_down(model: Model, factor: int) -> Model:
     """A model of the same structure with widths, layers and experts divided by ``factor``.
 
     Query compression, the ratio of a head's nope, rope and value widths, the order of dense and MoE
@@ -236,7 +179,7 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
     has a power of two as its head width, as its Hadamard transform needs.
 
     Args:
-        preset: The model.
+        model: A preset.
         factor: At least 1; 1 returns the model unchanged.
 
     Raises:
@@ -245,42 +188,43 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
     if factor < 1:
         raise ValueError(f"--scale-down must be at least 1, got {factor}")
     if factor == 1:
-        return preset
-
-    def shrink(value: int | None, multiple: int) -> int | None:
-        if value is None:
-            return None
-        return min(value, max(multiple, round(value / factor / multiple) * multiple))
-
-    head_factor = min(factor, 4)
-    dense = max(1, round(preset.moe_layer_freq.count(0) / factor))
-    layers = max(dense + 1, round(preset.num_layers / factor))
-    experts = shrink(preset.num_moe_experts, 4)
-    return preset.replace(
-        num_layers=layers,
-        hidden_size=shrink(preset.hidden_size, 64),
-        ffn_hidden_size=shrink(preset.ffn_hidden_size, 64),
-        num_attention_heads=shrink(preset.num_attention_heads, 4),
-        q_lora_rank=shrink(preset.q_lora_rank, 16),
-        kv_lora_rank=shrink(preset.kv_lora_rank, 16),
-        qk_head_dim=preset.qk_head_dim // head_factor,
-        qk_pos_emb_head_dim=max(2, preset.qk_pos_emb_head_dim // head_factor // 2 * 2),
-        v_head_dim=preset.v_head_dim // head_factor,
-        num_moe_experts=experts,
-        moe_layer_freq=_dense_then_moe(dense, layers),
-        moe_ffn_hidden_size=shrink(preset.moe_ffn_hidden_size, 32),
-        moe_shared_expert_intermediate_size=shrink(preset.moe_shared_expert_intermediate_size, 32),
-        moe_router_topk=min(preset.moe_router_topk, max(1, (experts or 0) // 2)),
-        # Routing groups limit the nodes that a token is sent to; a small model fits on one node.
-        moe_router_num_groups=None,
-        moe_router_group_topk=None,
-        moe_router_group_score_topk=None,
-        dsa_indexer_n_heads=shrink(preset.dsa_indexer_n_heads, 4),
-        dsa_indexer_head_dim=_power_of_two(preset.dsa_indexer_head_dim, head_factor),
-        dsa_indexer_topk=shrink(preset.dsa_indexer_topk, 16),
-    )
+        return model
+    heads = min(factor, 4)
+    small = {**model, **{name: _shrunk(model[name], factor, n) for name, n in _MULTIPLES.items()}}
+    dense = max(1, round(model["moe_layer_freq"].count(0) / factor))
+    layers = max(dense + 1, round(model["num_layers"] / factor))
+    rope, indexer = model["qk_pos_emb_head_dim"], model["dsa_indexer_head_dim"]
+    # Routing groups limit the nodes that a token is sent to; a small model fits on one node.
+    groups = ("num_groups", "group_topk", "group_score_topk")
+    return {
+        **small,
+        **{f"moe_router_{name}": None for name in groups},
+        "num_layers": layers,
+        "moe_layer_freq": _moe(dense, layers),
+        "qk_head_dim": model["qk_head_dim"] // heads,
+        "qk_pos_emb_head_dim": max(2, rope // heads // 2 * 2),
+        "v_head_dim": model["v_head_dim"] // heads,
+        "moe_router_topk": min(model["moe_router_topk"], max(1, small["num_experts"] // 2)),
+        "dsa_indexer_head_dim": indexer and 1 << ((indexer // heads).bit_length() - 1),
+    }
 
 
-def _power_of_two(width: int | None, factor: int) -> int | None:
-    """The largest power of two that is at most ``width / factor``."""
-    return None if width is None else 1 << ((width // factor).bit_length() - 1)
+# What scale_down leaves these sizes a multiple of.
+_MULTIPLES = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_topk": 16,
+}
+
+
+def _shrunk(value: int | None, factor: int, multiple: int) -> int | None:
+    if value is None:
+        return None
+    return min(value, max(multiple, round(value / factor / multiple) * multiple))

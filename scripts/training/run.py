@@ -1,30 +1,27 @@
-"""One training run: data, model, checkpoint, training, plot."""
+"""One training run: data, model, checkpoint, Megatron's loop, plot."""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-import torch
-from megatron.core import parallel_state
-
-from training import distributed
-from training.batch import BatchSource, own_part
-from training.checkpoint import Checkpointer
+from absorbed_mla.qk_clip import clip_qk
+from console.ranks import world_size
+from training import megatron_loop
+from training.arguments import set_vocabulary
+from training.batch import forward_step
+from training.checkpoint import Start, read_start, require_same_run
 from training.checkpoint_model import require_same_model
 from training.data import Corpus, Windows, read_corpus, split_corpus
-from training.loop import Trainer
 from training.metrics import plot_losses
-from training.model import build_config, build_model, count_parameters
-from training.model_options import padded_vocab_size, vocab_size
-from training.optimizer import Optimizer
-from training.presets import ModelPreset
-from training.sparse_stage import stage_fields, stage_model
-from training.start import read_start, require_same_run, run_options
+from training.model import count_parameters, training_config
+from training.report import Report
+from training.saving import load_checkpoint, save_checkpoint
 from training.tokenizers import build_tokenizer
 
 
 def train(args: argparse.Namespace) -> None:
-    """Read the data, build the model, load a checkpoint, train and report.
+    """Read the data, compare the checkpoint, train through Megatron's loop, and report.
 
     Args:
         args: The command line, checked by ``validate_arguments``.
@@ -33,97 +30,125 @@ def train(args: argparse.Namespace) -> None:
         ValueError: If the data or the checkpoint of ``--load`` does not fit the options.
     """
     weights_only = args.finetune or args.new_indexer
-    start_from = read_start(args.load, finetune=weights_only) if args.load else None
+    start = read_start(args.load, finetune=weights_only) if args.load else None
     tokenizer = build_tokenizer(args.tokenizer, args.trust_remote_code)
-    preset = args.model.replace(
-        vocab_size=padded_vocab_size(args, args.model, tokenizer.vocab_size)
-    )
-    if start_from and start_from.resumed is None:
-        require_same_model(args, start_from, preset, "train.py")
+    set_vocabulary(args, tokenizer.vocab_size)
+    if start and start.iteration is None:
+        require_same_model(args, start, "train.py")
     corpus = read_corpus(args.data, tokenizer)
-    if start_from and start_from.resumed:
-        require_same_run(start_from, run_options(args, preset, corpus.fingerprint))
-    train_tokens, valid_tokens = split_corpus(corpus.tokens, args.split_percent)
-    train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
-    valid_windows = None
-    if args.eval_iters:
-        # Seed 0, so that the validation losses of runs with different seeds can be compared.
-        valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
+    args.data_fingerprint = corpus.fingerprint
+    if start and start.iteration is not None:
+        require_same_run(start, args)
+    windows = _windows(args, corpus)
+    header = _run_header(args, corpus, start)
+    weights = _load_from(args, start)
 
-    device = distributed.initialize(args)
-    config = build_config(
-        args,
-        stage_model(args, preset),
-        device,
-        **stage_fields(args, preset),
-        qk_clip=args.qk_clip,
-        qk_clip_threshold=args.qk_clip_threshold,
-        qk_clip_alpha=args.qk_clip_alpha,
-        log_max_attention_logit=args.log_max_attention_logit,
-    )
-    model = build_model(args, config, preset, device)
-    optimizer = Optimizer(args, model)
-    tokens = vocab_size(args, args.model, tokenizer.vocab_size)
-    checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint, tokens)
-    start = checkpointer.load(start_from) if start_from else 0
-    if distributed.rank() == 0:
-        print(_run_header(args, preset, corpus, start), flush=True)
-    parameters = count_parameters(model)
-    trained = f", {count_parameters(model, trained=True):,} are trained" if args.train_only else ""
-    if distributed.rank() == 0:
-        print(f"{parameters:,} parameters{trained}", flush=True)
+    report = Report(args, start.iteration or 0 if start else 0)
+    report.say(header)
+    config = training_config(args, weights)
+    config.post_wrap_hooks.append(partial(_say_parameters, report, args.train_only))
 
-    eod = tokenizer.eod if args.packed else None
-    trainer = Trainer(
-        args,
-        model,
-        optimizer,
-        _source(args, train_windows, device, eod),
-        _source(args, valid_windows, device, eod) if valid_windows else None,
-        checkpointer,
-        start,
-    )
-    trainer.run()
-    if args.plot and distributed.rank() == 0:
-        plot_losses({f"{args.attention} MLA": trainer.metrics.records}, args.plot)
-        print(f"loss curves: {args.plot}", flush=True)
+    def saved(iteration: int, *state, **options) -> None:
+        save_checkpoint(iteration, *state, **options)
+        report.say(f"saved iteration {iteration} in {args.save}")
+
+    try:
+        if args.train_iters:
+            packed_eod = tokenizer.eod if args.packed else None
+            megatron_loop.pretrain(
+                args,
+                config,
+                partial(_datasets, windows),
+                partial(forward_step, packed_eod, report.count),
+                save_checkpoint=saved,
+                load_checkpoint=load_checkpoint,
+                clip_qk=clip_qk,
+                **report.places(),
+            )
+        elif args.save:
+            # Of random weights, or of those that are loaded. Megatron's loop wants an iteration.
+            args.train_iters = 1
+            megatron_loop.initialize(args)
+            model, *state = megatron_loop.set_up(args, config)
+            saved(0, [model], *state, 0)
+    finally:
+        report.metrics.close()
+    if args.plot and not report.rank:
+        plot_losses({f"{args.attention} MLA": report.metrics.records}, args.plot)
+        report.say(f"loss curves: {args.plot}")
 
 
-def _run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, start: int) -> str:
+def _windows(args: argparse.Namespace, corpus: Corpus) -> tuple[Windows, Windows | None]:
+    """Of training and validation."""
+    training, validation = split_corpus(corpus.tokens, args.split_percent)
+    ours = Windows(training, args.seq_length, args.seed, "training")
+    if not args.eval_iters:
+        return ours, None
+    # Seed 0, so that the validation losses of runs with different seeds can be compared; the same
+    # windows each time.
+    period = args.eval_iters * args.global_batch_size
+    return ours, Windows(validation, args.seq_length, 0, "validation (--split)", period)
+
+
+def _datasets(windows: tuple, samples: tuple, vp_stage: int | None = None) -> tuple:
+    """For Megatron: of training, validation and test."""
+    return *windows, None
+
+
+def _load_from(args: argparse.Namespace, start: Start | None) -> str | None:
+    """Tell Megatron which checkpoint it resumes, or return the one whose weights are taken."""
+    args.load, args.finetune = None, False
+    if start is None or not start.iteration:
+        return None if start is None else str(start.path)
+    args.load, args.ckpt_step = str(start.path.parent), start.iteration
+    return None
+
+
+def _say_parameters(report: Report, train_only: str | None, stages: list) -> list:
+    """A hook of Megatron's builder; collective."""
+    text = f"{sum(map(count_parameters, stages)):,} parameters"
+    if train_only:
+        trained = sum(count_parameters(stage, trained=True) for stage in stages)
+        text += f", {trained:,} are trained"
+    report.say(text)
+    return stages
+
+
+def _run_header(args: argparse.Namespace, corpus: Corpus, start: Start | None) -> str:
     """A few lines about the model, the processes, the data and the checkpoint."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    cp = args.context_parallel_size
     scaled = f" / {args.scale_down}" if args.scale_down > 1 else ""
-    moe = sum(preset.moe_layer_freq)
+    moe = sum(args.moe_layer_freq) if args.num_experts else 0
     model = f"of {args.load}" if args.use_checkpoint_args else f"{args.preset}{scaled}"
     lines = [
         f"model      {model}, {args.attention} MLA: "
-        f"{preset.num_layers - moe} dense and {moe} MoE layers, hidden {preset.hidden_size}, "
-        f"{preset.num_attention_heads} heads of "
-        f"{preset.qk_head_dim} + {preset.qk_pos_emb_head_dim}, latent {preset.kv_lora_rank}, "
-        f"vocabulary {preset.vocab_size}",
-        *_attended(args, preset),
-        f"processes  {distributed.world_size()}: TP {tp}"
+        f"{args.num_layers - moe} dense and {moe} MoE layers, hidden {args.hidden_size}, "
+        f"{args.num_attention_heads} heads of "
+        f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim}, latent {args.kv_lora_rank}, "
+        f"vocabulary {args.padded_vocab_size}",
+        *_attended(args),
+        f"processes  {world_size()}: TP {tp}"
         + (" with sequence parallelism" if args.sequence_parallel else "")
-        + f", PP {pp}, CP {cp}, DP {distributed.world_size() // (tp * pp * cp)}, "
+        + f", PP {pp}, CP {args.context_parallel_size}, DP {args.data_parallel_size}, "
         + f"EP {args.expert_model_parallel_size}",
         f"data       {args.data or 'Python standard library'}: {corpus.num_documents:,} documents, "
         f"{len(corpus.tokens):,} tokens; {args.global_batch_size} x {args.seq_length} tokens per "
         "iteration",
     ]
-    if args.load:
-        verb = f"resumed at iteration {start}" if start else "started from the weights"
+    if start:
+        done = start.iteration
+        verb = f"resumed at iteration {done}" if done else "started from the weights"
         lines.append(f"checkpoint {args.load}, {verb}")
     return "\n".join(lines)
 
 
-def _attended(args: argparse.Namespace, preset: ModelPreset) -> list[str]:
+def _attended(args: argparse.Namespace) -> list[str]:
     """What a query of a model with an indexer attends to in this run."""
-    topk = preset.dsa_indexer_topk
+    topk = args.dsa_indexer_topk
     if topk is None:
         return []
     new = "new " if args.new_indexer else ""
-    indexer = f"{new}{preset.dsa_indexer_n_heads} heads of {preset.dsa_indexer_head_dim}, "
+    indexer = f"{new}{args.dsa_indexer_n_heads} heads of {args.dsa_indexer_head_dim}, "
     if args.train_only:
         indexer += f"warms up for top-{topk}, the attention is over all keys"
     elif topk < args.seq_length:
@@ -131,18 +156,3 @@ def _attended(args: argparse.Namespace, preset: ModelPreset) -> list[str]:
     else:
         indexer += f"no choice: --seq-length {args.seq_length} is not above the top-k {topk}"
     return [f"indexer    {indexer}"]
-
-
-def _source(
-    args: argparse.Namespace, windows: Windows, device: torch.device, eod: int | None
-) -> BatchSource:
-    return BatchSource(
-        windows=windows,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        device=device,
-        packed_eod=eod,
-        part=own_part(args),
-    )

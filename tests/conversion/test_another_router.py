@@ -77,7 +77,7 @@ def test_it_is_not_verified(trained, tmp_path):
 def test_a_config_that_says_so(trained, tmp_path):
     source, config = trained(GROUPS), tmp_path / "config.json"
     config.write_text(json.dumps(hugging_face_config(**GROUPS, moe_router_group_score_topk=2)))
-    found = open_checkpoint(source, config)
+    found = open_checkpoint(source, hf_config=config)
     assert found.config.hugging_face["moe_router_group_score_topk"] == 2
     convert(source, tmp_path / "target", "absorbed", hf_config=config)
     with refusal("moe_router_group_score_topk is 2: no model"):

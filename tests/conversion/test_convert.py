@@ -52,7 +52,7 @@ class Setting:
         self.writer: RawWriter
         self.reporter = Recorder()
 
-    def open(self, path, hf_config, follow_links, drop_tokens) -> MemoryCheckpoint:
+    def open(self, path) -> MemoryCheckpoint:
         return MemoryCheckpoint(path, self.config, self.tensors)
 
     def writer_for(self, to, config, options) -> RawWriter:

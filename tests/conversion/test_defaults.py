@@ -8,15 +8,13 @@ import itertools
 import pytest
 import torch
 
-from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.model import MODEL_TYPES, ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model_type import convertible
 from tests.conversion.support import hugging_face_config
 from tests.support.refusal import refusal
 
-auto = pytest.importorskip("transformers.models.auto.configuration_auto")
-# Kimi-K2 has the classes of DeepSeek-V3.
-_CLASSES = {"kimi_k2": "deepseek_v3"}
+transformers = pytest.importorskip("transformers")
 # Defaults that no model can be made of, and one that the converter does not support.
 _CHANGES = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -28,7 +26,7 @@ _COUNTED = "num_nextn_predict_layers"
 
 def defaults_of(model_type: str) -> dict:
     """The config.json of transformers' default config."""
-    config = auto.CONFIG_MAPPING[_CLASSES.get(model_type, model_type)]()
+    config = getattr(transformers, f"{convertible()[model_type].transformers_class}Config")()
     fields = {**config.to_dict(), "model_type": model_type}
     for name, value in _CHANGES.get(model_type, {}).items():
         fields[name] = {**fields[name], **value} if isinstance(value, dict) else value
@@ -38,11 +36,11 @@ def defaults_of(model_type: str) -> dict:
 def read(fields: dict) -> tuple:
     """All that the converter takes from a config.json."""
     config = ModelConfig.from_hugging_face(fields)
-    function = read_function(Fields(config.hugging_face, []), config)
+    function = read_function(config.fields, config)
     return dataclasses.replace(config, hugging_face={}), config.dtype, function
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", convertible())
 def test_every_field(model_type):
     """Without any one of them, the model is the same, or an error names the field."""
     fields = defaults_of(model_type)
@@ -61,7 +59,7 @@ def test_every_field(model_type):
 
 def test_scaling_factors_differ():
     """So that the test above compares something."""
-    factors = {kind: defaults_of(kind)["routed_scaling_factor"] for kind in MODEL_TYPES}
+    factors = {kind: defaults_of(kind)["routed_scaling_factor"] for kind in convertible()}
     assert factors["deepseek_v3"] == factors["glm_moe_dsa"] == 2.5
     assert factors["glm4_moe_lite"] == 1.8 and factors["deepseek_v2"] == 1.0
 
@@ -106,5 +104,5 @@ def table(fields: dict, rope: dict) -> tuple[torch.Tensor, float]:
 
     names = {"rotary_base": "rope_theta", "rotary_scaling_factor": "factor"}
     rope = {names.get(name, name): value for name, value in rope.items()}
-    config = auto.CONFIG_MAPPING["deepseek_v3"](**{**fields, "rope_parameters": rope})
+    config = transformers.DeepseekV3Config(**{**fields, "rope_parameters": rope})
     return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))

@@ -118,12 +118,12 @@ def test_more_rows_than_padding_can_be(tmp_path, stale, monkeypatch, multiple, t
     }
     monkeypatch.setattr("checkpoint_conversion.formats.torch_dist.arguments", lambda _: args)
     if fits:
-        notes = open_checkpoint(source, stale).notes
+        notes = open_checkpoint(source, hf_config=stale).notes
         assert notes == ["7 rows of padding after the vocabulary are dropped"]
         return
     why = f"padding to a multiple of {multiple * tp} .*{multiple} by .*{tp}. has fewer"
     with pytest.raises(CheckpointError, match=why):
-        open_checkpoint(source, stale)
+        open_checkpoint(source, hf_config=stale)
 
 
 def test_more_entries_than_tokens(tmp_path):
@@ -132,7 +132,7 @@ def test_more_entries_than_tokens(tmp_path):
     write_torch_dist(source, CONFIG, TENSORS, vocab_multiple=128)
     larger = tmp_path / "larger.json"
     larger.write_text(json.dumps(hugging_face_config(vocab_size=128)))
-    found = load_all(open_checkpoint(source, larger).hugging_face_tensors())
+    found = load_all(open_checkpoint(source, hf_config=larger).hugging_face_tensors())
     assert found["lm_head.weight"].shape[0] == 128
 
 

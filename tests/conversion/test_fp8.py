@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -13,15 +14,15 @@ from checkpoint_conversion.fp8 import (
     FP8,
     dequantise,
     dequantised,
-    is_quantised,
     pair_problems,
     quantise,
     quantised,
     scale_shape,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import rows_by_name
 from tests.conversion.peak_memory import PeakMemory
-from tests.conversion.support import lazy, load_all
+from tests.conversion.support import V2_LITE, V32, lazy, load_all, tiny_config
 
 # 576 rows are DeepSeek's kv_a_proj_with_mqa: four and a half blocks.
 SHAPES = [(576, 256), (128, 128), (200, 131), (1, 1), (129, 300), (256, 127), (3, 640)]
@@ -252,20 +253,23 @@ class TestQuantise:
 
 
 def test_which_weights_are_quantised():
-    layer = "model.layers.3."
     linear = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    mlps = ["", "experts.17.", "shared_experts."]
-    yes = [f"{layer}self_attn.{name}.weight" for name in linear]
-    yes += [f"{layer}mlp.{m}{p}_proj.weight" for m in mlps for p in ("gate", "up", "down")]
-    yes += [f"{layer}self_attn.indexer.{name}.weight" for name in ("wq_b", "wk")]
-    no = ["self_attn.indexer.weights_proj", "self_attn.indexer.k_norm"]
-    no += ["input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp.gate"]
-    no += ["eh_proj", "enorm", "shared_head.norm", "shared_head.head", "embed_tokens"]
-    unquantised = [f"{layer}{name}.weight" for name in no]
-    unquantised += ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
-    unquantised += [f"{layer}mlp.gate.e_score_correction_bias", f"{yes[0]}_scale_inv"]
-    assert all(map(is_quantised, yes))
-    assert not any(map(is_quantised, unquantised))
+    mlps = ["", "experts.#.", "shared_experts."]
+    quantised = {f"self_attn.{name}.weight" for name in linear}
+    quantised |= {f"mlp.{m}{p}_proj.weight" for m in mlps for p in ("gate", "up", "down")}
+    quantised |= {f"self_attn.indexer.{name}.weight" for name in ("wq_b", "wk")}
+    other = {"self_attn.indexer.weights_proj", "self_attn.indexer.k_norm", "mlp.gate"}
+    other |= {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "input_layernorm"}
+    other |= {"post_attention_layernorm", "eh_proj", "enorm", "hnorm", "shared_head.norm"}
+    other = {f"{name}.weight" for name in other}
+    other |= {"self_attn.indexer.k_norm.bias", "mlp.gate.e_score_correction_bias"}
+    other |= {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for changes in ({**V32, "num_nextn_predict_layers": 1}, V2_LITE):
+        for name, row in rows_by_name(tiny_config(**changes)).items():
+            inner = re.sub(r"^model\.layers\.\d+\.", "", name)
+            found[row.fp8].add(re.sub(r"\.\d+\.", ".#.", inner))
+    assert found == {True: quantised, False: other}
 
 
 def test_problems_of_pairs():

@@ -68,14 +68,14 @@ def test_missing_and_extra_folders_are_all_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": 0}, "tensor_model_parallel_size must be a positive"),
-        ({"pipeline": "2"}, "pipeline_model_parallel_size must be a positive"),
-        ({"expert": True}, "expert_model_parallel_size must be a positive"),
+        ({"tensor": 0}, "tensor_model_parallel_size must be an integer from 1"),
+        ({"pipeline": "2"}, "pipeline_model_parallel_size must be an integer from 1"),
+        ({"expert": True}, "expert_model_parallel_size must be an integer from 1"),
         ({"tensor": 1000, "pipeline": 1000, "expert": 1000}, "are more than"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size"),
         (
             {"tensor": 4, "expert_tensor_parallel_size": 1, "num_experts": 8},
-            "expert_tensor_parallel_size=1 is not supported",
+            "expert_tensor_parallel_size must be tensor_model_parallel_size, 4, got 1",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from absorbed_mla.deepseek_router import topk_routing
-from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.megatron_args import (
     from_megatron_args,
     megatron_notes,
@@ -97,7 +96,7 @@ def test_routing_survives_megatrons_arguments(changes, messages):
 
 
 def routing_of(config: ModelConfig):
-    return read_routing(Fields(config.hugging_face, []), config.model_type, config.num_experts)
+    return read_routing(config.fields, config.model, config.num_experts)
 
 
 def routed(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli
-from checkpoint_conversion.inspection import megatron_options, option_notes, without_option
 from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.megatron_options import megatron_options, option_notes, without_option
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 from tests.conversion.support import (

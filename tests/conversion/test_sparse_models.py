@@ -27,7 +27,6 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.formats.torch_dist import extra_state_names
-from checkpoint_conversion.fp8 import is_quantised
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -38,7 +37,12 @@ from checkpoint_conversion.logits import (
     megatron_model,
     without_mtp,
 )
-from checkpoint_conversion.mapping import hugging_face_shapes, megatron_shapes, to_megatron
+from checkpoint_conversion.mapping import (
+    hugging_face_shapes,
+    megatron_shapes,
+    rows_by_name,
+    to_megatron,
+)
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import plan_conversion
@@ -302,7 +306,9 @@ class TestQuantised:
             model, modules_to_not_convert=kept, quantization_config=FineGrainedFP8Config()
         )
         found = {n for n, m in model.named_modules() if type(m).__name__ == "FP8Linear"}
-        assert found == {name for name in linear if is_quantised(f"{name}.weight")}
+        config = ModelConfig.from_hugging_face(model.config.to_dict())
+        rows = rows_by_name(config)
+        assert found == {name for name in linear if rows[f"{name}.weight"].fp8}
         assert any("indexer" in name for name in linear - found)
 
     def test_logits(self, case, tmp_path):

@@ -112,7 +112,9 @@ def test_megatron(tmp_path, bits):
     write_torch_dist(tmp_path / "model", untied, {**tensors, HEAD: head}, vocab_multiple=128)
     tied = tiny_config(tie_word_embeddings=True)
     (tmp_path / "config.json").write_text(json.dumps(tied.hugging_face))
-    found = open_checkpoint(tmp_path / "model", tmp_path / "config.json").hugging_face_tensors()
+    found = open_checkpoint(
+        tmp_path / "model", hf_config=tmp_path / "config.json"
+    ).hugging_face_tensors()
     if bits == "different":
         with pytest.raises(CheckpointError, match=r"output_layer.weight: must be equal"):
             load_all(found)

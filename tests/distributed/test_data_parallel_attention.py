@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import (
     exchange_of,
@@ -22,10 +22,10 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import WIDE
 from tests.support.decode_graphs import FEW_GRAPHS, decode_graphs  # noqa: F401
-from tests.support.decode_loop import count_calls
 from tests.support.divided import divided_model, divided_world
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.models import MIXED
+from tests.support.overlap_scheduler import count_calls
 
 pytestmark = needs.processes(2, 4)
 
@@ -124,7 +124,7 @@ def test_captured():
             scope = graph_fields("layer" if graphs else None)
             engine = engine_of(divided_model(**fields, **scope), blocks=40, **FEW_GRAPHS)
             results.append(generate(engine, [REQUESTS[i] for i in numbers], log_probs=True))
-            captured = engine.decode_loop.graphs
+            captured = engine.scheduler.runner.graphs
             assert graphs == bool(captured is not None and captured._graphs)
             engine.close()
             delete_graphs()

@@ -20,7 +20,8 @@ from absorbed_mla.inference.decode_context_parallel.attention import (
 )
 from absorbed_mla.inference.decode_context_parallel.context import _cache_ranks
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
-from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, pool_of
+from absorbed_mla.serving.megatron_engine.allocator import pool_of
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt

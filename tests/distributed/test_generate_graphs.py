@@ -16,7 +16,7 @@ from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from absorbed_mla import cpu_host
 from absorbed_mla.serving.engine import Engine
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from tests.support import needs, world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
@@ -173,7 +173,7 @@ def test_captured_in_parity_mode(tokens, steps, layout):
     expected = tokens(*words)
     assert not any(replays for _, replays in steps)
     # Decode steps are one graph, and so are those that read prompts where whole steps are captured.
-    run = mock.patch.object(StepGraphs, "run", autospec=True, side_effect=StepGraphs.run)
+    run = mock.patch.object(FullCudaGraphs, "run", autospec=True, side_effect=FullCudaGraphs.run)
     with run as whole_steps:
         assert tokens(*words, "--cuda-graphs") == expected
     assert whole_steps.call_count >= _NEW - 2

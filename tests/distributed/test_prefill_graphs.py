@@ -9,7 +9,7 @@ import pytest
 
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.prefill_graphs import PrefillGraphs
 from tests.support import needs
 from tests.support.engine import engine_of, generating_model, prompt
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 BATCHES = [[prompt(length, length) for length in each] for each in ((20, 150, 61, 5, 100), (99,))]
 
 
-class Padded(StepGraphs):
+class Padded(FullCudaGraphs):
     """Runs steps of the sizes of graphs as they are."""
 
     def run(self, key: Hashable, step: Callable[[], None], larger: float | None = None) -> None:

@@ -17,7 +17,7 @@ from rollout.run import build_trainer
 from tests.support import world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.combinations import few_ranks
-from training import distributed
+from training import megatron_loop
 
 pytestmark = few_ranks
 
@@ -31,7 +31,7 @@ SMALL = (
 def records(options: str) -> list[list[float]]:
     """What was measured in every step; the same on every rank."""
     args = parse_arguments(f"{SMALL} {options}".split(), world.size())
-    distributed.seed(args.seed)
+    megatron_loop.seed(args.seed)
     forget_auxiliary_losses()
     trainer = build_trainer(args, world.device())
     trainer.run()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,23 +19,20 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from tests.support import world
 from tests.support.models import call, gpt_model, token_batch
+from tests.support.train_arguments import checked
 from tests.support.training import OPTIONS
-from training.arguments import parse_arguments
-from training.model import build_config, build_model, count_parameters, unwrap
-from training.model_options import resolve_model
-from training.optimizer import Optimizer
-from training.validation import validate_arguments
+from training.megatron_loop import set_up
+from training.model import count_parameters, training_config, unwrap
 
 SMALL = (
     "--num-layers 4 --moe-layer-freq [0,1]*2 --hidden-size 32 --ffn-hidden-size 64 "
     "--moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32 --num-attention-heads 4 "
-    "--seq-length 32"
+    "--seq-length 32 --lr-warmup-iters 0 --lr-decay-style constant"
 )
 # Of the whole model, as one process counts them.
 PARAMETERS = 177_056
@@ -51,17 +47,22 @@ LAYOUTS = {
 precisions = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 
 
-def built(options: str) -> tuple[argparse.Namespace, DistributedDataParallel, Optimizer]:
+def built(options: str) -> tuple[argparse.Namespace, DistributedDataParallel, MegatronOptimizer]:
     """A model of train.py and its optimizer."""
-    args = parse_arguments([*SMALL.split(), *options.split()])
-    args.model = resolve_model(args).replace(vocab_size=320)
-    validate_arguments(args, world.size())
-    config = build_config(args, args.model, world.device())
-    model = build_model(args, config, args.model, world.device())
-    return args, model, Optimizer(args, model)
+    args = checked(f"{SMALL} {options}", world.size())
+    model, optimizer, _ = set_up(args, training_config(args, None))
+    return args, model, optimizer
 
 
-def averages_of(optimizer: Optimizer, model: DistributedDataParallel) -> list[Tensor]:
+def step(optimizer: MegatronOptimizer) -> float:
+    """The gradient norm of a step."""
+    updated, norm, _ = optimizer.step()
+    assert updated
+    optimizer.zero_grad()
+    return float(norm)
+
+
+def averages_of(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[Tensor]:
     """Adam's running means of the gradients of all parameters of this rank."""
     model_state = unwrap(model).sharded_state_dict()
     state = nested_values(optimizer.sharded_state_dict(model_state, is_loading=False))
@@ -81,7 +82,7 @@ def test_the_gradient_norm_is_that_of_the_whole_model(layout, bf16):
         args, model, optimizer = built(options)
         for param in model.parameters():
             param.main_grad.fill_(2)
-        norm = optimizer.step(args.lr)
+        norm = step(optimizer)
         assert count_parameters(model) == PARAMETERS
         assert norm == pytest.approx(2 * math.sqrt(PARAMETERS), rel=1e-6)
         averages = averages_of(optimizer, model)
@@ -100,19 +101,19 @@ def test_steps_are_those_of_adamw_in_high_precision(bf16):
     first, second = ({name: torch.zeros_like(p) for name, p in masters.items()} for _ in range(2))
     beta1, beta2 = args.adam_beta1, args.adam_beta2
     generator = torch.Generator().manual_seed(0)
-    for step in range(1, 5):
+    for done in range(1, 5):
         for param in named.values():
             gradient = torch.randn(param.shape, generator=generator) * 0.01
             param.main_grad.copy_(gradient)
         gradients = {name: param.main_grad.double() for name, param in named.items()}
-        own_norm = optimizer.step(args.lr)
+        own_norm = step(optimizer)
         scale = min(1.0, args.clip_grad / own_norm)
         for name, master in masters.items():
             gradient = gradients[name] * scale
             first[name] = beta1 * first[name] + (1 - beta1) * gradient
             second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
-            mean = first[name] / (1 - beta1**step)
-            root = (second[name] / (1 - beta2**step)).sqrt()
+            mean = first[name] / (1 - beta1**done)
+            root = (second[name] / (1 - beta2**done)).sqrt()
             if master.ndim > 1:
                 master *= 1 - args.lr * args.weight_decay
             master -= args.lr * mean / (root + args.adam_eps)
@@ -129,28 +130,21 @@ def test_a_gradient_is_not_added_to_the_one_before():
     model = gpt_model()
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(model.config, config, model)
-    optimizer = Optimizer(OPTIONS, wrapped)
+    optimizer = get_megatron_optimizer(replace(OPTIONS, lr=0.0), [wrapped])
     norms = []
     for _ in range(3):
         wrapped.zero_grad_buffer()
         call(wrapped, labels=token_batch(1)).mean().backward()
         finalize_model_grads([wrapped])
-        norms.append(optimizer.step(0.0))
+        norms.append(step(optimizer))
     assert norms == [norms[0]] * 3
 
 
 def test_weights_that_are_loaded_stay():
-    _, model, optimizer = built("--bf16")
+    _, model, optimizer = built("--bf16 --lr 0")
     for param in model.parameters():
         param.data.fill_(0.5)
         param.main_grad.fill_(1)
-    optimizer.weights_were_loaded()
-    optimizer.step(0.0)
+    optimizer.reload_model_params()
+    step(optimizer)
     assert all(bool((param == 0.5).all()) for param in model.parameters())
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run():
-    args, model, optimizer = built("")
-    next(model.parameters()).main_grad.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="the gradient norm is nan; lower --lr or set --c"):
-        optimizer.step(args.lr)

@@ -142,7 +142,6 @@ _KERNELS = {
     "cudnn": "expanded",
     "hopper_expanded": "expanded",
     "transformer_engine": "expanded",
-    "flash_attention_3": "absorbed",
     "hopper": "absorbed",
     "triton": "absorbed",
 }

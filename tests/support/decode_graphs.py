@@ -17,8 +17,8 @@ from absorbed_mla.serving.scheduler.cuda_graphs import (
     seed_generators,
 )
 from tests.support.cases import WIDE
-from tests.support.decode_loop import CASES, check, check_ahead
 from tests.support.engine import generating_model
+from tests.support.overlap_scheduler import CASES, check, check_ahead
 
 # Of decode steps; others run without.
 FEW_GRAPHS = {
@@ -48,7 +48,7 @@ def check_captured(
     engine: dict[str, object] | None = None,
     **fields,
 ) -> None:
-    """Check the decode loop with graphs; the other engine runs steps of the same sizes.
+    """Check the overlap scheduler with graphs; the other engine runs steps of the same sizes.
 
     That runs them from the host: Megatron would join the graphs of two models in one process.
 

@@ -88,15 +88,15 @@ def evaluate(
     w_o = leaves["w_o"].view(mla.hidden, mla.heads, mla.v)[:, heads]
     output = torch.einsum("sbhc,hvc,ohv->sbo", out, w_uv, w_o)
     if loss.sparse:
-        supports = chosen_keys(chosen, kv.shape[-1], 1000)
+        subsets = chosen_keys(chosen, kv.shape[-1], 1000)
     else:
-        supports, lse = visible_keys(spans, layout.batch, device, 50), None
+        subsets, lse = visible_keys(spans, layout.batch, device, 50), None
     num_rows = sum(len(sequence.rows) for sequence in layout.sequences)
     reported = indexer_loss(
         index,
         latent_inputs(q_content, q_rope, kv),
         lse,
-        supports,
+        subsets,
         attention_scale=scale,
         factor=loss.coefficient / (1 if loss.per_token else num_rows),
         relu=dsa.relu,

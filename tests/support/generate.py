@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from tests.support import world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -21,7 +20,7 @@ import absorbed_mla.serving.executor.local  # noqa: F401
 import generation.run  # noqa: F401
 import training.run  # noqa: F401
 from generation.entry import main
-from training import distributed
+from training import megatron_loop
 from training.entry import main as train_main
 
 
@@ -59,9 +58,8 @@ def _run(command, argv: tuple, stdin: bytes) -> Done:
         mock.patch.object(sys, "stdin", given),
         # Otherwise an error would be written to the error file of this rank.
         mock.patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": ""}),
-        # The process group exists already.
-        mock.patch.object(distributed, "initialize", lambda args: world.device()),
-        mock.patch.object(distributed, "finish", lambda: None),
+        # The process group is the tests'.
+        mock.patch.object(megatron_loop, "finish", lambda: None),
     ):
         code = command([str(word) for word in argv])
     for stream in (out, err):

@@ -298,15 +298,15 @@ def loss_kernels() -> None:
         HopperHeadSum(few, lse[..., :heads], 0.1, lse.dtype)(
             ChosenKeys(slice(0, TOKENS), chosen, 1)
         )
-    for support in (
+    for subset in (
         VisibleKeys(Span(0, TOKENS, 0, TOKENS, 0), lse.device, 1),
         ChosenKeys(slice(0, TOKENS), chosen, 1),
     ):
-        target = indexer_triton.TritonHeadSum(inputs, lse, 0.1, lse.dtype)(support)
-        indexer_triton.triton_scores(index, support, True)
+        target = indexer_triton.TritonHeadSum(inputs, lse, 0.1, lse.dtype)(subset)
+        indexer_triton.triton_scores(index, subset, True)
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            indexer_triton.triton_add_index_gradient(gradient, target, index, support, True)
+            indexer_triton.triton_add_index_gradient(gradient, target, index, subset, True)
 
 
 def invariant_kernels() -> None:

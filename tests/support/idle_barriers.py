@@ -1,7 +1,7 @@
 """Barriers that a kernel sets up and never uses, found in the code that Triton's compiler makes.
 
 The compiler gives their memory to other buffers, in which a GPU that processes share can then write
-a barrier's first state (``new_barriers`` in kernels/hopper/forward_shared.py). Neither emulation
+a barrier's first state (``new_barriers`` in kernels/hopper/ring.py). Neither emulation
 nor a GPU of one's own shows that.
 """
 

@@ -15,7 +15,7 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.local import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -194,8 +194,7 @@ def serving(api_key: str | None = None) -> Iterator[Served]:
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
-    from absorbed_mla.serving.server.metrics import Metrics
-    from absorbed_mla.serving.server.service import Service
+    from absorbed_mla.serving.server.service import Metrics, Service
 
     runner, deaths = FakeRunner(), []
     llm = fake_llm(runner)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.kernels.paged.call import PagedCall
 
 # Id of a block that does not exist, for entries of the table that must not be read.
 NO_BLOCK = 2**31 - 648
@@ -91,6 +92,14 @@ class PagedCase:
 
     def _random(self, make: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(shape, generator=make).to(self.dtype)
+
+
+def call_of(inputs, window=(0, None), **how) -> PagedCall:
+    """The kernels' arguments for what ``PagedCase.inputs`` gives."""
+    *operands, rows, scale = inputs
+    lists = rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table
+    most = rows.max_query_length, rows.max_kv_length
+    return PagedCall(*operands, *lists, *most, scale, *window, **how)
 
 
 def naive(

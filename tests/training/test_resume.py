@@ -122,3 +122,18 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted, train):
     assert last.startswith("train.py: error: --load: the run in whole/iter_0000006 differs from")
     assert "--seed 1234 there, 7 here" in last
     assert "Traceback" not in error
+
+
+def test_a_run_that_diverges_ends(uninterrupted, train):
+    options = "--lr 1e30 --lr-warmup-iters 0 --clip-grad 0"
+    error = train(uninterrupted, f"{_RUN} --data text.txt {options}", expect=1)
+    [line] = error.splitlines()
+    assert line.startswith("train.py: error: the gradient norm is ")
+    assert line.endswith("; lower --lr or set --clip-grad")
+
+
+def test_what_megatron_refuses_is_a_mistake(uninterrupted, train):
+    options = "--optimizer muon --muon-num-ns-steps 0"
+    error = train(uninterrupted, f"{_RUN} --data text.txt {options}", expect=2)
+    [line] = error.splitlines()
+    assert line.startswith("train.py: error: Megatron refuses these options: ")

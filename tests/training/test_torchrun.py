@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--lrr 3", "unrecognized arguments: --lrr 3 (--help lists all options)"),
+        ("--lrr 3", "unrecognized arguments: --lrr (--help lists all options)"),
         ("--save /dev/null", "--save /dev/null cannot be written: not a folder"),
     ],
 )

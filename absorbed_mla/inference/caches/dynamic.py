@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from absorbed_mla.caching import DerivedTables
-from absorbed_mla.full_cuda_graph import this_run
+from absorbed_mla.caching import DerivedTables, this_run
 from absorbed_mla.inference.decode_context_parallel.attention import SharedCachePart
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable
@@ -91,7 +90,7 @@ class ForwardRows:
         run = this_run()
         if run is None and context.using_cuda_graph_this_step():
             return cls._made(context)
-        # Megatron makes another dictionary in every step; the decode loop changes its numbers, and
+        # Megatron makes another dictionary in every step; our scheduler changes its numbers, and
         # counts its steps.
         state = context.active_attn_metadata["mha_metadata"].state_data
         former, number, of, found = vars(context).get("latent_forward", (None,) * 4)
@@ -113,11 +112,17 @@ class ForwardRows:
             max_query_length=int(max_query_length),
             max_kv_length=int(max_kv_length),
         )
+        lengths = None
+        if not context.using_cuda_graph_this_step():
+            # From tensors that Megatron keeps on the CPU.
+            names = "request_query_lengths", "request_kv_length_offsets"
+            queries, cached = of_active_requests(context, *names)
+            lengths = RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
         count = context.padded_active_token_count
         view, tokens = context.gpu_view, slice(count)
         return cls(
             rows,
-            None if context.using_cuda_graph_this_step() else _lengths(context),
+            lengths,
             view.token_to_position_in_request[tokens].long(),
             (
                 view.token_to_block_idx[tokens],
@@ -283,15 +288,6 @@ def of_active_requests(context: Any, *names: str) -> list[list[int]]:
     """
     active = slice(context.paused_request_count, context.total_request_count)
     return [getattr(context, name)[active].tolist() for name in names]
-
-
-def _lengths(context: Any) -> RowLengths:
-    """Lengths of the active requests, from tensors that Megatron keeps on the CPU."""
-    queries: Sequence[int]
-    queries, cached = of_active_requests(
-        context, "request_query_lengths", "request_kv_length_offsets"
-    )
-    return RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
 
 
 ENTRY = DynamicCache()

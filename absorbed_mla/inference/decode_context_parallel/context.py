@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.decode_context_parallel.support import require_shares
+from absorbed_mla.megatron_names import ALLOCATE_MEMORY, CONTEXT, DECODE_CONTEXT_PARALLEL
 
 
 def decode_context_parallel_context(
@@ -21,13 +22,13 @@ def decode_context_parallel_context(
 
     These are the tensor-parallel ranks, and under context parallelism all of those.
 
-    Only the memory is other than the host's: ``layout.py`` says which part of a block a rank
+    Only the memory is other than Megatron's: ``layout.py`` says which part of a block a rank
     has. ``buffer_size_gb`` and ``paused_buffer_size_gb`` are what a rank allocates, as always. It
-    is of the host's own class, because the host captures CUDA graphs with no other.
+    is of Megatron's own class, because Megatron captures CUDA graphs with no other.
 
     Args:
         model_config: With ``cache_mla_latents``.
-        inference_config: Of the host.
+        inference_config: Of Megatron's engine.
 
     Returns:
         The context. It has two attributes more: ``cache_ranks``, those that share the latents, and
@@ -35,18 +36,20 @@ def decode_context_parallel_context(
         (None: each computes all of them).
 
     Raises:
-        ValueError: If the ranks cannot share a block.
+        ValueError: If the ranks cannot share a block, or this release of Megatron allocates memory
+            in another way.
     """
+    DECODE_CONTEXT_PARALLEL.require({CONTEXT: DynamicInferenceContext})
     ranks = _cache_ranks(inference_config)
     require_shares(ranks.size, inference_config.block_size_tokens)
     config = copy.copy(inference_config)
-    # The host divides these by the bytes of a whole block.
+    # Megatron divides these by the bytes of a whole block.
     for name in ("buffer_size_gb", "paused_buffer_size_gb"):
         size = getattr(config, name)
         setattr(config, name, None if size is None else size * ranks.size)
     context = DynamicInferenceContext.__new__(DynamicInferenceContext)
     # Before it allocates, in its constructor and when it resumes.
-    context._allocate_memory_buffer = partial(_allocate_part, context)
+    ALLOCATE_MEMORY.replace(context, partial(_allocate_part, context))
     context.cache_ranks, context.token_shares = ranks, None
     context.__init__(model_config, config)  # type: ignore[misc]
     return context
@@ -67,6 +70,6 @@ def _allocate_part(context: DynamicInferenceContext) -> None:
     whole = context.block_size_tokens
     context.block_size_tokens = whole // context.cache_ranks.size
     try:
-        DynamicInferenceContext._allocate_memory_buffer(context)
+        ALLOCATE_MEMORY.of(DynamicInferenceContext)(context)
     finally:
         context.block_size_tokens = whole

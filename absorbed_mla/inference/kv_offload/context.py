@@ -13,6 +13,15 @@ from torch import Tensor
 
 from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks
 from absorbed_mla.inference.kv_offload.staging_buffers import NUM_BUFFERS
+from absorbed_mla.megatron_names import (
+    ALLOCATE_BLOCKS,
+    ALLOCATE_MEMORY,
+    ALLOCATOR,
+    CONTEXT,
+    KV_OFFLOAD,
+    KV_OFFLOAD_MEMORY,
+    KV_OFFLOAD_STEPS,
+)
 
 # Blocks of a staging buffer: 32,768 tokens, 36 MiB at DeepSeek-V3's widths.
 STAGED_BLOCKS = 512
@@ -28,6 +37,9 @@ class OffloadingContext(DynamicInferenceContext):
         inference_config: ``buffer_size_gb`` is that of all blocks.
         host_blocks: How many of them are in host memory.
 
+    Raises:
+        ValueError: If this release of Megatron lacks a name that is needed here.
+
     Attributes:
         tiers: Where the blocks are.
     """
@@ -40,11 +52,17 @@ class OffloadingContext(DynamicInferenceContext):
         inference_config: InferenceConfig,
         host_blocks: int,
     ) -> None:
+        KV_OFFLOAD.require({CONTEXT: DynamicInferenceContext})
         self._host_blocks = host_blocks
+        ALLOCATE_MEMORY.replace(self, self._allocate_offloaded)
         super().__init__(model_config, inference_config)
+        KV_OFFLOAD_STEPS.require({CONTEXT: self})
 
-    def _allocate_memory_buffer(self) -> None:
+    def _allocate_offloaded(self) -> None:
+        """Allocate blocks on the device and in host memory, in the place of Megatron's memory."""
+        KV_OFFLOAD_MEMORY.require({CONTEXT: self})
         allocator = self.kv_block_allocator
+        KV_OFFLOAD_MEMORY.require({ALLOCATOR: allocator})
         device = torch.empty(0, device=torch.cuda.current_device()).device
         block = self.block_size_tokens, self.kv_reduced_dim
         self.tiers = OffloadedBlocks(
@@ -58,7 +76,7 @@ class OffloadingContext(DynamicInferenceContext):
         )
         # What stays on the device.
         self.memory_buffer = self.tiers.resident
-        allocate = allocator.allocate_memory_blocks
+        allocate = ALLOCATE_BLOCKS.of(allocator)
 
         def allocate_empty(num_blocks: int) -> Tensor | None:
             blocks = allocate(num_blocks)
@@ -66,7 +84,7 @@ class OffloadingContext(DynamicInferenceContext):
                 self.tiers.allocated(blocks)
             return blocks
 
-        allocator.allocate_memory_blocks = allocate_empty
+        ALLOCATE_BLOCKS.replace(allocator, allocate_empty)
 
     def _staged_blocks(self, device: torch.device, block_bytes: int) -> int:
         """Blocks of a staging buffer: many, but no more than are there, and few of a small GPU."""

@@ -1,4 +1,4 @@
-"""Backward of attention over chosen keys: the launch of its kernels.
+"""Launcher of the sparse attention backward over chosen keys.
 
 One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
@@ -12,12 +12,12 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.scatter_add import add_in_order, parts_dtype
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
@@ -27,53 +27,31 @@ _COLUMNS, _ROWS = 128, 32
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    chosen: Tensor,
-    scale: float,
-    deterministic: bool,
+    call: LatentBackward, chosen: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``forward`` took.
 
     Args:
-        grad_out: [S_q, B, N, C].
-        grad_lse: [S_q, B, N], or None where the LSE was not used.
-        out: [S_q, B, N, C], possibly over more keys than these.
-        lse: fp32 [S_q, B, N], over the same keys as ``out``.
-        q_content: [S_q, B, N, C].
-        q_rope: [S_q, B, N, R].
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
+        call: The arguments.
         chosen: int32 [S_q, B, topk], -1 for none, anywhere.
-        scale: Multiplies the scores.
         deterministic: Whether the result must be the same in every run, to the bit.
 
     Returns:
-        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
-        [S_k, B, C + R]; the latent's is that of the key and of the value.
+        As :class:`LatentBackward` says.
     """
-    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    grad_out, out = rows_contiguous(grad_out.to(q_content.dtype), out)
+    grad_out, grad_lse, out, lse, *operands, scale = call.cast()
+    q_content, q_rope, latent, k_rope = rows_contiguous(*operands)
+    grad_out, out = rows_contiguous(grad_out, out)
     lse = lse.contiguous()
-    operands = (q_content, q_rope, latent, k_rope, grad_out, lse)
-    operands += (delta_of(grad_out, grad_lse, out, lse),)
-    dq = tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
-    )
-    keys, batch, kv_lora_rank = latent.shape
-    width = kv_lora_rank + k_rope.shape[-1]
-    dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
+    rows = (q_content, q_rope, latent, k_rope, grad_out, lse)
+    rows += (delta_of(grad_out, grad_lse, out, lse),)
+    dq, dkv = call.empty_query_gradients(), call.zero_key_gradients()
+    keys, _, kv_lora_rank = latent.shape
     launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
-    rows = min(_ROWS, launch.query.rows)
-    tile = query_tile(q_content.shape[2], rows, len(q_content), keys, least=16)
+    most_rows = min(_ROWS, launch.query.rows)
+    tile = query_tile(q_content.shape[2], most_rows, len(q_content), keys, least=16)
     lists = key_lists(chosen, keys, tile.tokens)
-    gradients = _Gradients(operands, dq, lists, tile, scale, launch)
+    gradients = _Gradients(rows, dq, lists, tile, scale, launch)
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.entries)), dkv, in_order=False)
         return *dq, dkv

@@ -1,4 +1,4 @@
-"""Lists of keys in a paged cache: positions of tokens' requests become slots, which are counted.
+"""Key lists of a paged cache: positions of tokens' requests become slots, which are counted.
 
 One launch does what a decode step otherwise spends a dozen on: it finds the row of every token,
 looks the blocks of its chosen positions up, and counts the slots of every split.

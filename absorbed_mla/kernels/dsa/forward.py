@@ -1,4 +1,4 @@
-"""Attention over chosen keys: one tile of query rows, all keys of its list, an online softmax."""
+"""Sparse attention forward: one tile of query rows, all keys of its list, an online softmax."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
     store_rows,
 )
+from absorbed_mla.kernels.triton_private import sum_combine
 
 _MOST_HEADS = 64
 # Keys at a time, warps, and stages of the pipeline: of scores, their gradient, and that in order,
@@ -232,7 +233,7 @@ def _scores(
         found = product(keys, tl.trans(query), found, PRECISION, INTERPRETED)
         if RELU:
             found = positive(found)
-        total = tl.reduce(found * weight[None, :], 1, tl.standard._sum_combine)
+        total = tl.reduce(found * weight[None, :], 1, sum_combine)
         if added:
             total += tl.load(scores_ptr + place, mask=place < topk, other=0.0)
         tl.store(scores_ptr + place, total, mask=place < topk)
@@ -283,7 +284,7 @@ def _gradients(
         if RELU:
             of_products = tl.where(found > 0, of_products, 0.0)
             found = positive(found)
-        dw += tl.reduce(found * grad[None, :], 1, tl.standard._sum_combine)
+        dw += tl.reduce(found * grad[None, :], 1, sum_combine)
         of_products = narrow(of_products, query.dtype, INTERPRETED)
         dq = product(of_products, keys, dq, PRECISION, INTERPRETED)
         # [BLOCK_N, BLOCK_M]

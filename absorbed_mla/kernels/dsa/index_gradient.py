@@ -19,6 +19,7 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
     store_rows,
 )
+from absorbed_mla.kernels.triton_private import sum_combine
 
 _BLOCK = 64
 
@@ -159,7 +160,7 @@ def _gradient_kernel(
             found, of_products = _products(
                 query, keys, weight, grad, RELU, (PRECISION, INTERPRETED)
             )
-            dw += tl.reduce(found * grad, 1, tl.standard._sum_combine)
+            dw += tl.reduce(found * grad, 1, sum_combine)
             dq = product(of_products, keys, dq, PRECISION, INTERPRETED)
         store_rows(dq_ptr, row * DI, valid, dq, DI, INTERPRETED)
         tl.store(dw_ptr + row, dw, mask=valid)

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+
 # An entry is key + (bits of the tokens << 27), or the key alone where a tile has one token.
 KEY_BITS = tl.constexpr(27)
 KEY_MASK = tl.constexpr((1 << 27) - 1)
@@ -160,7 +162,7 @@ def _count_kernel(chosen_ptr, counts_ptr, open_counts_ptr, topk, BLOCK: tl.const
 @triton.jit
 def last_and_hole(key, place, length):
     """One past the last key of a list [BLOCK], and where its first hole is, at most ``length``."""
-    last = tl.reduce(tl.where(key >= 0, place + 1, 0), 0, tl.standard._elementwise_max)
+    last = tl.reduce(tl.where(key >= 0, place + 1, 0), 0, elementwise_max)
     hole = tl.reduce(tl.where(key < 0, place, length), 0, smaller)
     return last, hole
 
@@ -211,8 +213,8 @@ def _unite_kernel(
             key = start + place
             flag = tl.load(flags_ptr + key, mask=key < num_keys, other=0).to(tl.int32)
             there = (flag != 0).to(tl.int32)
-            before = tl.associative_scan(there, 0, tl.standard._sum_combine) - there
+            before = tl.associative_scan(there, 0, sum_combine) - there
             tl.store(list_ptr + count + before, key + (flag << 27), mask=flag != 0)
-            count += tl.reduce(there, 0, tl.standard._sum_combine)
+            count += tl.reduce(there, 0, sum_combine)
         tl.store(counts_ptr + number, count)
         tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""What an indexer learns: the attention's probabilities, summed over heads.
+"""KL target of the indexer: the attention's probabilities, summed over heads.
 
 Scores of a tile are computed for one head after the other (visible keys) or for some heads of one
 query (chosen keys), turned into probabilities by the LSE, and added up in registers: no more than
@@ -21,6 +21,7 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
 )
 from absorbed_mla.kernels.triton.launch import launch_for
+from absorbed_mla.kernels.triton_private import sum_combine
 
 _CHOSEN = 64
 
@@ -265,6 +266,6 @@ def _chosen_kernel(
         # Heads that are not there have the LSE of a query without keys.
         lse = tl.load(lse_ptr + row, mask=valid, other=float("-inf")) * LOG2_E
         found = _probabilities(qc, qr, kc, kr, lse, scale_log2, R, (PRECISION, INTERPRETED))
-        total += tl.reduce(found, 0, tl.standard._sum_combine)
+        total += tl.reduce(found, 0, sum_combine)
     pointers = out_ptr + (batch * queries + token) * topk + place
     tl.store(pointers, tl.where(there, total, 0.0), mask=inside)

@@ -1,4 +1,4 @@
-"""The best keys of every query in the total order (score, then lower index).
+"""Radix select of the top-k keys of every query in the total order (score, then lower index).
 
 A program has the scores of one query and reads them twice. First, place by place modulo the number
 of groups, into the largest of every group: there are at least twice as many groups as keys to
@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # The largest ``topk``: its groups' maxima are 32 registers of each of 512 threads.
 _MOST_KEYS = 8192
@@ -151,19 +153,19 @@ def _middle(low, high):
 
 @triton.jit
 def _total(numbers):
-    return tl.reduce(numbers.to(tl.int32), 0, tl.standard._sum_combine)
+    return tl.reduce(numbers.to(tl.int32), 0, sum_combine)
 
 
 @triton.jit
 def _largest(numbers):
     """Over the first axis."""
-    return tl.reduce(numbers, 0, tl.standard._elementwise_max)
+    return tl.reduce(numbers, 0, elementwise_max)
 
 
 @triton.jit
 def _before(numbers):
     """Sums of the numbers before each."""
-    return tl.associative_scan(numbers, 0, tl.standard._sum_combine) - numbers
+    return tl.associative_scan(numbers, 0, sum_combine) - numbers
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What keys get from all entries of lists, added up in a fixed order.
+"""Deterministic scatter-add: what keys get from all entries of lists, in a fixed order.
 
 What the entries of some tiles get is written to a buffer of parts. A table says for every key and
 tile where the tile's list has the key, if it has; of each key's column a short list of these places
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, KeyLists
 from absorbed_mla.kernels.scratch import not_filled
+from absorbed_mla.kernels.triton_private import sum_combine
 
 # Of parts, table and places together. Few long runs: each ends with multiprocessors that wait.
 _MOST_BYTES = 2**31
@@ -210,10 +211,10 @@ def _place_kernel(
         mask = (tile < tiles)[:, None] & (key < keys)[None, :]
         place = tl.load(table_ptr + number.to(tl.int64) * keys + key[None, :], mask=mask, other=-1)
         there = (place >= 0).to(tl.int32)
-        before = tl.associative_scan(there, 0, tl.standard._sum_combine) - there + count[None, :]
+        before = tl.associative_scan(there, 0, sum_combine) - there + count[None, :]
         place = number * length + place.to(tl.int32)
         tl.store(places_ptr + (row * tiles)[None, :] + before, place, mask=there > 0)
-        count += tl.reduce(there, 0, tl.standard._sum_combine)
+        count += tl.reduce(there, 0, sum_combine)
     tl.store(counts_ptr + row, count, mask=key < keys)
 
 
@@ -280,7 +281,7 @@ def _folded(part, AT_ONCE: tl.constexpr):
     """Sums of the rows that a thread has, [AT_ONCE, columns]."""
     FOLDS: tl.constexpr = part.shape[0] // AT_ONCE
     part = tl.reshape(part.to(tl.float32), [FOLDS, AT_ONCE, part.shape[1]])
-    return tl.reduce(part, 0, tl.standard._sum_combine)
+    return tl.reduce(part, 0, sum_combine)
 
 
 @triton.jit
@@ -288,5 +289,5 @@ def _add(total_ptr, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """Add the rows to some columns."""
     column = FIRST + tl.arange(0, rows.shape[1])
     found = tl.load(total_ptr + column, mask=column < WIDTH, other=0.0)
-    found += tl.reduce(rows, 0, tl.standard._sum_combine)
+    found += tl.reduce(rows, 0, sum_combine)
     tl.store(total_ptr + column, found, mask=column < WIDTH)

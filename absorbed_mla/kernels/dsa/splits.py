@@ -1,4 +1,4 @@
-"""Few tokens: their keys are split over programs, whose results are merged by their LSE.
+"""Split-KV of few tokens: keys are split over programs, whose results are merged by LSE.
 
 A tile of 64 rows takes all keys of a token, one block after the other; 32 tokens of 16 heads would
 keep 32 of 132 multiprocessors busy. The number of splits depends on shapes alone, and results are
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.triton.common import LN_2, LOG2_E, interpreted, narrow
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # Programs that fill a Hopper GPU once, rows of a tile, and fewest keys of a split.
 _PROGRAMS, _ROWS, _LEAST_KEYS = 128, 64, 128
@@ -97,11 +98,11 @@ def _merge_kernel(
     pointers = parts_ptr + source[:, :, None] * WIDTH + column[None, None, :]
     parts = tl.load(pointers, mask=wide[:, None, :], other=0.0)
     lse = tl.load(part_lse_ptr + source, mask=inside[:, None], other=float("-inf")) * LOG2_E
-    top = tl.reduce(lse, 1, tl.standard._elementwise_max)
+    top = tl.reduce(lse, 1, elementwise_max)
     # -inf - -inf would be NaN.
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    total = tl.reduce(weight, 1, tl.standard._sum_combine)
-    acc = tl.reduce(parts * weight[:, :, None], 1, tl.standard._sum_combine)
+    total = tl.reduce(weight, 1, sum_combine)
+    acc = tl.reduce(parts * weight[:, :, None], 1, sum_combine)
     blind = total == 0.0
     acc = acc / tl.where(blind, 1.0, total)[:, None]
     pointers = out_ptr + row[:, None] * WIDTH + column[None, :]

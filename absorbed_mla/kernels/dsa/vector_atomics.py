@@ -1,4 +1,4 @@
-"""Sums to rows in memory by one instruction for four columns, from where products leave them.
+"""Vectorised atomics: one instruction adds four columns to rows in memory.
 
 A thread has columns 2t, 2t + 1 (t = 0 .. 3) of every 8 in a row of a product. The right operand's
 columns are put in another order before the product, so that what the thread has in two

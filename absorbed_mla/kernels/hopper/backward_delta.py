@@ -1,4 +1,4 @@
-"""Delta: what the gradients of all scores of a row have in common."""
+"""Delta of the backward: rowsum(out * grad_out), less the gradient of the LSE."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,10 +51,6 @@ class Fragments:
     """
 
     target: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, target):
-        self.target = target
 
     @gluon.jit
     def add(self, part, column: gl.constexpr):

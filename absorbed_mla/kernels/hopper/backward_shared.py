@@ -1,13 +1,13 @@
-"""The shared memory of the backward kernel: operands, and the copies that fill them."""
+"""Shared storage of the backward kernel: operands, and the copies that fill them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Shifting the number of a block of keys by as much, or 3 less, leaves 0: it is below 2**25, because
 # keys are counted in int32.
@@ -15,7 +15,7 @@ _ALL_BITS = gl.constexpr(30)
 
 
 @aggregate
-class Shared:
+class BackwardStorage:
     """Operands in shared memory, each [1, 64, its columns], and the barriers of their arrival.
 
     Attributes:
@@ -37,35 +37,19 @@ class Shared:
     rows_full: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, operands, rows_full, keys_full):
-        (
-            self.q_content,
-            self.q_rope,
-            self.grad_out,
-            self.latent,
-            self.k_rope,
-            self.probs,
-            self.grad_scores,
-        ) = operands
-        self.rows_full = rows_full
-        self.keys_full = keys_full
-
 
 @gluon.jit
 def allocate(
     dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, LOADS_KEYS: gl.constexpr = True
 ):
     """Shared memory with its barriers ready for use: ``keys_full`` if ``load_keys`` is called."""
-    operands = (
-        allocate_operand(dtype, ROWS, C),
-        allocate_operand(dtype, ROWS, R),
-        allocate_operand(dtype, ROWS, C),
-        allocate_operand(dtype, KEYS, C),
-        allocate_operand(dtype, KEYS, R),
-        allocate_operand(dtype, ROWS, KEYS),
-        allocate_operand(dtype, ROWS, KEYS),
-    )
+    q_content = allocate_operand(dtype, ROWS, C)
+    q_rope = allocate_operand(dtype, ROWS, R)
+    grad_out = allocate_operand(dtype, ROWS, C)
+    latent = allocate_operand(dtype, KEYS, C)
+    k_rope = allocate_operand(dtype, KEYS, R)
+    probs = allocate_operand(dtype, ROWS, KEYS)
+    grad_scores = allocate_operand(dtype, ROWS, KEYS)
     rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(rows_full, count=1)
     keys_full = rows_full  # as in new_barriers, none is unused
@@ -74,7 +58,9 @@ def allocate(
         mbarrier.init(keys_full, count=1)
     fence_async_shared()
     synchronize()
-    return Shared(operands, rows_full, keys_full)
+    return BackwardStorage(
+        q_content, q_rope, grad_out, latent, k_rope, probs, grad_scores, rows_full, keys_full
+    )
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Attention over a paged latent cache on Hopper GPUs: the launch of the decode kernel."""
+"""Launcher of the Hopper decode kernels: attention over a paged latent cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged import plan
+from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.forward import keys_of
 from absorbed_mla.kernels.paged.padding import clear_padding
@@ -54,125 +55,85 @@ def page_size(block_size: int, window: int) -> int:
     return KEYS.value if window <= block_size else math.gcd(block_size, KEYS.value)
 
 
-def forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    query_starts: Tensor,
-    query_lengths: Tensor,
-    kv_lengths: Tensor,
-    block_table: Tensor,
-    max_query_length: int,
-    max_kv_length: int,
-    scale: float,
-    key_start: int,
-    key_end: int | None,
-    batch_invariant: bool,
-    num_splits: int | None,
-    table: Schedule | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their requests; see paged/forward.py.
 
+    With ``batch_invariant`` keys are added up in pieces of ``PIECE``, each by itself. With at most
+    ``PIECE`` keys a token's result is bitwise that of forward.py. Over FP8 rows it is that over
+    latents that were decoded before.
+
     Args:
-        q_content: [T, N, C] in bf16 or fp16; C = 128, 256 or 512.
-        q_rope: [T, N, R]; R = 16, 32 or 64.
-        cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``, any if one
-            holds all keys. Or FP8 rows as in paged/forward.py, any block size.
-        query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
-        query_lengths: Int32 [Q].
-        kv_lengths: Int32 [Q].
-        block_table: Int32 or int64 [Q, blocks of a request].
-        max_query_length: Maximum new tokens of a request.
-        max_kv_length: Maximum keys of a request.
-        scale: Multiplies the scores.
-        key_start: First key in the cache.
-        key_end: One past the last key that is seen, or None.
-        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself: a token's result
-            then depends on its query and keys only. With at most ``PIECE`` keys it is bitwise that
-            of forward.py. Over FP8 rows it is that over latents that were decoded before.
-        num_splits: Splits of the keys of every request; None: the device chooses.
-        table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
-            None: it is made.
+        call: The arguments: queries in bf16 or fp16; C = 128, 256 or 512; R = 16, 32 or 64;
+            block_size a multiple of ``LEAST_PAGE``, any if one block holds all keys or the cache
+            has FP8 rows.
+        table: As there.
 
     Returns:
-        Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
-        in no request, or that sees no key.
+        As there.
 
     Raises:
         ValueError: The scale is not positive, or the copy engine cannot load the cache as it lies.
     """
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    (tokens, heads, _), requests = q_content.shape, len(query_starts)
+    q_content, q_rope, cache = call[:3]
+    if call.scale <= 0:
+        raise ValueError(f"scale must be positive, got {call.scale}")
+    tokens, heads, _ = q_content.shape
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
-    window = plan.window_of(max_kv_length, key_start, key_end)
-    if not (requests and max_query_length and window and cache.numel() and block_table.numel()):
+    if not call.has_keys:
         return out.zero_(), lse.fill_(-math.inf)
     if not tokens:
         return out, lse
-    batch = requests, max_query_length, window
-    division = divide(q_content, q_rope, cache, *batch, batch_invariant, num_splits)
+    division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
-    table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
+    table = table or schedule(*call.lengths, call.key_start, division)
     shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
     with not_filled():
         waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
+    block_table = call.block_table
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
-    rows, page, constants = shape[-1], page_size(block_size, window), {}
-    fp8 = cache.dtype == torch.uint8
-    keys: _Keys = _fp8_keys(cache) if fp8 else _key_maps(cache, *widths, page)
-    if batch_invariant and _is_long(window) and not split_kv.splits:
-        kernel = attend_fp8_decode_pieces if fp8 else attend_decode_pieces
-        result = out, lse
-        _launch_pieces(
-            kernel, queries, keys, table, block_table, result, block_size, scale, division
-        )
-        clear_padding(query_starts, query_lengths, out, lse)
+    rows, page, constants = shape[-1], page_size(block_size, call.window), {}
+    keys: _Keys = _fp8_keys(cache) if call.fp8 else _key_maps(cache, *widths, page)
+    lists = *table, block_table
+    if call.batch_invariant and _is_long(call.window) and not split_kv.splits:
+        kernel = attend_fp8_decode_pieces if call.fp8 else attend_decode_pieces
+        _launch_pieces(kernel, queries, keys, lists, (out, lse), block_size, call.scale, division)
+        clear_padding(*call.lengths[:2], out, lse)
         return out, lse
-    kernel = attend_fp8_decode if fp8 else attend_decode
+    kernel = attend_fp8_decode if call.fp8 else attend_decode
     if rows in _FEW_ROWS:
         kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *keys)
         constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
     results = out, lse, *waiting
-    _launch(
-        kernel, queries, keys, table, block_table, results, block_size, scale, division, constants
-    )
+    _launch(kernel, queries, keys, lists, results, block_size, call.scale, division, constants)
     if split_kv.splits:
-        lists, result = (query_starts, query_lengths), (out, lse)
-        combine(*waiting, table, tiles, split_kv, lists, result, in_order=batch_invariant)
+        result = out, lse
+        order = {"in_order": call.batch_invariant}
+        combine(*waiting, table, tiles, split_kv, call.lengths[:2], result, **order)
     else:
-        clear_padding(query_starts, query_lengths, out, lse)
+        clear_padding(*call.lengths[:2], out, lse)
     return out, lse
 
 
-def divide(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    requests: int,
-    max_query_length: int,
-    window: int,
-    batch_invariant: bool,
-    num_splits: int | None,
-) -> plan.Division:
+def divide(call: PagedCall) -> plan.Division:
     """As ``divide`` of paged/forward.py."""
-    tokens, heads, _ = q_content.shape
-    rows = ROWS.value
+    tokens, heads, _ = call.q_content.shape
+    rows, num_splits = ROWS.value, call.num_splits
     # In parity mode a token's result must not depend on how many there are.
-    if not batch_invariant and _has_pieces(q_content, q_rope, cache, window):
-        wanted = plan.power_of_two(heads) * max_query_length
+    if not call.batch_invariant and _has_pieces(call):
+        wanted = plan.power_of_two(heads) * call.max_query_length
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
-    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
-    if batch_invariant:
-        few = _is_long(window) and _leave_some_idle(tiles, window, q_content)
+    tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, rows)
+    if call.batch_invariant:
+        few = _is_long(call.window) and _leave_some_idle(tiles, call.window, call.q_content)
         # A program for each piece; else each has whole tiles.
         num_splits = -(PIECE.value // KEYS.value) if few else 1
-    split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
-    return plan.Division(tiles, split_kv, KEYS.value, window)
+    device = call.q_content.device
+    split_kv = plan.split_kv_for(tiles, call.window, KEYS.value, 1, device, num_splits)
+    return plan.Division(tiles, split_kv, KEYS.value, call.window)
 
 
 def _is_long(window: int) -> bool:
@@ -188,14 +149,14 @@ def _leave_some_idle(tiles: plan.Tiles, window: int, q_content: Tensor) -> bool:
     return programs < plan.processors(q_content.device) and waiting <= _MOST_WAITING
 
 
-def _has_pieces(q_content: Tensor, q_rope: Tensor, cache: Tensor, window: int) -> bool:
+def _has_pieces(call: PagedCall) -> bool:
     """Whether the cache has FP8 rows that fp8_pieces.py can load."""
-    if cache.dtype != torch.uint8 or q_content.dtype != torch.bfloat16 or not has_map(cache):
+    if not call.fp8 or call.q_content.dtype != torch.bfloat16 or not has_map(call.cache):
         return False
-    kv_lora_rank = q_content.shape[-1]
-    _, scales, k_rope = keys_of(cache, kv_lora_rank, q_rope.shape[-1])
+    kv_lora_rank = call.q_content.shape[-1]
+    _, scales, k_rope = keys_of(call.cache, kv_lora_rank, call.q_rope.shape[-1])
     whole = kv_lora_rank % GROUP == 0 and has_map(k_rope) and has_map(scales)
-    return whole and page_size(cache.shape[1], window) >= LEAST_PAGE
+    return whole and page_size(call.cache.shape[1], call.window) >= LEAST_PAGE
 
 
 def _query_maps(
@@ -254,14 +215,13 @@ def _launch_pieces(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
     keys: _Keys,
-    table: Schedule,
-    block_table: Tensor,
+    lists: tuple[Tensor, ...],
     result: tuple[Tensor, Tensor],
     block_size: int,
     scale: float,
     division: plan.Division,
 ) -> None:
-    """Run a kernel that adds up the pieces of a tile's keys; see there."""
+    """Run a kernel that adds up the pieces of a tile's keys; lists end with the block table."""
     tiles, split_kv, _, _ = division
     out, lse = result
     programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
@@ -272,14 +232,13 @@ def _launch_pieces(
         (programs,),
         *queries,
         *keys,
-        *table,
-        block_table,
+        *lists,
         out,
         lse,
         sums,
         split_kv.parts,
         block_size,
-        block_table.stride(0),
+        lists[-1].stride(0),
         out.shape[1],
         tiles.head_blocks,
         scale / math.log(2),
@@ -294,8 +253,7 @@ def _launch(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
     keys: _Keys,
-    table: Schedule,
-    block_table: Tensor,
+    lists: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
     block_size: int,
     scale: float,
@@ -310,11 +268,10 @@ def _launch(
         (split_kv.parts * tiles.head_blocks,),
         *queries,
         *keys,
-        *table,
-        block_table,
+        *lists,
         *results,
         block_size,
-        block_table.stride(0),
+        lists[-1].stride(0),
         heads,
         tiles.head_blocks,
         scale / math.log(2),

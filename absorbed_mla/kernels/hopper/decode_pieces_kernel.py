@@ -1,4 +1,4 @@
-"""The decode kernel of parity mode, where programs go through all keys of a tile, piece by piece.
+"""The decode kernel of parity mode: a program adds up fixed KV splits of a tile, one by one.
 
 Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, but for the end of a
 piece (pieces.py): there outputs, denominators and references begin anew, and the output is added to
@@ -39,6 +39,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
 from absorbed_mla.kernels.hopper.pieces import BLOCKS, WholeTiles, running_sum
+from absorbed_mla.kernels.hopper.ring import ring_position, wait_full
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
@@ -104,8 +105,9 @@ def _left(tile, shared, sums, out, heads, scale, tiles, turn, blocks):
     last = count - 1
     mbarrier.wait(shared.q_full.index(0), tiles & 1)
     q_rope = rope_queries(shared, layout)
-    s = start_scores(shared, blocks % STAGES, blocks // STAGES & 1, layout)
-    s = finish_scores(shared, s, q_rope, blocks % STAGES, blocks // STAGES & 1)
+    stage, parity = ring_position(blocks, STAGES)
+    s = start_scores(shared, stage, parity, layout)
+    s = finish_scores(shared, s, q_rope, stage, parity)
     s = warpgroup_mma_wait(0, deps=[s])
     for number in range((last + BLOCKS) // BLOCKS):
         end = gl.minimum((number + 1) * BLOCKS, count) - 1
@@ -151,7 +153,7 @@ def value_role(work, shared, sums, out, heads):
             for block in range(number * BLOCKS, gl.minimum((number + 1) * BLOCKS, count)):
                 stage = (blocks + block) % STAGES
                 values = shared.right.index(stage).reshape([KEYS, HALF])
-                mbarrier.wait(shared.p_full.index(stage), (blocks + block) // STAGES & 1)
+                wait_full(shared.p_full, blocks + block, STAGES)
                 if block == count - 1:
                     clear_rows(values, tile.keys - block * KEYS)
                 if some_change(shared, stage):

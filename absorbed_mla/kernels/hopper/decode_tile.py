@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.tile import KEYS, open_until, sees_until
+from absorbed_mla.kernels.hopper.tile import KEYS, CausalTile
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
+from absorbed_mla.kernels.triton_private import aggregate
 
 _COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
 
@@ -32,14 +32,6 @@ class Part:
     HEADS: gl.constexpr
     ROWS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, starts, head_blocks, HEADS, ROWS):
-        self.tiles = tiles
-        self.starts = starts
-        self.head_blocks = head_blocks
-        self.HEADS = gl.constexpr(HEADS)
-        self.ROWS = gl.constexpr(ROWS)
-
     @gluon.jit
     def range(self):
         """The first tile, and one past the last."""
@@ -62,70 +54,36 @@ class Part:
         tokens = gl.where((begin > 0) & (begin >= keys), 0, tokens)
         place = 2 * number + gl.where(begin == 0, 1, 0)
         return DecodeTile(
-            gl.load(entry),
-            first,
-            first + tokens,
-            begin,
-            gl.minimum(last, keys) - begin,
-            gl.load(entry + 3) - 1 - begin,
-            gl.where(gl.load(entry + 5) > 1, place * self.head_blocks + head_block, -1),
-            head_block * self.HEADS,
-            self.HEADS,
-            self.ROWS,
+            request=gl.load(entry),
+            query_start=first,
+            query_end=first + tokens,
+            key_start=begin,
+            keys=gl.minimum(last, keys) - begin,
+            offset=gl.load(entry + 3) - 1 - begin,
+            place=gl.where(gl.load(entry + 5) > 1, place * self.head_blocks + head_block, -1),
+            batch=gl.to_tensor(0),
+            head=head_block * self.HEADS,
+            HEADS=self.HEADS,
+            ROWS=self.ROWS,
+            IDLE_HEADS=True,
         )
 
 
 @aggregate
-class DecodeTile:
-    """Which rows and keys a program works on. Keys are counted from the first one in the cache.
+class DecodeTile(CausalTile):
+    """A tile of new tokens of a request; keys are counted from the first one in the cache.
+
+    Tokens of all requests are on one axis, [T, 1, N]; there are none where there is nothing to do.
+    Its keys are those of a part of the work, from a multiple of ``KEYS`` on; 0 or fewer: none.
 
     Attributes:
         request: Of the batch; its row in the table of blocks.
-        query_start, query_end: Tokens on the token axis; none where there is nothing to do.
-        key_start: First key of the part, a multiple of ``KEYS``.
-        keys: How many the part has that any of the tokens sees; 0 or fewer: none.
-        offset: Token i of the tile sees the part's keys 0 .. i + offset.
         place: Where the result waits for those of the other parts, counted in tiles; negative if
             there are none.
-        head: First head.
-        HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
-        ROWS: How many there are.
     """
 
     request: gl.tensor
-    query_start: gl.tensor
-    query_end: gl.tensor
-    key_start: gl.tensor
-    keys: gl.tensor
-    offset: gl.tensor
     place: gl.tensor
-    head: gl.tensor
-    HEADS: gl.constexpr
-    ROWS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, request, query_start, query_end, key_start, keys, offset, place, head, HEADS, ROWS
-    ):
-        self.request = request
-        self.query_start = query_start
-        self.query_end = query_end
-        self.key_start = key_start
-        self.keys = keys
-        self.offset = offset
-        self.place = place
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
-        self.ROWS = gl.constexpr(ROWS)
-
-    @gluon.jit
-    def rows(self, batches, heads, layout: gl.constexpr):
-        """As ``Tile.rows``, with tokens of all requests on one axis: [T, 1, N]."""
-        row = gl.arange(0, self.ROWS, layout)
-        token = self.query_start + row // self.HEADS
-        head = self.head + row % self.HEADS
-        index = token.to(gl.int64) * heads + head
-        return index, (token < self.query_end) & (head < heads)
 
     @gluon.jit
     def first_top(self, layout: gl.constexpr):
@@ -142,18 +100,8 @@ class DecodeTile:
         return self.place.to(gl.int64) * self.ROWS + gl.arange(0, self.ROWS, layout)
 
     @gluon.jit
-    def sees(self, block, layout: gl.constexpr):
-        """As ``Tile.sees``."""
-        return sees_until(self, block, layout)
-
-    @gluon.jit
     def is_seen(self, block, layout: gl.constexpr):
         """Which key of a block which row sees, [64, ROWS] in ``layout``."""
         key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
         token = gl.arange(0, self.ROWS, gl.SliceLayout(0, layout)) // self.HEADS
         return key[:, None] <= gl.minimum(token + self.offset, self.keys - 1)[None, :]
-
-    @gluon.jit
-    def open_blocks(self):
-        """As ``Tile.open_blocks``."""
-        return open_until(self)

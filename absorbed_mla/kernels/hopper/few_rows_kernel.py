@@ -1,4 +1,4 @@
-"""The decode kernel for few rows over a cache in FP8: keys are the rows of its products.
+"""The decode kernel for few query rows over an FP8 cache: keys are the rows of its products.
 
 A tile has 16 or 32 rows (heads of the new tokens of a request), where decode_kernel.py has 64, of
 which few heads would leave most empty. A product of a warpgroup has 64 rows at least, so these are
@@ -125,10 +125,10 @@ def _finish_scores(shared, s, number):
     stage = number % STAGES
     queries = shared.q_rope.reshape([shared.ROWS, shared.R])
     keys = shared.k_rope.index(stage).reshape([KEYS, shared.R])
-    mbarrier.wait(shared.rope_full.index(stage), number // STAGES & 1)
+    shared.rope_ring.wait(number)
     s = warpgroup_mma(keys, queries.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(shared.rope_empty.index(stage))
+    shared.rope_ring.release(number)
     return s
 
 

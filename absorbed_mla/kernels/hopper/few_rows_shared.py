@@ -1,14 +1,15 @@
-"""The shared memory of the decode kernel for few rows, and the barriers that say what is in it."""
+"""Shared storage of the decode kernel for few rows, and the barriers that say what is in it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels import fp8_latents
-from absorbed_mla.kernels.hopper.forward_shared import STAGES, new_barriers
+from absorbed_mla.kernels.hopper.forward_shared import STAGES
 from absorbed_mla.kernels.hopper.layouts import operand_layout
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Roles that decode pieces, by turns.
 DECODE_ROLES = gl.constexpr(2)
@@ -20,7 +21,7 @@ SCALES = gl.constexpr(3)
 
 
 @aggregate
-class FewRowsShared:
+class FewRowsStorage:
     """Buffers, and barriers that few_rows_kernel.py describes.
 
     Attributes:
@@ -38,7 +39,8 @@ class FewRowsShared:
             role, could go on before that was over.
         scale_full: One for each of ``scales``.
         latents_full: One for each stage and 128 columns.
-        latents_empty, rope_full, rope_empty: One for each stage.
+        latents_empty: One for each stage.
+        rope_ring: Of k_rope's stages.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
         ROWS: Of a tile.
@@ -59,40 +61,12 @@ class FewRowsShared:
     scale_full: gl.shared_memory_descriptor
     latents_full: gl.shared_memory_descriptor
     latents_empty: gl.shared_memory_descriptor
-    rope_full: gl.shared_memory_descriptor
-    rope_empty: gl.shared_memory_descriptor
+    rope_ring: Ring
     C: gl.constexpr
     R: gl.constexpr
     ROWS: gl.constexpr
     PIECES: gl.constexpr
     TURNS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, barriers, C, R, ROWS, PIECES):
-        (
-            self.q_content,
-            self.q_rope,
-            self.latents,
-            self.k_rope,
-            self.probs,
-            self.pieces,
-            self.scales,
-        ) = buffers
-        (
-            self.q_full,
-            self.q_empty,
-            self.piece_full,
-            self.scale_full,
-            self.latents_full,
-            self.latents_empty,
-            self.rope_full,
-            self.rope_empty,
-        ) = barriers
-        self.C = gl.constexpr(C)
-        self.R = gl.constexpr(R)
-        self.ROWS = gl.constexpr(ROWS)
-        self.PIECES = gl.constexpr(PIECES)
-        self.TURNS = gl.constexpr(PIECES * DECODE_ROLES)
 
 
 @gluon.jit
@@ -114,24 +88,28 @@ def allocate_few_rows(
     ROPE_LAYOUT: gl.constexpr = k_rope.layout
     dtype: gl.constexpr = q_content.dtype
     GROUPS: gl.constexpr = C // GROUP
-    buffers = (
-        gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
-        gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, C], operand_layout(C)),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, 1, R], ROPE_LAYOUT),
-        gl.allocate_shared_memory(dtype, [KEYS, ROWS], operand_layout(ROWS)),
-        gl.allocate_shared_memory(values.dtype, [PIECES, KEYS, 1, GROUP // 4], VALUES_LAYOUT),
-        gl.allocate_shared_memory(scales.dtype, [SCALES, KEYS, 1, GROUPS], SCALES_LAYOUT),
-    )
-    barriers = (
-        new_barriers(1),
-        new_barriers(1),
-        new_barriers(PIECES * DECODE_ROLES),
-        new_barriers(SCALES),
-        new_barriers(STAGES * GROUPS),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
+    storage = FewRowsStorage(
+        q_content=gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
+        q_rope=gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
+        latents=gl.allocate_shared_memory(dtype, [STAGES, KEYS, C], operand_layout(C)),
+        k_rope=gl.allocate_shared_memory(dtype, [STAGES, KEYS, 1, R], ROPE_LAYOUT),
+        probs=gl.allocate_shared_memory(dtype, [KEYS, ROWS], operand_layout(ROWS)),
+        pieces=gl.allocate_shared_memory(
+            values.dtype, [PIECES, KEYS, 1, GROUP // 4], VALUES_LAYOUT
+        ),
+        scales=gl.allocate_shared_memory(scales.dtype, [SCALES, KEYS, 1, GROUPS], SCALES_LAYOUT),
+        q_full=new_barriers(1),
+        q_empty=new_barriers(1),
+        piece_full=new_barriers(PIECES * DECODE_ROLES),
+        scale_full=new_barriers(SCALES),
+        latents_full=new_barriers(STAGES * GROUPS),
+        latents_empty=new_barriers(STAGES),
+        rope_ring=Ring(new_barriers(STAGES), new_barriers(STAGES), STAGES),
+        C=C,
+        R=R,
+        ROWS=ROWS,
+        PIECES=PIECES,
+        TURNS=PIECES * DECODE_ROLES,
     )
     fence_async_shared()
-    return FewRowsShared(buffers, barriers, C, R, ROWS, PIECES)
+    return storage

@@ -1,4 +1,4 @@
-"""Attention over the latent on Hopper GPUs: the launch of the forward kernel."""
+"""Launcher of the Hopper forward of attention over the latent."""
 
 from __future__ import annotations
 

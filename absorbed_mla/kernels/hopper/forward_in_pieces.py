@@ -1,4 +1,4 @@
-"""The training forward of parity mode on Hopper GPUs: sequences as requests over a cache.
+"""The Hopper training forward of parity mode in fixed KV splits: sequences as paged requests.
 
 Of at most ``PIECE`` keys it is that of forward.py. Longer sequences are attended to as the decode
 kernels attend to a prompt, piece by piece, over latents and k_rope side by side.
@@ -13,6 +13,7 @@ from absorbed_mla.kernels.hopper import decode
 from absorbed_mla.kernels.hopper.forward import forward
 from absorbed_mla.kernels.hopper.pieces import PIECE
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.scratch import not_filled
 
 
@@ -55,10 +56,10 @@ def forward_in_pieces(
     if largest is not None:
         forward(*operands, tiles, scale, largest)
     cache = _side_by_side(latent, k_rope)
-    lists = *sequences.unbind(0), blocks
+    lists, most = (*sequences.unbind(0), blocks), (most_queries, most_keys)
     found = [
-        decode.forward(*query, rows, *lists, most_queries, most_keys, scale, 0, None, True, None)
-        for *query, rows in zip(q_content.unbind(1), q_rope.unbind(1), cache)
+        decode.forward(PagedCall(*entry, *lists, *most, scale, batch_invariant=True))
+        for entry in zip(q_content.unbind(1), q_rope.unbind(1), cache)
     ]
     if len(found) == 1:
         return found[0][0].unsqueeze(1), found[0][1].unsqueeze(1)

@@ -75,6 +75,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
 )
 from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
+from absorbed_mla.kernels.hopper.ring import empty_position, ring_position
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 LN_2 = gl.constexpr(math.log(2))
@@ -101,8 +102,7 @@ def _load_role(tiles, shared, q_content, q_rope, latent, k_rope):
 def _load_block(tile, shared, latent, k_rope, block, number):
     """Load a block, the program's ``number``-th, as soon as the block before last has left."""
     HALF: gl.constexpr = shared.C // 2
-    stage = number % STAGES
-    parity = (number // STAGES & 1) ^ 1  # of the phase before this block's
+    stage, parity = empty_position(number, STAGES)
     key = tile.key_start + block * KEYS
     mbarrier.wait(shared.left_empty.index(stage), parity)
     for column in gl.static_range(0, HALF, shared.CHUNK):
@@ -170,8 +170,9 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
     last = count_blocks(tile) - 1
     mbarrier.wait(shared.q_full.index(0), tiles & 1)
     q_rope = rope_queries(shared, layout)
-    s = start_scores(shared, blocks % STAGES, blocks // STAGES & 1, layout)
-    s = finish_scores(shared, s, q_rope, blocks % STAGES, blocks // STAGES & 1)
+    stage, parity = ring_position(blocks, STAGES)
+    s = start_scores(shared, stage, parity, layout)
+    s = finish_scores(shared, s, q_rope, stage, parity)
     s = warpgroup_mma_wait(0, deps=[s])
     for block in range(last):
         s, o, top, total, most = next_left(
@@ -296,8 +297,7 @@ def compute_right(tile, shared, tiles=0, blocks=0):
     o = gl.zeros([ROWS, HALF], gl.float32, layout)
     last = count_blocks(tile) - 1
     for block in range(last + 1):
-        stage = (blocks + block) % STAGES
-        parity = (blocks + block) // STAGES & 1
+        stage, parity = ring_position(blocks + block, STAGES)
         values = shared.right.index(stage).reshape([KEYS, HALF])
         mbarrier.wait(shared.p_full.index(stage), parity)
         if block == last:

@@ -1,4 +1,4 @@
-"""The shared memory of the forward kernel, and the barriers that say what is in it."""
+"""Shared storage of the forward kernel, and the barriers that say what is in it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,18 +7,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
+from absorbed_mla.kernels.hopper.ring import new_barriers
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Blocks of keys in shared memory: the one in a stage, and in stage ^ 1 the next.
 STAGES = gl.constexpr(2)
 
 
 @aggregate
-class Shared:
+class ForwardStorage:
     """Buffers, and barriers that forward_kernel.py describes.
 
     Attributes:
@@ -38,7 +39,7 @@ class Shared:
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
         IN_REGISTERS: Operands that the score role has in registers: 1: P; 2: k_rope's queries, too.
-        RIGHT_WAITS: Whether ``right_go`` is used; else it is ``p_full``, see ``new_barriers``.
+        RIGHT_WAITS: Whether ``right_go`` is used; else it is ``p_full``: see ring.py.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -66,49 +67,6 @@ class Shared:
     READER_FENCES: gl.constexpr
     IN_REGISTERS: gl.constexpr
     RIGHT_WAITS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        buffers,
-        barriers,
-        C,
-        R,
-        CHUNK,
-        ROPE_LAYOUT,
-        READER_FENCES,
-        IN_REGISTERS,
-        RIGHT_WAITS,
-    ):
-        (
-            self.q_content,
-            self.q_rope,
-            self.left,
-            self.right,
-            self.rope,
-            self.factor,
-            self.changes,
-            self.norm,
-        ) = buffers
-        (
-            self.q_full,
-            self.q_empty,
-            self.k_full,
-            self.rope_full,
-            self.p_full,
-            self.right_go,
-            self.left_empty,
-            self.right_empty,
-            self.norm_full,
-            self.norm_empty,
-        ) = barriers
-        self.C = gl.constexpr(C)
-        self.R = gl.constexpr(R)
-        self.CHUNK = gl.constexpr(CHUNK)
-        self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
-        self.READER_FENCES = gl.constexpr(READER_FENCES)
-        self.IN_REGISTERS = gl.constexpr(IN_REGISTERS)
-        self.RIGHT_WAITS = gl.constexpr(RIGHT_WAITS)
 
     @gluon.jit
     def probs(self, stage):
@@ -176,62 +134,51 @@ def allocate_blocks(
         LATENT_LAYOUT: Of [64, 1, columns of the latents].
         ROPE_LAYOUT: Of [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
-        IN_REGISTERS: As ``Shared`` has it.
+        IN_REGISTERS: As ``ForwardStorage`` has it.
         RIGHT_WAITS: Likewise.
     """
     dtype: gl.constexpr = q_content.dtype
     CHUNKS: gl.constexpr = C // CHUNK
     half: gl.constexpr = [STAGES, KEYS, 1, C // 2]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    buffers = (
-        gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
-        gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
-        gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
-        gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
-        gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS)),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain),
-        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
-    )
+    q_content = gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout)
+    q_rope = gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout)
+    left = gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT)
+    right = gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT)
+    rope = gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS))
+    factor = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
+    norm = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     p_full = new_barriers(STAGES)
-    barriers = (
-        new_barriers(1),
-        new_barriers(1),
-        new_barriers(STAGES * CHUNKS),
-        new_barriers(STAGES),
-        p_full,
-        new_barriers(STAGES) if RIGHT_WAITS else p_full,
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(1),
-        new_barriers(1),
+    storage = ForwardStorage(
+        q_content=q_content,
+        q_rope=q_rope,
+        left=left,
+        right=right,
+        rope=rope,
+        factor=factor,
+        changes=changes,
+        norm=norm,
+        q_full=new_barriers(1),
+        q_empty=new_barriers(1),
+        k_full=new_barriers(STAGES * CHUNKS),
+        rope_full=new_barriers(STAGES),
+        p_full=p_full,
+        right_go=new_barriers(STAGES) if RIGHT_WAITS else p_full,
+        left_empty=new_barriers(STAGES),
+        right_empty=new_barriers(STAGES),
+        norm_full=new_barriers(1),
+        norm_empty=new_barriers(1),
+        C=C,
+        R=R,
+        CHUNK=CHUNK,
+        ROPE_LAYOUT=ROPE_LAYOUT,
+        READER_FENCES=READER_FENCES,
+        IN_REGISTERS=IN_REGISTERS,
+        RIGHT_WAITS=RIGHT_WAITS,
     )
     fence_async_shared()
-    return Shared(
-        buffers,
-        barriers,
-        C,
-        R,
-        CHUNK,
-        ROPE_LAYOUT,
-        READER_FENCES,
-        IN_REGISTERS,
-        RIGHT_WAITS,
-    )
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers that so many arrivals pass, of a thread or of the bytes that it announced.
-
-    All must be used. The compiler gives the memory of one that is not to another buffer, without
-    the mbarrier.inval that PTX requires before. On a GPU that other processes share, numbers in
-    that buffer have then become the barrier's first state.
-    """
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
-    return barriers
+    return storage
 
 
 @gluon.jit

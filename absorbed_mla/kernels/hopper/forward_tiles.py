@@ -1,10 +1,10 @@
-"""The tiles that a program, one for each multiprocessor, computes one after the other."""
+"""Persistent tile scheduler: the tiles that a program computes one after the other."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import read_tile
+from absorbed_mla.kernels.triton_private import aggregate
 
 
 @aggregate
@@ -29,14 +29,6 @@ class ProgramTiles:
     batches: gl.tensor
     heads: gl.tensor
     HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, total, batches, heads, HEADS):
-        self.tiles = tiles
-        self.total = total
-        self.batches = batches
-        self.heads = heads
-        self.HEADS = gl.constexpr(HEADS)
 
     @gluon.jit
     def count(self):

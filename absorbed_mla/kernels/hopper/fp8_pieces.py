@@ -1,4 +1,4 @@
-"""FP8 rows on their way to the products of few rows: a ring of pieces that warps decode.
+"""FP8 rows for few query rows: a ring of column chunks in shared memory that warps decode.
 
 Rows are those of ``absorbed_mla/fp8_latents.py``, and so are the bits. A piece is the 128 columns
 of a block of 64 keys that share their scales, 8 KiB. The copy engine keeps the ring full, so that
@@ -11,7 +11,6 @@ loaded to where it is read.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.few_rows_shared import DECODE_ROLES, GROUP, SCALES
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
@@ -19,8 +18,10 @@ from absorbed_mla.kernels.hopper.forward_shared import STAGES
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys, load_pages
+from absorbed_mla.kernels.hopper.ring import wait_empty, wait_full
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Of each role that decodes.
 DECODE_WARPS = gl.constexpr(4)
@@ -56,16 +57,6 @@ class Fp8Pieces:
     together: gl.tensor
     AHEAD: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, keys, scales, words, block_units, row_units, together, AHEAD):
-        self.keys = keys
-        self.scales = scales
-        self.words = words
-        self.block_units = block_units
-        self.row_units = row_units
-        self.together = together
-        self.AHEAD = gl.constexpr(AHEAD)
-
     @gluon.jit
     def load(self, tile, shared, blocks):
         """Load each piece as soon as there is a place for it.
@@ -99,8 +90,8 @@ class Fp8Pieces:
                     load_pages(self.scales, pages, 0, full, shared.scales.index(number % SCALES))
                 full = shared.piece_full.index(piece % shared.TURNS)
                 load_pages(self.keys.latent, pages, column // 4, full, shared.pieces.index(place))
-            mbarrier.wait(shared.rope_empty.index(stage), (number // STAGES & 1) ^ 1)
-            full = shared.rope_full.index(stage)
+            wait_empty(shared.rope_ring.empty, number, STAGES)
+            full = shared.rope_ring.full.index(stage)
             load_pages(self.keys.k_rope, pages, 0, full, shared.k_rope.index(stage))
 
     @gluon.jit
@@ -120,7 +111,7 @@ class Fp8Pieces:
 def _wait_until_decoded(shared, piece):
     """Wait as the scores do. No later piece of the same place among the latents can be there."""
     COUNT: gl.constexpr = STAGES * (shared.C // GROUP)
-    mbarrier.wait(shared.latents_full.index(piece % COUNT), piece // COUNT & 1)
+    wait_full(shared.latents_full, piece, COUNT)
 
 
 @gluon.jit
@@ -148,7 +139,7 @@ def _decode_block(shared, number, FIRST: gl.constexpr):
     for group in gl.static_range(FIRST, GROUPS, DECODE_ROLES):
         words, scale = _read(shared, number, group)
         if group == FIRST:
-            mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)
+            wait_empty(shared.latents_empty, number, STAGES)
         # As pairs of columns.
         latents = shared.latents.index(stage)._reinterpret(gl.int32, [KEYS, shared.C // 2], _PAIRS)
         latents.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(_decoded(words, scale))
@@ -169,7 +160,7 @@ def _read(shared, number, group: gl.constexpr):
     GROUPS: gl.constexpr = shared.C // GROUP
     piece = number * GROUPS + group
     turn = piece % shared.TURNS
-    mbarrier.wait(shared.scale_full.index(number % SCALES), number // SCALES & 1)
+    wait_full(shared.scale_full, number, SCALES)
     mbarrier.wait(shared.piece_full.index(turn), piece // shared.TURNS & 1)
     words = shared.pieces.index(piece % shared.PIECES).reshape([KEYS, GROUP // 4]).load(_LAYOUT)
     scales = shared.scales.index(number % SCALES).reshape([KEYS, GROUPS])

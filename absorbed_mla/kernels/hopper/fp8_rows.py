@@ -12,7 +12,6 @@ for what is not decoded, so
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels import fp8_latents
 from absorbed_mla.kernels.hopper.decode_kernel import load_role, score_role, value_role
@@ -26,7 +25,9 @@ from absorbed_mla.kernels.hopper.forward_shared import (
 )
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
+from absorbed_mla.kernels.hopper.ring import empty_position
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
@@ -66,18 +67,6 @@ class Fp8Rows:
     table_stride: gl.tensor
     BLOCK_SIZE: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, words, block_units, row_units, together, block_table, table_stride, BLOCK_SIZE
-    ):
-        self.words = words
-        self.block_units = block_units
-        self.row_units = row_units
-        self.together = together
-        self.block_table = block_table
-        self.table_stride = table_stride
-        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
-
     @gluon.jit
     def load(self, tile, shared, blocks):
         """Load each block as soon as the block before last is done with its stage.
@@ -99,8 +88,7 @@ class Fp8Rows:
         for part in gl.static_range(AHEAD):
             waiting += (_read(shared, rows, part),)  # type: ignore[assignment]  # unrolled
         for block in range(count_blocks(tile)):
-            stage = (blocks + block) % STAGES
-            parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
+            stage, parity = empty_position(blocks + block, STAGES)
             found = found[1:]
             if BLOCKS_AHEAD > 0:
                 self.prefetch(tile, block + BLOCKS_AHEAD, found[BLOCKS_AHEAD - 1])

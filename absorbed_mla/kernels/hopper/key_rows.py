@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,13 +55,6 @@ class KeyRows:
     row: gl.tensor
     there: gl.tensor
     IN_ORDER: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, dkv, row, there, IN_ORDER):
-        self.dkv = dkv
-        self.row = row
-        self.there = there
-        self.IN_ORDER = gl.constexpr(IN_ORDER)
 
     @gluon.jit
     def add(self, part, column: gl.constexpr):

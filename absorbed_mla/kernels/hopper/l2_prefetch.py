@@ -1,4 +1,4 @@
-"""Asking for memory to come to the L2 cache, before it is loaded."""
+"""Prefetch of memory to the L2 cache."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""Attention with keys and values of every head on Hopper GPUs: the launch of the backward."""
+"""Launcher of the Hopper multi-head backward: keys and values of every head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done for every query before and after the multi-head backward kernel.
+"""Pre- and postprocessing of the multi-head backward, for every query.
 
 Before: the numbers that its products start from. With scores s = q . k, a query's log-sum-exp L
 and its delta, P = exp(scale * (s - L / scale)) and dS = P * (dP - delta), so that s starts from

@@ -1,15 +1,15 @@
-"""The shared memory of the multi-head backward: operands, and the copies that fill them."""
+"""Shared storage of the multi-head backward: operands, and the copies that fill them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, row_layout
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES
+from absorbed_mla.kernels.hopper.ring import new_barriers, ring_position
 from absorbed_mla.kernels.hopper.synchronize import synchronize
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Blocks of queries in shared memory: the one that dK is computed of, the next one, of which the
 # scores are, and one on its way.
@@ -17,7 +17,7 @@ STAGES = gl.constexpr(3)
 
 
 @aggregate
-class Shared:
+class MultiHeadBackwardStorage:
     """Operands in shared memory, and the barriers of their arrival.
 
     Attributes:
@@ -55,32 +55,6 @@ class Shared:
     V: gl.constexpr
     DTYPE: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, operands, barriers, CONTENT, R, V, DTYPE):
-        (
-            self.k_content,
-            self.k_rope,
-            self.value,
-            self.q_content,
-            self.q_rope,
-            self.grad_out,
-            self.lse,
-            self.delta,
-            self.grad_scores,
-        ) = operands
-        (
-            self.keys_full,
-            self.q_content_full,
-            self.q_rope_full,
-            self.grad_out_full,
-            self.lse_full,
-            self.delta_full,
-        ) = barriers
-        self.CONTENT = gl.constexpr(CONTENT)
-        self.R = gl.constexpr(R)
-        self.V = gl.constexpr(V)
-        self.DTYPE = gl.constexpr(DTYPE)
-
 
 @gluon.jit
 def allocate(q_content, q_rope, grad_out, lse):
@@ -91,28 +65,30 @@ def allocate(q_content, q_rope, grad_out, lse):
     CONTENT: gl.constexpr = q_content.block_shape[3]
     R: gl.constexpr = q_rope.block_shape[3]
     V: gl.constexpr = grad_out.block_shape[3]
-    operands = (
-        allocate_operand(dtype, KEYS, CONTENT),
-        allocate_operand(dtype, KEYS, R),
-        allocate_operand(dtype, KEYS, V),
-        allocate_operand(dtype, QUERIES, CONTENT, STAGES),
-        allocate_operand(dtype, QUERIES, R, STAGES),
-        allocate_operand(dtype, QUERIES, V, STAGES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], PLAIN),
-        allocate_operand(dtype, KEYS, QUERIES),
-    )
-    barriers = (
-        new_barriers(1),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
+    storage = MultiHeadBackwardStorage(
+        k_content=allocate_operand(dtype, KEYS, CONTENT),
+        k_rope=allocate_operand(dtype, KEYS, R),
+        value=allocate_operand(dtype, KEYS, V),
+        q_content=allocate_operand(dtype, QUERIES, CONTENT, STAGES),
+        q_rope=allocate_operand(dtype, QUERIES, R, STAGES),
+        grad_out=allocate_operand(dtype, QUERIES, V, STAGES),
+        lse=gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], PLAIN),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], PLAIN),
+        grad_scores=allocate_operand(dtype, KEYS, QUERIES),
+        keys_full=new_barriers(1),
+        q_content_full=new_barriers(STAGES),
+        q_rope_full=new_barriers(STAGES),
+        grad_out_full=new_barriers(STAGES),
+        lse_full=new_barriers(STAGES),
+        delta_full=new_barriers(STAGES),
+        CONTENT=CONTENT,
+        R=R,
+        V=V,
+        DTYPE=dtype,
     )
     fence_async_shared()
     synchronize()
-    return Shared(operands, barriers, CONTENT, R, V, dtype)
+    return storage
 
 
 @gluon.jit
@@ -171,8 +147,7 @@ def wait_for_keys(tile, shared):
 @gluon.jit
 def wait_for_rows(tile, shared, block):
     """Wait for a block of queries, likewise."""
-    stage = block % STAGES
-    parity = block // STAGES & 1
+    stage, parity = ring_position(block, STAGES)
     mbarrier.wait(shared.q_content_full.index(stage), parity)
     mbarrier.wait(shared.q_rope_full.index(stage), parity)
     mbarrier.wait(shared.grad_out_full.index(stage), parity)

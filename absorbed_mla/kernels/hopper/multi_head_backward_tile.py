@@ -2,7 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
+
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Keys of a tile: 64, the M of a warpgroup's product, for each of two warpgroups.
 KEYS = gl.constexpr(128)
@@ -41,21 +42,6 @@ class KeyTile:
     buffer: gl.tensor
     batch: gl.tensor
     head: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, key_start, keys, query_start, query_end, first, blocks, offset, buffer, batch, head
-    ):
-        self.key_start = key_start
-        self.keys = keys
-        self.query_start = query_start
-        self.query_end = query_end
-        self.first = first
-        self.blocks = blocks
-        self.offset = offset
-        self.buffer = buffer
-        self.batch = batch
-        self.head = head
 
     @gluon.jit
     def has_others(self, block):

@@ -58,6 +58,7 @@ from absorbed_mla.kernels.hopper.multi_head_softmax import (
     row_sums,
 )
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, Works
+from absorbed_mla.kernels.hopper.ring import wait_empty
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 
 LN_2 = gl.constexpr(math.log(2))
@@ -85,9 +86,9 @@ def _load_role(works, shared, q_content, q_rope, k_content, k_rope, value):
         _load_queries(tile, shared, q_content, q_rope, 1, number)
         for block in range(last):
             _load_keys(tile, shared, k_content, k_rope, block + 1, blocks)
-            full = shared.v_full.index((blocks + block) % STAGES)
+            full = shared.value_ring.full.index((blocks + block) % STAGES)
             _load_values(tile, shared, value, block, blocks, full)
-        full = shared.v_full.index((blocks + last) % STAGES)
+        full = shared.value_ring.full.index((blocks + last) % STAGES)
         left = tile.keys - last * BLOCK
         if left < BLOCK:
             landed = shared.landed.index(0)
@@ -120,10 +121,10 @@ def _load_queries(tile, shared, q_content, q_rope, HALF: gl.constexpr, number):
 @gluon.jit
 def _load_keys(tile, shared, k_content, k_rope, block, blocks):
     """Load the keys of a block when both roles are done with those of the block before last."""
-    stage, parity = _place(blocks + block)
-    mbarrier.wait(shared.k_empty.index(stage), parity ^ 1)
-    full = shared.k_full.index(stage)
-    mbarrier.expect(full, k_content.block_type.nbytes + k_rope.block_type.nbytes)
+    full = shared.key_ring.acquire(
+        blocks + block, k_content.block_type.nbytes + k_rope.block_type.nbytes
+    )
+    stage, _ = shared.key_ring.position(blocks + block)
     key = tile.key_start + block * BLOCK
     position = [key, tile.batch, tile.head, 0]
     tma.async_copy_global_to_shared(k_content, position, full, shared.k_content.index(stage))
@@ -134,17 +135,11 @@ def _load_keys(tile, shared, k_content, k_rope, block, blocks):
 @gluon.jit
 def _load_values(tile, shared, value, block, blocks, full):
     """Load the values of a block, likewise; ``full`` is passed when they have come."""
-    stage, parity = _place(blocks + block)
-    mbarrier.wait(shared.v_empty.index(stage), parity ^ 1)
+    stage, _ = shared.value_ring.position(blocks + block)
+    wait_empty(shared.value_ring.empty, blocks + block, STAGES)
     mbarrier.expect(full, value.block_type.nbytes)
     position = [tile.key_start + block * BLOCK, tile.batch, tile.head, 0]
     tma.async_copy_global_to_shared(value, position, full, shared.value.index(stage))
-
-
-@gluon.jit
-def _place(index):
-    """Stage and parity of the program's block of an index."""
-    return index % STAGES, index // STAGES & 1
 
 
 @gluon.jit
@@ -212,19 +207,19 @@ def _attend(
     o = gl.zeros([ROWS, V], gl.float32, o_layout)
     open_blocks = tile.open_blocks(HALF)
     last = tile.count_blocks() - 1
-    _await_keys(shared, blocks)
+    shared.key_ring.wait(blocks)
     s = _start_scores(shared, blocks, HALF, layout)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(shared.k_empty.index(blocks % STAGES))
+    shared.key_ring.release(blocks)
     if open_blocks == 0:
         s = tile.hide(s, 0, HALF, layout)
     true_top = top
     top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
     total = partial_sums(p)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
-    _await_values(shared, blocks)
+    shared.value_ring.wait(blocks)
     if last > 0:
-        _await_keys(shared, blocks + 1)
+        shared.key_ring.wait(blocks + 1)
     for block in range(1, last + 1):
         stage, before = (blocks + block) % STAGES, (blocks + block - 1) % STAGES
         s = _start_scores(shared, blocks + block, HALF, layout)
@@ -232,17 +227,17 @@ def _attend(
         o = warpgroup_mma(p, shared.values(before), o, is_async=True)
         # One product, the one with values, may be unfinished: the scores' before it are not.
         s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(shared.k_empty.index(stage))
+        shared.key_ring.release(blocks + block)
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
         top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
         total = add_sums(total, factor, partial_sums(p))
         # Here, and the next wait with the sums, or the compiler would compute the softmax after it.
-        _await_values(shared, blocks + block)
+        shared.value_ring.wait(blocks + block)
         if block < last:
-            _await_keys(shared, blocks + block + 1)
+            shared.key_ring.wait(blocks + block + 1)
         o, total = warpgroup_mma_wait(0, deps=[o, total])
-        mbarrier.arrive(shared.v_empty.index(before))
+        shared.value_ring.release(blocks + block - 1)
         p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     mbarrier.arrive(shared.q_empty.index(HALF))
     stage = (blocks + last) % STAGES
@@ -256,7 +251,7 @@ def _attend(
         gl.store(largest + index, true_top * (scale * LN_2), mask=inside)
     norm = gl.where(total > 0, 1 / total, 0.0)
     o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(shared.v_empty.index(stage))
+    shared.value_ring.release(blocks + last)
     o = o * gl.convert_layout(norm, o_rows)[:, None]
     _store(out, works, tile, o, HALF)
 
@@ -264,24 +259,12 @@ def _attend(
 @gluon.jit
 def _start_scores(shared, index, HALF: gl.constexpr, layout: gl.constexpr):
     """Queue S = Q K^T with a block whose keys have come, [64, 128] fp32."""
-    stage, _ = _place(index)
+    stage, _ = shared.key_ring.position(index)
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     queries, keys = shared.contents(HALF, stage)
     s = warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     queries, keys = shared.ropes(HALF, stage)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _await_keys(shared, index):
-    stage, parity = _place(index)
-    mbarrier.wait(shared.k_full.index(stage), parity)
-
-
-@gluon.jit
-def _await_values(shared, index):
-    stage, parity = _place(index)
-    mbarrier.wait(shared.v_full.index(stage), parity)
 
 
 @gluon.jit

@@ -1,19 +1,19 @@
-"""The shared memory of the multi-head forward, and the barriers that say what is in it."""
+"""Shared storage of the multi-head forward, and the barriers that say what is in it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Blocks in shared memory.
 STAGES = gl.constexpr(2)
 
 
 @aggregate
-class MultiHeadShared:
+class MultiHeadStorage:
     """Buffers, and barriers that multi_head_kernel.py describes.
 
     Attributes:
@@ -22,8 +22,7 @@ class MultiHeadShared:
         value: Likewise, [2, 128, 1, 1, V].
         upcoming: The work that follows a work of the program, int32 [2, 1], by turns.
         q_full, q_empty: A barrier for each half.
-        k_full, v_full: One for each stage.
-        k_empty, v_empty: Likewise, which both attend roles pass together.
+        key_ring, value_ring: Of the stages, which both attend roles release.
         landed: One barrier.
         CONTENT: D, width of the part of query and key before the rope part.
         R: Width of the rope part.
@@ -39,39 +38,13 @@ class MultiHeadShared:
     upcoming: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    key_ring: Ring
+    value_ring: Ring
     landed: gl.shared_memory_descriptor
     CONTENT: gl.constexpr
     R: gl.constexpr
     V: gl.constexpr
     DTYPE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, barriers, CONTENT, R, V, DTYPE):
-        (
-            self.q_content,
-            self.q_rope,
-            self.k_content,
-            self.k_rope,
-            self.value,
-            self.upcoming,
-        ) = buffers
-        (
-            self.q_full,
-            self.q_empty,
-            self.k_full,
-            self.v_full,
-            self.k_empty,
-            self.v_empty,
-            self.landed,
-        ) = barriers
-        self.CONTENT = gl.constexpr(CONTENT)
-        self.R = gl.constexpr(R)
-        self.V = gl.constexpr(V)
-        self.DTYPE = gl.constexpr(DTYPE)
 
     @gluon.jit
     def contents(self, HALF: gl.constexpr, stage):
@@ -117,22 +90,31 @@ def allocate(q_content, q_rope, k_content, k_rope, value):
     R: gl.constexpr = q_rope.block_shape[3]
     V: gl.constexpr = value.block_shape[3]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    buffers = (
-        gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, CONTENT], Q_CONTENT),
-        gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, R], Q_ROPE),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, CONTENT], K_CONTENT),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, R], K_ROPE),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, V], VALUE),
-        gl.allocate_shared_memory(gl.int32, [2, 1], plain),
-    )
-    barriers = (
-        new_barriers(2),
-        new_barriers(2),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES, 2),
-        new_barriers(STAGES, 2),
-        new_barriers(1),
+    q_content = gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, CONTENT], Q_CONTENT)
+    q_rope = gl.allocate_shared_memory(dtype, [2, ROWS, 1, 1, R], Q_ROPE)
+    k_content = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, CONTENT], K_CONTENT)
+    k_rope = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, R], K_ROPE)
+    value = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, 1, 1, V], VALUE)
+    upcoming = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+    q_full, q_empty = new_barriers(2), new_barriers(2)
+    k_full, v_full = new_barriers(STAGES), new_barriers(STAGES)
+    k_empty, v_empty = new_barriers(STAGES, 2), new_barriers(STAGES, 2)
+    storage = MultiHeadStorage(
+        q_content=q_content,
+        q_rope=q_rope,
+        k_content=k_content,
+        k_rope=k_rope,
+        value=value,
+        upcoming=upcoming,
+        q_full=q_full,
+        q_empty=q_empty,
+        key_ring=Ring(k_full, k_empty, STAGES),
+        value_ring=Ring(v_full, v_empty, STAGES),
+        landed=new_barriers(1),
+        CONTENT=CONTENT,
+        R=R,
+        V=V,
+        DTYPE=dtype,
     )
     fence_async_shared()
-    return MultiHeadShared(buffers, barriers, CONTENT, R, V, dtype)
+    return storage

@@ -2,7 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
+
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Queries of a role: the M of a warpgroup's product.
 ROWS = gl.constexpr(64)
@@ -34,16 +35,6 @@ class MultiHeadTile:
     offset: gl.tensor
     batch: gl.tensor
     head: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, query_start, query_end, key_start, keys, offset, batch, head):
-        self.query_start = query_start
-        self.query_end = query_end
-        self.key_start = key_start
-        self.keys = keys
-        self.offset = offset
-        self.batch = batch
-        self.head = head
 
     @gluon.jit
     def count_blocks(self):
@@ -98,16 +89,6 @@ class Works:
     section_works: gl.tensor
     groups: gl.tensor
     heads: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, drawn, total, section, section_works, groups, heads):
-        self.tiles = tiles
-        self.drawn = drawn
-        self.total = total
-        self.section = section
-        self.section_works = section_works
-        self.groups = groups
-        self.heads = heads
 
     @gluon.jit
     def second(self):

@@ -3,11 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES, chunk_full
+from absorbed_mla.kernels.hopper.ring import empty_position
 from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.triton_private import aggregate
 
 
 @aggregate
@@ -29,14 +30,6 @@ class PagedKeys:
     block_size: gl.tensor
     table_stride: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, latent, k_rope, block_table, block_size, table_stride):
-        self.latent = latent
-        self.k_rope = k_rope
-        self.block_table = block_table
-        self.block_size = block_size
-        self.table_stride = table_stride
-
     @gluon.jit
     def load(self, tile, shared, blocks):
         """Load each block as soon as the block before last is done with its stage.
@@ -50,8 +43,7 @@ class PagedKeys:
         """
         HALF: gl.constexpr = shared.C // 2
         for block in range(count_blocks(tile)):
-            stage = (blocks + block) % STAGES
-            parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
+            stage, parity = empty_position(blocks + block, STAGES)
             pages = self.find_pages(tile, block)
             mbarrier.wait(shared.left_empty.index(stage), parity)
             for column in gl.static_range(0, HALF, shared.CHUNK):

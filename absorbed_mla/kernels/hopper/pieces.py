@@ -1,4 +1,4 @@
-"""Pieces of a tile's keys, and how their outputs are added up, in parity mode.
+"""Fixed KV splits (pieces) of parity mode, and how their outputs are added up.
 
 A token's keys are divided into pieces of ``PIECE`` keys, from its first key on, whatever else is in
 the batch. Each piece has an online softmax of its own, and outputs and LSE are added up one after
@@ -10,13 +10,13 @@ has a program (decode_kernel.py), as for few long requests. Keys may be rows in 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
 from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Keys of a piece, a multiple of those of a block. With fewer, long requests have more programs, and
 # adding up takes longer.
@@ -46,13 +46,6 @@ class WholeTiles:
     head_blocks: gl.tensor
     HEADS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, total, head_blocks, HEADS):
-        self.tiles = tiles
-        self.total = total
-        self.head_blocks = head_blocks
-        self.HEADS = gl.constexpr(HEADS)
-
     @gluon.jit
     def count(self):
         """How many the program has."""
@@ -65,16 +58,18 @@ class WholeTiles:
         entry = self.tiles + number // self.head_blocks * _TABLE_COLUMNS
         first = gl.load(entry + 1)
         return DecodeTile(
-            gl.load(entry),
-            first,
-            first + gl.load(entry + 2),
-            gl.to_tensor(0),
-            gl.load(entry + 4),
-            gl.load(entry + 3) - 1,
-            gl.program_id(0),
-            number % self.head_blocks * self.HEADS,
-            self.HEADS,
-            ROWS,
+            request=gl.load(entry),
+            query_start=first,
+            query_end=first + gl.load(entry + 2),
+            key_start=gl.to_tensor(0),
+            keys=gl.load(entry + 4),
+            offset=gl.load(entry + 3) - 1,
+            place=gl.program_id(0),
+            batch=gl.to_tensor(0),
+            head=number % self.head_blocks * self.HEADS,
+            HEADS=self.HEADS,
+            ROWS=ROWS,
+            IDLE_HEADS=True,
         )
 
 
@@ -98,14 +93,6 @@ class RunningSum:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     COLUMNS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, out, factors, full, empty, COLUMNS):
-        self.out = out
-        self.factors = factors
-        self.full = full
-        self.empty = empty
-        self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
     def weigh(self, top, denominator, scale, number, turn):

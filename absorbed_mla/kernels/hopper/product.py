@@ -1,4 +1,4 @@
-"""The product of many rows on Hopper GPUs: what it can multiply, and the launch of the kernel."""
+"""Launcher of the Hopper GEMM of parity mode, for many rows, and what it can multiply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of many rows, each element summed in the order of invariant/parts.py.
+"""The Hopper GEMM of parity mode: each element is summed in the order of invariant/parts.py.
 
 A program computes one tile of 128 x 256 elements after another. The warps have three roles:
 
@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.product_shared import (
@@ -45,6 +44,7 @@ from absorbed_mla.kernels.hopper.product_shared import (
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.invariant.groups import place_in_groups
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Registers of each thread of the roles but the first. At launch three warpgroups (the load role's
 # warp counts as one) have 168 each; the first gets what the others leave of these 504: 240.
@@ -75,14 +75,6 @@ class Work:
     part_steps: gl.tensor
     columns: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, row_tiles, column_tiles, steps, part_steps, columns):
-        self.row_tiles = row_tiles
-        self.column_tiles = column_tiles
-        self.steps = steps
-        self.part_steps = part_steps
-        self.columns = columns
-
     @gluon.jit
     def count(self):
         """Tiles."""
@@ -107,10 +99,8 @@ def _load_role(work, shared, left, right):
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
         row, column = work.place(tile)
         for step in range(work.steps):
-            stage, parity = shared.place(index)
-            mbarrier.wait(shared.empty.index(stage), parity ^ 1)
-            full = shared.full.index(stage)
-            mbarrier.expect(full, left.block_type.nbytes + right.block_type.nbytes)
+            full = shared.ring.acquire(index, left.block_type.nbytes + right.block_type.nbytes)
+            stage, _ = shared.ring.position(index)
             _load(left, row, step * STEP, full, shared.left.index(stage))
             _load(right, column, step * STEP, full, shared.right.index(stage))
             index += 1
@@ -138,7 +128,7 @@ def _multiply_role(
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
     if ROLE == 1 and work.steps > _LATER:
-        mbarrier.wait(shared.full.index(_LATER), 0)
+        mbarrier.wait(shared.ring.full.index(_LATER), 0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
         quarters = _sum(work, shared, index, ROLE, SEVERAL)
         index += work.steps
@@ -196,9 +186,9 @@ def _sum_part(shared, index, steps, ROLE: gl.constexpr):
     for step in range(1, steps):
         acc = _queue(shared, index + step, acc, ROLE, True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        _release(shared, index + step - 1)
+        shared.ring.release(index + step - 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _release(shared, index + steps - 1)
+    shared.ring.release(index + steps - 1)
     left, right = _halves(acc)
     return _halves(left) + _halves(right)
 
@@ -216,16 +206,10 @@ def _halves(x):
 @gluon.jit
 def _queue(shared, index, acc, ROLE: gl.constexpr, ADDED: gl.constexpr):
     """Queue the product of a step when its operands are there."""
-    stage, parity = shared.place(index)
-    mbarrier.wait(shared.full.index(stage), parity)
+    shared.ring.wait(index)
+    stage, _ = shared.ring.position(index)
     rows, columns = shared.operands(stage, ROLE)
     return warpgroup_mma(rows, columns, acc, use_acc=ADDED, is_async=True)
-
-
-@gluon.jit
-def _release(shared, index):
-    stage, _ = shared.place(index)
-    mbarrier.arrive(shared.empty.index(stage))
 
 
 @gluon.jit

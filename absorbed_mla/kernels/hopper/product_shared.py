@@ -1,13 +1,13 @@
-"""The shared memory of the product of many rows, and the barriers that say what is in it."""
+"""Shared storage of the Hopper GEMM, and the barriers that say what is in it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Rows of a role: the M of a warpgroup's product. A tile has those of two roles.
 ROWS = gl.constexpr(64)
@@ -25,34 +25,20 @@ _SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @aggregate
-class Shared:
+class ProductStorage:
     """Buffers, and barriers that product_kernel.py describes.
 
     Attributes:
         left: Of the stages, [stages, 128, 64], or [stages, 64, 128] where rows lie side by side.
         right: Likewise, [stages, 256, 64], or [stages, 64, 256] where columns do.
         kept: Results on their way to memory, [4, 64, 64]: two buffers of each role.
-        full, empty: A barrier for each stage.
-        STAGES: How many there are.
+        ring: Of the stages.
     """
 
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
     kept: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, barriers, STAGES):
-        self.left, self.right, self.kept = buffers
-        self.full, self.empty = barriers
-        self.STAGES = gl.constexpr(STAGES)
-
-    @gluon.jit
-    def place(self, index):
-        """Stage and parity of the program's step of an index."""
-        return index % self.STAGES, index // self.STAGES & 1
+    ring: Ring
 
     @gluon.jit
     def operands(self, stage, role: gl.constexpr):
@@ -87,11 +73,11 @@ def is_transposed(shape):
 def allocate(left, right, STAGES: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps, with its barriers ready for use."""
     dtype: gl.constexpr = left.dtype
-    buffers = (
-        allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
-        allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
-        allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
+    storage = ProductStorage(
+        left=allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
+        right=allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
+        kept=allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
+        ring=Ring(new_barriers(STAGES), new_barriers(STAGES, 2), STAGES),
     )
-    barriers = new_barriers(STAGES), new_barriers(STAGES, 2)
     fence_async_shared()
-    return Shared(buffers, barriers, STAGES)
+    return storage

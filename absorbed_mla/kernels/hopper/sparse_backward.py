@@ -1,11 +1,10 @@
-"""Backward of attention over chosen keys on Hopper GPUs: the launch of its kernels."""
+"""Launcher of the Hopper sparse attention backward over chosen keys."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
@@ -15,52 +14,31 @@ from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_bac
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.backward import delta_of
 
 
 def sparse_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    chosen: Tensor,
-    scale: float,
-    deterministic: bool,
+    call: LatentBackward, chosen: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``sparse_forward`` took.
 
     Args:
-        grad_out: [S_q, B, N, C].
-        grad_lse: [S_q, B, N], or None where the LSE was not used.
-        out: [S_q, B, N, C], possibly over more keys than these.
-        lse: fp32 [S_q, B, N], over the same keys as ``out``.
-        q_content: bf16 or fp16 [S_q, B, N, C].
-        q_rope: [S_q, B, N, R].
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
+        call: The arguments.
         chosen: int32 [S_q, B, topk], -1 for none, anywhere.
-        scale: Multiplies the scores.
         deterministic: Whether the result must be the same in every run, to the bit; see
             scatter_add.py.
 
     Returns:
-        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
-        [S_k, B, C + R]; the latent's is that of the key and of the value.
+        As :class:`LatentBackward` says.
     """
-    dq = tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
-    )
-    keys, batch, kv_lora_rank = latent.shape
-    width = kv_lora_rank + k_rope.shape[-1]
-    dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
-    if not keys or not lse.numel():
+    dq, dkv, keys = call.empty_query_gradients(), call.zero_key_gradients(), len(call.latent)
+    if not keys or not call.lse.numel():
         return dq[0].zero_(), dq[1].zero_(), dkv
-    grad_out, lse = grad_out.to(q_content.dtype), lse.contiguous()
+    call = call.cast()
+    grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, scale = call
+    lse = lse.contiguous()
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     statistics = lse, delta_of(grad_out, grad_lse, out, lse)

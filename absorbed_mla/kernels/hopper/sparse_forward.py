@@ -1,4 +1,4 @@
-"""Attention over chosen keys on Hopper GPUs: the launch of the forward kernel."""
+"""Launcher of the Hopper sparse attention forward over chosen keys."""
 
 from __future__ import annotations
 

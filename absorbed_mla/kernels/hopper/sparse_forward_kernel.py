@@ -33,6 +33,7 @@ from absorbed_mla.kernels.hopper.layouts import (
     block_layout,
     row_layout,
 )
+from absorbed_mla.kernels.hopper.ring import empty_position
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
 from absorbed_mla.kernels.hopper.tile import KEYS
 
@@ -53,8 +54,7 @@ def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
     k_rope += entry.to(gl.int64) * rope_b
     listed = tile.listed(0, gl.SliceLayout(1, layout))
     for block in range(count_blocks(tile)):
-        stage = block % STAGES
-        parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
+        stage, parity = empty_position(block, STAGES)
         key, there = key_of(listed, tile)
         row = (key * latent_s)[:, None]
         mbarrier.wait(shared.left_empty.index(stage), parity)

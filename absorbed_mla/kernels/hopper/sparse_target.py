@@ -1,4 +1,4 @@
-"""What an indexer learns, on Hopper GPUs: the launch of the target kernel."""
+"""Launcher of the Hopper kernel of the indexer's KL target."""
 
 from __future__ import annotations
 

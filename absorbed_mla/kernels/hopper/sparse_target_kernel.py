@@ -1,4 +1,4 @@
-"""The target kernel: probabilities of chosen keys, summed over the heads of a query.
+"""The KL target kernel: probabilities of chosen keys, summed over the heads of a query.
 
 One program has one token and up to 128 of its heads, and goes through the token's keys, 64 at a
 time. A block is gathered once and used by one product for each head, so what the gather takes from
@@ -31,16 +31,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import announce, new_barriers
+from absorbed_mla.kernels.hopper.forward_shared import announce
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
     accumulator_layout,
     operand_layout,
     row_layout,
 )
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import (
     LOAD_WARPS,
     gather_columns,
@@ -48,6 +48,7 @@ from absorbed_mla.kernels.hopper.sparse_forward_kernel import (
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 # Blocks of keys in shared memory.
@@ -58,14 +59,14 @@ _LOAD_REGISTERS = gl.constexpr(56)
 
 
 @aggregate
-class _Shared:
+class _TargetStorage:
     """Buffers, and barriers as above.
 
     Attributes:
         content: Latents, [3, 64, C].
         rope: k_rope, [3, 64, R].
         q_full, begun: One barrier.
-        full, empty: One for each stage.
+        ring: Of the stages.
         GROUPS: Of 64 heads.
     """
 
@@ -73,19 +74,8 @@ class _Shared:
     rope: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     begun: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    ring: Ring
     GROUPS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, content, rope, q_full, begun, full, empty, GROUPS):
-        self.content = content
-        self.rope = rope
-        self.q_full = q_full
-        self.begun = begun
-        self.full = full
-        self.empty = empty
-        self.GROUPS = gl.constexpr(GROUPS)
 
 
 @gluon.jit
@@ -93,8 +83,8 @@ def _allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, GROUPS: gl.
     """All shared memory."""
     content = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, C], operand_layout(C))
     rope = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, R], operand_layout(R))
-    full, empty = new_barriers(_STAGES), new_barriers(_STAGES, 2)
-    shared = _Shared(content, rope, new_barriers(1), new_barriers(1), full, empty, GROUPS)
+    ring = Ring(new_barriers(_STAGES), new_barriers(_STAGES, 2), _STAGES)
+    shared = _TargetStorage(content, rope, new_barriers(1), new_barriers(1), ring, GROUPS)
     fence_async_shared()
     return shared
 
@@ -117,16 +107,16 @@ def _load_role(tile, shared, q_content, q_rope, latent, k_rope, strides):
         # The phase before this block's; the stages where queries land have one more.
         queries_landed = (stage + shared.GROUPS) // _STAGES
         parity = (block // _STAGES + queries_landed & 1) ^ 1
-        mbarrier.wait(shared.empty.index(stage), parity)
+        mbarrier.wait(shared.ring.empty.index(stage), parity)
         content, rope = shared.content.index(stage), shared.rope.index(stage)
         gather_columns(content, 0, C, latent, (key * latent_s)[:, None], there)
         gather_columns(rope, 0, R, k_rope, (key * rope_s)[:, None], there)
         listed = tile.listed(block + 1, gl.SliceLayout(1, layout))
         if block > 0:
             async_copy.wait_group(2)  # those of this block
-            announce(shared.full.index((block - 1) % _STAGES))
+            announce(shared.ring.full.index((block - 1) % _STAGES))
     async_copy.wait_group(0)
-    announce(shared.full.index((blocks - 1) % _STAGES))
+    announce(shared.ring.full.index((blocks - 1) % _STAGES))
 
 
 @gluon.jit
@@ -184,11 +174,11 @@ def _sum_role(tile, shared, lse, out, shape, scale, NUMBER: gl.constexpr):
         content = shared.content.index(stage).slice(FIRST, COLUMNS, dim=0)
         rope = shared.rope.index(stage).slice(FIRST, COLUMNS, dim=0)
         s = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        mbarrier.wait(shared.full.index(stage), block // _STAGES & 1)
+        shared.ring.wait(block)
         s = warpgroup_mma(q_content, content.permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(shared.empty.index(stage))
+        shared.ring.release(block)
         if (block == 0) & (NUMBER == 0):
             mbarrier.arrive(shared.begun.index(0))
         total = _sum_rows(gl.exp2(s * scale - row_lse[:, None]))
@@ -231,7 +221,7 @@ def _read_queries(shared, stage, layout: gl.constexpr):
     rope = shared.rope.index(stage).load(operand)
     synchronize()
     for group in gl.static_range(shared.GROUPS):
-        mbarrier.arrive(shared.empty.index(_STAGES - shared.GROUPS + group))
+        mbarrier.arrive(shared.ring.empty.index(_STAGES - shared.GROUPS + group))
     return content, rope
 
 

@@ -2,67 +2,28 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.dsa import key_lists
-from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, Tile
+from absorbed_mla.kernels.triton_private import aggregate
 
 _KEY_BITS = gl.constexpr(key_lists.KEY_BITS.value)
 _KEY_MASK = gl.constexpr(key_lists.KEY_MASK.value)
 
 
 @aggregate
-class SparseTile:
-    """Which rows a program works on, and where the list of its keys is.
+class SparseTile(Tile):
+    """A tile of up to 64 rows whose keys are those of a list.
 
     Attributes:
         entries: Pointer to the list, see key_lists.py.
         number: Of the list.
-        query_start, query_end: Its tokens; the last tile has fewer than the rest.
-        keys: Entries of the list.
-        open_keys: How many of these, from the first on, all rows see.
-        batch: Entry of the batch.
-        head: First head.
-        HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
+        open_keys: How many entries, from the first on, all rows see.
     """
 
     entries: gl.tensor
     number: gl.tensor
-    query_start: gl.tensor
-    query_end: gl.tensor
-    keys: gl.tensor
     open_keys: gl.tensor
-    batch: gl.tensor
-    head: gl.tensor
-    HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, entries, number, query_start, query_end, keys, open_keys, batch, head, HEADS
-    ):
-        self.entries = entries
-        self.number = number
-        self.query_start = query_start
-        self.query_end = query_end
-        self.keys = keys
-        self.open_keys = open_keys
-        self.batch = batch
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
-
-    @gluon.jit
-    def rows(self, batches, heads, layout: gl.constexpr):
-        """As ``Tile.rows``; heads beyond the last are not in the tile either."""
-        row = gl.arange(0, ROWS, layout)
-        query = self.query_start + row // self.HEADS
-        head = self.head + row % self.HEADS
-        index = (query.to(gl.int64) * batches + self.batch) * heads + head
-        return index, (query < self.query_end) & (head < heads)
-
-    @gluon.jit
-    def first_top(self, layout: gl.constexpr):
-        """As ``Tile.first_top``."""
-        return gl.full([ROWS], -float("inf"), gl.float32, layout)
 
     @gluon.jit
     def listed(self, block, layout: gl.constexpr):
@@ -72,7 +33,7 @@ class SparseTile:
 
     @gluon.jit
     def sees(self, block, layout: gl.constexpr):
-        """As ``Tile.sees``."""
+        """As ``CausalTile.sees``."""
         entry = self.listed(block, gl.SliceLayout(0, layout))[None, :]
         token = (gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // self.HEADS)[:, None]
         if self.HEADS == ROWS:
@@ -81,7 +42,7 @@ class SparseTile:
 
     @gluon.jit
     def open_blocks(self):
-        """As ``Tile.open_blocks``."""
+        """As ``CausalTile.open_blocks``."""
         return self.open_keys // KEYS
 
     @gluon.jit
@@ -126,13 +87,15 @@ def read_sparse_tile(lists, first, length, queries, batches, heads, HEADS: gl.co
     TOKENS: gl.constexpr = ROWS // HEADS
     query = tile * TOKENS
     return SparseTile(
-        entries + number.to(gl.int64) * length,
-        number,
-        query,
-        gl.minimum(query + TOKENS, queries),
-        gl.load(counts + number),
-        gl.load(open_counts + number),
-        batch,
-        program % groups * HEADS,
-        HEADS,
+        entries=entries + number.to(gl.int64) * length,
+        number=number,
+        query_start=query,
+        query_end=gl.minimum(query + TOKENS, queries),
+        keys=gl.load(counts + number),
+        open_keys=gl.load(open_counts + number),
+        batch=batch,
+        head=program % groups * HEADS,
+        HEADS=HEADS,
+        ROWS=ROWS,
+        IDLE_HEADS=True,
     )

@@ -1,4 +1,4 @@
-"""Backward of attention over the latent on Hopper GPUs by stored P and dS: always the same bits.
+"""Launcher of the deterministic Hopper backward, by stored P and dS: always the same bits.
 
 Some tokens at a time: a kernel stores P and dS in the dtype of the query, and three products of
 matrices, cuBLAS's, make dQ = dS K and add P^T dO + dS^T Q to the keys' gradients in fp32. What is
@@ -18,6 +18,7 @@ from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_s
 from absorbed_mla.kernels.hopper.stored_backward_shared import CHUNK, KEYS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import tile_shape
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
@@ -26,39 +27,22 @@ _CHUNK, _KEYS = CHUNK.value, KEYS.value
 
 
 def backward_stored(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    tiles: Tensor,
-    parts: Tensor,
-    scale: float,
+    call: LatentBackward, tiles: Tensor, parts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``forward`` took.
 
     Args:
-        grad_out: [S_q, B, N, C].
-        grad_lse: [S_q, B, N], or None where the LSE was not used.
-        out: [S_q, B, N, C], possibly over more keys than these.
-        lse: fp32 [S_q, B, N], over the same keys as ``out``.
-        q_content: bf16 or fp16 [S_q, B, N, C].
-        q_rope: [S_q, B, N, R].
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
+        call: The arguments.
         tiles: int32 [tiles, 5], those of each part one after the other.
         parts: int64 [parts, 6] on the CPU: the first token and the end of each run of tokens, the
             first key that they see and the end, and where their tiles begin and end.
-        scale: Multiplies the scores.
 
     Returns:
-        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
-        [S_k, B, C + R]; the latent's is that of the key and of the value.
+        As :class:`LatentBackward` says.
     """
-    keys, batch, kv_lora_rank = latent.shape
+    call = call.cast()
+    grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, scale = call
+    batch, kv_lora_rank = latent.shape[1:]
     heads, rope = q_rope.shape[2:]
     tokens, packed = tile_shape(heads)
     # Tokens that see nothing are in no part.
@@ -68,8 +52,7 @@ def backward_stored(
         dq_content, dq_rope = (
             make(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
         )
-    dkv = latent.new_zeros((keys, batch, kv_lora_rank + rope), dtype=torch.float32)
-    grad_out = grad_out.to(q_content.dtype)
+    dkv = call.zero_key_gradients()
     if not parts.numel() or not batch:
         return dq_content, dq_rope, dkv
     maps = (

@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E, read_statistics
 from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
+from absorbed_mla.kernels.hopper.ring import wait_empty, wait_full
 from absorbed_mla.kernels.hopper.stored_backward_shared import (
     CHUNK,
     HANDED,
@@ -81,7 +82,7 @@ def _load_role(work, shared, q_content, q_rope, grad_out, latent, k_rope):
 def _probs_role(work, shared, probs, lse, delta, first_token, stored_blocks, scale):
     """Compute and store P of each tile, and hand it over."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
-    dtype: gl.constexpr = shared.ring.dtype
+    dtype: gl.constexpr = shared.chunks.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
     # Chunks of S that are queued when dP may begin, of which the last is still running.
     GO: gl.constexpr = len(WIDTHS) * 2 // 3 + 1
@@ -120,7 +121,7 @@ def _probs_role(work, shared, probs, lse, delta, first_token, stored_blocks, sca
 def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale):
     """Compute and store dS of each tile."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
-    dtype: gl.constexpr = shared.ring.dtype
+    dtype: gl.constexpr = shared.chunks.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS
     number = gl.to_tensor(0)
     for turn in range(work.count()):
@@ -184,7 +185,7 @@ def _hide(values, tile, first, layout: gl.constexpr):
 @gluon.jit
 def _wait_for_room(shared, handed):
     """Wait until the grad role has read the P before last."""
-    mbarrier.wait(shared.probs_empty.index(handed % HANDED), (handed // HANDED & 1) ^ 1)
+    wait_empty(shared.probs_empty, handed, HANDED)
 
 
 @gluon.jit
@@ -197,7 +198,7 @@ def _wait_for_stores():
 @gluon.jit
 def _wait_to_go(shared, handed):
     """Wait until dP of a block may begin."""
-    mbarrier.wait(shared.grad_go.index(handed % HANDED), handed // HANDED & 1)
+    wait_full(shared.grad_go, handed, HANDED)
 
 
 @gluon.jit
@@ -223,7 +224,7 @@ def _hand_over(shared, handed, probs, tile, first_token, block):
 @gluon.jit
 def _wait_for_probs(shared, handed):
     """Wait for P, and until dS of the block before has left."""
-    mbarrier.wait(shared.probs_full.index(handed % HANDED), handed // HANDED & 1)
+    wait_full(shared.probs_full, handed, HANDED)
     tma.store_wait(0)
     synchronize()
 
@@ -252,8 +253,8 @@ def _hand_back(shared, handed, grad_scores, tile, first_token, block):
 @gluon.jit
 def _pass_rope(shared, number):
     """Release the last chunk, which only the probs role reads."""
-    shared.wait(number + shared.CHUNKS)
-    shared.release(number + shared.CHUNKS)
+    shared.ring.wait(number + shared.CHUNKS)
+    shared.ring.release(number + shared.CHUNKS)
 
 
 @gluon.jit

@@ -1,20 +1,19 @@
-"""The shared memory of the stored backward: a ring of chunks, what is stored, and barriers."""
+"""Shared storage of the stored backward: a ring of chunks, P and dS, and barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout
+from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Keys of a block, the N of a product: for so many the tensor cores take as long as shared memory
 # needs to bring them and to write the next.
@@ -28,78 +27,61 @@ HANDED = gl.constexpr(2)
 
 
 @aggregate
-class Shared:
+class StoredBackwardStorage:
     """Buffers, and barriers that stored_backward_kernel.py describes.
 
     Attributes:
-        ring: [11, 128, 64]: 64 columns of 128 keys, or of the tile's 64 queries and of their dO.
+        chunks: [11, 128, 64]: 64 columns of 128 keys, or of the tile's 64 queries and of their dO.
         probs: P, [2, 64, 128].
         grad_scores: dS, [1, 64, 128].
-        full, empty: One for each stage of the ring.
+        ring: Of the chunks; both roles release each.
         probs_full, probs_empty, grad_go: One for each P.
         CHUNKS: Of the latents' columns.
         R: Width of k_rope.
     """
 
-    ring: gl.shared_memory_descriptor
+    chunks: gl.shared_memory_descriptor
     probs: gl.shared_memory_descriptor
     grad_scores: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    ring: Ring
     probs_full: gl.shared_memory_descriptor
     probs_empty: gl.shared_memory_descriptor
     grad_go: gl.shared_memory_descriptor
     CHUNKS: gl.constexpr
     R: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, operands, barriers, CHUNKS, R):
-        self.ring, self.probs, self.grad_scores = operands
-        self.full, self.empty, self.probs_full, self.probs_empty, self.grad_go = barriers
-        self.CHUNKS = gl.constexpr(CHUNKS)
-        self.R = gl.constexpr(R)
-
     @gluon.jit
     def keys(self, number, WIDTH: gl.constexpr):
         """A chunk of keys, [128, WIDTH]."""
         LAYOUT: gl.constexpr = operand_layout(WIDTH)
-        return self.ring.index(number % STAGES)._reinterpret(self.ring.dtype, [KEYS, WIDTH], LAYOUT)
+        return self.chunks.index(number % STAGES)._reinterpret(
+            self.chunks.dtype, [KEYS, WIDTH], LAYOUT
+        )
 
     @gluon.jit
     def rows(self, number, half: gl.constexpr, WIDTH: gl.constexpr):
         """A chunk of the queries (half 0) or of dO (1), [64, WIDTH]."""
         LAYOUT: gl.constexpr = operand_layout(WIDTH)
-        place = self.ring.index(number % STAGES).slice(half * ROWS, ROWS, dim=0)
-        return place._reinterpret(self.ring.dtype, [ROWS, WIDTH], LAYOUT)
-
-    @gluon.jit
-    def wait(self, number):
-        """Wait until a chunk is there."""
-        mbarrier.wait(self.full.index(number % STAGES), number // STAGES & 1)
-
-    @gluon.jit
-    def release(self, number):
-        """One of the two roles does not need a chunk any more."""
-        mbarrier.arrive(self.empty.index(number % STAGES))
+        place = self.chunks.index(number % STAGES).slice(half * ROWS, ROWS, dim=0)
+        return place._reinterpret(place.dtype, [ROWS, WIDTH], LAYOUT)
 
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
     """Shared memory with its barriers ready for use."""
-    operands = (
-        allocate_operand(dtype, KEYS, CHUNK, STAGES),
-        allocate_operand(dtype, ROWS, KEYS, HANDED),
-        allocate_operand(dtype, ROWS, KEYS),
-    )
-    barriers = (
-        new_barriers(STAGES),
-        new_barriers(STAGES, 2),
-        new_barriers(HANDED),
-        new_barriers(HANDED),
-        new_barriers(HANDED),
+    storage = StoredBackwardStorage(
+        chunks=allocate_operand(dtype, KEYS, CHUNK, STAGES),
+        probs=allocate_operand(dtype, ROWS, KEYS, HANDED),
+        grad_scores=allocate_operand(dtype, ROWS, KEYS),
+        ring=Ring(new_barriers(STAGES), new_barriers(STAGES, 2), STAGES),
+        probs_full=new_barriers(HANDED),
+        probs_empty=new_barriers(HANDED),
+        grad_go=new_barriers(HANDED),
+        CHUNKS=C // CHUNK,
+        R=R,
     )
     fence_async_shared()
-    return Shared(operands, barriers, C // CHUNK, R)
+    return storage
 
 
 @gluon.jit
@@ -107,12 +89,12 @@ def load_rows(tile, shared, q_content, q_rope, grad_out, number):
     """Load queries and dO of a tile, chunk by chunk, the first being the ``number``-th."""
     nbytes: gl.constexpr = q_content.block_type.nbytes + grad_out.block_type.nbytes
     for chunk in gl.static_range(shared.CHUNKS):
-        full = _take(shared, number + chunk, nbytes)
+        full = shared.ring.acquire(number + chunk, nbytes)
         position = [tile.query_start, tile.batch, tile.head, chunk * CHUNK]
         copy_to(q_content, position, full, shared.rows(number + chunk, 0, CHUNK))
         copy_to(grad_out, position, full, shared.rows(number + chunk, 1, CHUNK))
     number = number + shared.CHUNKS
-    full = _take(shared, number, q_rope.block_type.nbytes)
+    full = shared.ring.acquire(number, q_rope.block_type.nbytes)
     position = [tile.query_start, tile.batch, tile.head, 0]
     copy_to(q_rope, position, full, shared.rows(number, 0, shared.R))
 
@@ -122,23 +104,12 @@ def load_keys(tile, shared, latent, k_rope, block, number):
     """Load a block of keys, likewise."""
     key = tile.key_start + block * KEYS
     for chunk in gl.static_range(shared.CHUNKS):
-        full = _take(shared, number + chunk, latent.block_type.nbytes)
+        full = shared.ring.acquire(number + chunk, latent.block_type.nbytes)
         position = [key, tile.batch, chunk * CHUNK]
         copy_to(latent, position, full, shared.keys(number + chunk, CHUNK))
     number = number + shared.CHUNKS
-    full = _take(shared, number, k_rope.block_type.nbytes)
+    full = shared.ring.acquire(number, k_rope.block_type.nbytes)
     copy_to(k_rope, [key, tile.batch, 0], full, shared.keys(number, shared.R))
-
-
-@gluon.jit
-def _take(shared, number, nbytes: gl.constexpr):
-    """The barrier of a chunk of so many bytes, when nobody needs what is in its stage."""
-    stage = number % STAGES
-    # The phase before the chunk's; the one before the first counts as passed.
-    mbarrier.wait(shared.empty.index(stage), (number // STAGES & 1) ^ 1)
-    full = shared.full.index(stage)
-    mbarrier.expect(full, nbytes)
-    return full
 
 
 @gluon.jit
@@ -147,10 +118,10 @@ def take_rows(shared, number, half: gl.constexpr, WIDTHS: gl.constexpr, layout: 
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     rows = ()
     for chunk in gl.static_range(len(WIDTHS)):
-        shared.wait(number + chunk)
+        shared.ring.wait(number + chunk)
         rows += (shared.rows(number + chunk, half, WIDTHS[chunk]).load(operand),)
         synchronize()
-        shared.release(number + chunk)
+        shared.ring.release(number + chunk)
     return rows
 
 
@@ -173,12 +144,12 @@ def add_chunks(
         The sum, to which the last chunk's product is still being added.
     """
     for chunk in gl.static_range(FIRST, END):
-        shared.wait(number + chunk)
+        shared.ring.wait(number + chunk)
         keys = shared.keys(number + chunk, WIDTHS[chunk]).permute((1, 0))
         acc = warpgroup_mma(rows[chunk], keys, acc, use_acc=chunk > 0, is_async=True)
         if chunk > 0:
             acc = warpgroup_mma_wait(1, deps=[acc])
-            shared.release(number + chunk - 1)
+            shared.ring.release(number + chunk - 1)
     return acc
 
 
@@ -186,5 +157,5 @@ def add_chunks(
 def finish_product(shared, acc, number, WIDTHS: gl.constexpr):
     """The sum of all chunks when it is done."""
     acc = warpgroup_mma_wait(0, deps=[acc])
-    shared.release(number + len(WIDTHS) - 1)
+    shared.ring.release(number + len(WIDTHS) - 1)
     return acc

@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine (TMA) loads blocks of a tensor to shared memory with."""
+"""TMA descriptors: tensor maps by which blocks of a tensor are loaded to shared memory."""
 
 from __future__ import annotations
 

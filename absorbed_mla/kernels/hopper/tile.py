@@ -1,10 +1,9 @@
-"""A tile: the 64 rows that one program computes, and the keys that they see."""
+"""Tiles of attention over the latent: the rows of one program, and the keys that they see."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Gluon has no public name for it in Triton 3.6 and 3.7; its own examples import it like this.
-from triton.language.core import _aggregate as aggregate
+from absorbed_mla.kernels.triton_private import aggregate
 
 # Rows of a tile, a row being one head of one token: the M of a warpgroup's product.
 ROWS = gl.constexpr(64)
@@ -28,66 +27,82 @@ def tile_shape(heads: int) -> tuple[int, int]:
     return ROWS.value // packed, packed
 
 
-@aggregate
 class Tile:
-    """Which rows and keys a program works on; see ``query_tiles`` in tiles.py.
+    """The rows that a program computes, and how many keys they see; which, subclasses say.
 
     Attributes:
         query_start, query_end: Its tokens; the last tile of a sequence has fewer than the rest.
-        key_start, key_end: Keys that any of them sees.
-        keys: How many these are.
-        offset: Token i of the tile sees its keys 0 .. i + offset.
+        keys: How many keys any of them sees.
         batch: Entry of the batch.
         head: First head.
         HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
+        ROWS: How many rows there are.
+        IDLE_HEADS: Whether heads of the tile may lie beyond N.
     """
 
     query_start: gl.tensor
     query_end: gl.tensor
-    key_start: gl.tensor
-    key_end: gl.tensor
     keys: gl.tensor
-    offset: gl.tensor
     batch: gl.tensor
     head: gl.tensor
     HEADS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, query_start, query_end, key_start, key_end, keys, offset, batch, head, HEADS
-    ):
-        self.query_start = query_start
-        self.query_end = query_end
-        self.key_start = key_start
-        self.key_end = key_end
-        self.keys = keys
-        self.offset = offset
-        self.batch = batch
-        self.head = head
-        self.HEADS = gl.constexpr(HEADS)
+    ROWS: gl.constexpr
+    IDLE_HEADS: gl.constexpr
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):
-        """Where the rows are in [S_q, B, N], int64 [64], and which of them are in the tile."""
-        row = gl.arange(0, ROWS, layout)
+        """Where the rows are in [S_q, B, N], int64 [ROWS], and which of them are in the tile."""
+        row = gl.arange(0, self.ROWS, layout)
         query = self.query_start + row // self.HEADS
+        # The terms are added in the order of which the kernels were measured.
+        if self.IDLE_HEADS:
+            head = self.head + row % self.HEADS
+            index = (query.to(gl.int64) * batches + self.batch) * heads + head
+            return index, (query < self.query_end) & (head < heads)
         index = (query.to(gl.int64) * batches + self.batch) * heads + self.head + row % self.HEADS
         return index, query < self.query_end
 
     @gluon.jit
     def first_top(self, layout: gl.constexpr):
-        """The rows' largest scores before the first key, [64]."""
-        return gl.full([ROWS], -float("inf"), gl.float32, layout)
+        """The rows' largest scores before the first key, [ROWS]."""
+        return gl.full([self.ROWS], -float("inf"), gl.float32, layout)
+
+
+class CausalTile(Tile):
+    """A tile whose keys lie side by side, the last of them at a causal diagonal.
+
+    Attributes:
+        key_start: First key that any of its tokens sees.
+        offset: Token i of the tile sees its keys 0 .. i + offset.
+    """
+
+    key_start: gl.tensor
+    offset: gl.tensor
 
     @gluon.jit
     def sees(self, block, layout: gl.constexpr):
-        """Which row sees which key of a block, [64, 64] in ``layout``."""
-        return sees_until(self, block, layout)
+        """Which row sees which key of a block, [ROWS, 64] in ``layout``."""
+        key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+        token = gl.arange(0, self.ROWS, gl.SliceLayout(1, layout)) // self.HEADS
+        # Negative where a row sees none.
+        last = gl.minimum(token + self.offset, self.keys - 1)
+        return key[None, :] <= last[:, None]
 
     @gluon.jit
     def open_blocks(self):
         """How many blocks, from the first on, all rows see all of."""
-        return open_until(self)
+        return gl.maximum(gl.minimum(self.keys, self.offset + 1), 0) // KEYS
+
+
+@aggregate
+class DenseTile(CausalTile):
+    """A tile of training: see ``query_tiles`` in tiles.py.
+
+    Attributes:
+        key_end: One past the last key that any of its tokens sees.
+    """
+
+    key_end: gl.tensor
 
     @gluon.jit
     def hides_some(self, block, first):
@@ -107,22 +122,6 @@ class Tile:
 
 
 @gluon.jit
-def sees_until(tile, block, layout: gl.constexpr):
-    """``sees`` of a tile whose token i sees its keys 0 .. i + offset."""
-    key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
-    # Negative where a row sees none.
-    last = gl.minimum(token + tile.offset, tile.keys - 1)
-    return key[None, :] <= last[:, None]
-
-
-@gluon.jit
-def open_until(tile):
-    """``open_blocks`` of such a tile."""
-    return gl.maximum(gl.minimum(tile.keys, tile.offset + 1), 0) // KEYS
-
-
-@gluon.jit
 def read_tile(tiles, number, batches, heads, HEADS: gl.constexpr):
     """A tile: heads vary fastest, so that neighbours read the same keys.
 
@@ -137,14 +136,16 @@ def read_tile(tiles, number, batches, heads, HEADS: gl.constexpr):
     row = tiles + number // (groups * batches) * _TABLE_COLUMNS
     query_start, query_end = gl.load(row), gl.load(row + 1)
     key_start, key_end = gl.load(row + 2), gl.load(row + 3)
-    return Tile(
-        query_start,
-        query_end,
-        key_start,
-        key_end,
-        key_end - key_start,
-        gl.load(row + 4),
-        number // groups % batches,
-        number % groups * HEADS,
-        HEADS,
+    return DenseTile(
+        query_start=query_start,
+        query_end=query_end,
+        key_start=key_start,
+        key_end=key_end,
+        keys=key_end - key_start,
+        offset=gl.load(row + 4),
+        batch=number // groups % batches,
+        head=number % groups * HEADS,
+        HEADS=HEADS,
+        ROWS=ROWS,
+        IDLE_HEADS=False,
     )

@@ -24,6 +24,7 @@ from absorbed_mla.kernels.invariant.tiles import (
 )
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
+from absorbed_mla.kernels.triton_private import sum_combine
 
 _GROUP = tl.constexpr(GROUP)
 _place_in_groups = triton.jit(groups.place_in_groups)
@@ -187,9 +188,9 @@ def _expert_of(row_tile, ends_ptr, experts, EXPERTS: tl.constexpr, BLOCK_R: tl.c
     begin = tl.load(ends_ptr + expert - 1, mask=there & (expert > 0), other=0)
     tiles = (tl.load(ends_ptr + expert, mask=there, other=0) - begin + BLOCK_R - 1) // BLOCK_R
     tiles = tl.where(there, tiles, 0)
-    past = tl.associative_scan(tiles, 0, tl.standard._sum_combine)
+    past = tl.associative_scan(tiles, 0, sum_combine)
     # Experts all of whose tiles come before this one.
     earlier = there & (past <= row_tile)
-    count = tl.reduce(earlier.to(tl.int32), 0, tl.standard._sum_combine)
-    first = tl.reduce(tl.where(earlier, tiles, 0), 0, tl.standard._sum_combine)
+    count = tl.reduce(earlier.to(tl.int32), 0, sum_combine)
+    first = tl.reduce(tl.where(earlier, tiles, 0), 0, sum_combine)
     return count, row_tile - first

@@ -1,4 +1,4 @@
-"""The order of a product's tiles, for kernels in Triton and in Gluon, which each compile it."""
+"""Grouped tile order of a GEMM, for kernels in Triton and in Gluon, which each compile it."""
 
 import triton.language as tl
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow
+from absorbed_mla.kernels.triton_private import sum_combine
 
 # Programs of backward: each adds up the weight's gradient of some rows.
 _PROGRAMS = 264
@@ -168,4 +169,4 @@ def _weight(pointers, inside, ZERO_CENTERED: tl.constexpr):
 @triton.jit
 def _sum(values):
     """Of all elements [BLOCK]."""
-    return tl.reduce(values, 0, tl.standard._sum_combine)
+    return tl.reduce(values, 0, sum_combine)

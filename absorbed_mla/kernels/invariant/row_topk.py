@@ -1,4 +1,4 @@
-"""The first elements of a stable sort of short rows, such as a router's scores, in one launch."""
+"""Stable top-k of short rows, such as a router's scores, in one launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.scratch import not_filled
+from absorbed_mla.kernels.triton_private import elementwise_max
 
 # Of a warp, which is a program: several would exchange what each found.
 _THREADS = 32
@@ -107,4 +108,4 @@ def _key(x, LARGEST: tl.constexpr):
 @triton.jit
 def _greatest(x):
     """Of each row, [ROWS, 1]; for a warp's integers it is one instruction."""
-    return tl.reduce(x, 1, tl.standard._elementwise_max, keep_dims=True)
+    return tl.reduce(x, 1, elementwise_max, keep_dims=True)

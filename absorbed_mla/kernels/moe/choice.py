@@ -1,4 +1,4 @@
-"""The experts of every token from the router's scores, in one pass over them."""
+"""Router top-k: the experts of every token from its scores, in one pass over them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # Numbers that the one warp of a token loads: parts, times experts rounded up to a power of two.
 MOST_PARTIAL_LOGITS = 2048
@@ -151,12 +152,12 @@ def _choice_kernel(
 # tl.max and tl.sum would not run in Triton's interpreter, which needs these by name.
 @triton.jit
 def _greatest(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, tl.standard._elementwise_max)
+    return tl.reduce(x, axis, elementwise_max)
 
 
 @triton.jit
 def _sum(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, tl.standard._sum_combine)
+    return tl.reduce(x, axis, sum_combine)
 
 
 @triton.jit

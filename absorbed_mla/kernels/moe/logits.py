@@ -1,4 +1,4 @@
-"""The router's logits of few tokens in fp32, from operands as they are, in parts that add up."""
+"""Router logits of few tokens in fp32, from operands as they are, in parts that add up."""
 
 from __future__ import annotations
 

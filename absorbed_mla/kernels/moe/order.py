@@ -1,4 +1,4 @@
-"""The order of few choices by their experts: where each stands, by counting those before it."""
+"""Token permutation of few tokens: where each choice stands among those of its expert."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.triton_private import sum_combine
 
 # Each choice is compared with all others: from about here on sorting is faster.
 MOST_CHOICES = 8192
@@ -76,7 +77,7 @@ def _order_kernel(
         others = tl.where(other < number, others, count + 1)
         less = others[None, :] < expert[:, None]
         earlier = (others[None, :] == expert[:, None]) & (other[None, :] < item[:, None])
-        before += tl.reduce((less | earlier).to(tl.int32), 1, tl.standard._sum_combine)
+        before += tl.reduce((less | earlier).to(tl.int32), 1, sum_combine)
     tl.store(places_ptr + item, before.to(tl.int64), mask=is_choice)
     tl.store(choices_ptr + before, item.to(tl.int64), mask=is_choice)
     tl.store(tokens_ptr + before, (item // TOPK).to(tl.int64), mask=is_choice)

@@ -1,4 +1,4 @@
-"""The product of few rows with the weights of their experts, as fast as the weights can be read."""
+"""Skinny grouped GEMM: few rows with the weights of their experts, as fast as these are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _GemmTile:
     """Rows, columns and summands of a step of a program; bf16, of fp32 half of the summands."""
 
     rows: int
@@ -27,7 +27,12 @@ class _Tile:
 
 
 # The fastest of ten shapes at DeepSeek-V3's widths and 8 to 1,024 rows, on an H100.
-_TILES = (_Tile(16), _Tile(32), _Tile(64), _Tile(128, columns=128, stages=3, warps=8))
+_TILES = (
+    _GemmTile(16),
+    _GemmTile(32),
+    _GemmTile(64),
+    _GemmTile(128, columns=128, stages=3, warps=8),
+)
 
 
 def is_few(rows: int, experts: int) -> bool:

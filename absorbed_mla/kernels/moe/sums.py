@@ -1,4 +1,4 @@
-"""The sum of a token's experts, read where their rows lie."""
+"""Token unpermutation: the sum of a token's experts, read where their rows lie."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.triton.common import interpreted, narrow
+from absorbed_mla.kernels.triton_private import elementwise_min
 
 _COLUMNS = 1024
 # Behind all rows.
@@ -72,7 +73,7 @@ def _sums_kernel(
         places = tl.load(places_ptr + token * CHOICES + slot, mask=slot < CHOICES, other=_NOWHERE)
     for choice in tl.static_range(CHOICES):
         if ONE_BY_ONE:
-            place = tl.reduce(places, 0, tl.standard._elementwise_min)
+            place = tl.reduce(places, 0, elementwise_min)
             places = tl.where(places == place, _NOWHERE, places)
         else:
             place = tl.load(places_ptr + token * CHOICES + choice)

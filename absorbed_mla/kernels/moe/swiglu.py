@@ -1,4 +1,4 @@
-"""The activation of MLPs and experts: gate and up to what the second product takes, in one pass.
+"""SwiGLU of MLPs and experts: gate and up to what the second product takes, in one pass.
 
 With ``rounds_each_step`` it has the bits of Megatron's operators, which parity mode needs: each of
 PyTorch's kernels computes in fp32 and rounds what it stores.

@@ -11,6 +11,7 @@ from absorbed_mla.kernels.paged.padding import REQUESTS_AT_A_TIME, clear_if_padd
 from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # Columns of a row of the output that are combined at a time, and for how many rows times splits a
 # program of 128 threads loads them at once: with few splits many rows, with many splits one.
@@ -216,12 +217,12 @@ def _combine_pieces(
                 mask=there[:, :, None],
                 other=0.0,
             )
-            higher = tl.maximum(top, tl.reduce(lse, 1, tl.standard._elementwise_max))
+            higher = tl.maximum(top, tl.reduce(lse, 1, elementwise_max))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             decay = tl.exp2(top - shift)
             weight = tl.exp2(lse - shift[:, None])
-            weights = tl.reduce(weight, 1, tl.standard._sum_combine)
-            weighted = tl.reduce(values * weight[:, :, None], 1, tl.standard._sum_combine)
+            weights = tl.reduce(weight, 1, sum_combine)
+            weighted = tl.reduce(values * weight[:, :, None], 1, sum_combine)
             # One split at a time: compilers may not choose what is rounded, parity depends on it.
             total = tl.fma(total, decay, weights)
             acc = tl.fma(acc, decay[:, None].broadcast_to(ROWS, COLUMNS), weighted)

@@ -1,4 +1,4 @@
-"""Forward: tiles of queries (heads of a request's new tokens), and cached keys of each.
+"""Paged attention forward: tiles of queries (heads of new tokens), and cached keys of each.
 
 The arithmetic is that of the training kernel, step by step: with the same block sizes and without
 splits, the result of a token is bitwise the same.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
 from absorbed_mla.kernels.paged import plan
+from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule, schedule
@@ -29,42 +30,13 @@ from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
 from absorbed_mla.kernels.triton.launch import Blocks
 
 
-def forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    query_starts: Tensor,
-    query_lengths: Tensor,
-    kv_lengths: Tensor,
-    block_table: Tensor,
-    max_query_length: int,
-    max_kv_length: int,
-    scale: float,
-    key_start: int,
-    key_end: int | None,
-    batch_invariant: bool,
-    num_splits: int | None,
-    table: Schedule | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their requests.
 
+    With ``batch_invariant`` it uses the block sizes of training and no splits.
+
     Args:
-        q_content: [T, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
-        q_rope: [T, N, R]; R likewise, or 0.
-        cache: [blocks, block_size, C + R]; any strides of blocks and slots. Or FP8 rows, uint8
-            [blocks, block_size, width] as ``fp8_latents.Fp8Latents`` has them, with strides that
-            are multiples of 16.
-        query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
-        query_lengths: Int32 [Q].
-        kv_lengths: Int32 [Q].
-        block_table: Int32 or int64 [Q, blocks of a request].
-        max_query_length: Maximum new tokens of a request.
-        max_kv_length: Maximum keys of a request.
-        scale: Multiplies the scores.
-        key_start: First key in the cache.
-        key_end: One past the last key that is seen, or None.
-        batch_invariant: Use the block sizes of training and no splits.
-        num_splits: Splits of the keys of every request; None: the device chooses.
+        call: The arguments.
         table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
             None: it is made.
 
@@ -72,21 +44,19 @@ def forward(
         Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
         in no request, or that sees no key.
     """
-    q_content, q_rope, cache = rows_contiguous(q_content, q_rope, cache)
+    q_content, q_rope, cache = rows_contiguous(call.q_content, call.q_rope, call.cache)
+    call = call._replace(q_content=q_content, q_rope=q_rope, cache=cache)
     (tokens, heads, kv_lora_rank), rope = q_content.shape, q_rope.shape[-1]
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
-    window = plan.window_of(max_kv_length, key_start, key_end)
-    if not (len(query_starts) and max_query_length and window and cache.numel()):
+    if not call.has_keys:
         return out.zero_(), lse.fill_(float("-inf"))
     if not tokens:
         return out, lse
-    batch = len(query_starts), max_query_length, window
-    division = divide(q_content, q_rope, cache, *batch, batch_invariant, num_splits)
+    division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
-    blocks, warps, resident = _blocks(q_content, q_rope, cache, max_query_length, batch_invariant)
-    table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
-    fp8 = cache.dtype == torch.uint8
+    blocks, warps, resident = _blocks(call)
+    table = table or schedule(*call.lengths, call.key_start, division)
     shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
     parts = keys_of(cache, kv_lora_rank, rope)
@@ -94,7 +64,7 @@ def forward(
         q_content,
         q_rope,
         *parts,
-        block_table,
+        call.block_table,
         out,
         lse,
         *waiting,
@@ -102,8 +72,8 @@ def forward(
         *q_content.stride()[:2],
         *q_rope.stride()[:2],
         *(stride for part in parts for stride in part.stride()[:2]),
-        block_table.stride(0),
-        scale * LOG2_E.value,
+        call.block_table.stride(0),
+        call.scale * LOG2_E.value,
         heads,
         tiles.head_blocks,
         C=kv_lora_rank,
@@ -112,7 +82,7 @@ def forward(
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
-        GROUP=min(GROUP, kv_lora_rank) if fp8 else 0,
+        GROUP=min(GROUP, kv_lora_rank) if call.fp8 else 0,
         SPLIT=split_kv.splits,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
@@ -121,50 +91,29 @@ def forward(
         maxnreg=plan.most_registers(resident, warps),
     )
     if split_kv.splits:
-        combine(*waiting, table, tiles, split_kv, (query_starts, query_lengths), (out, lse))
+        combine(*waiting, table, tiles, split_kv, call.lengths[:2], (out, lse))
     else:
-        clear_padding(query_starts, query_lengths, out, lse)
+        clear_padding(*call.lengths[:2], out, lse)
     return out, lse
 
 
-def divide(
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    requests: int,
-    max_query_length: int,
-    window: int,
-    batch_invariant: bool,
-    num_splits: int | None,
-) -> plan.Division:
-    """How :func:`forward` divides a batch of ``requests`` over ``window`` keys; the rest as there.
-
-    Args:
-        q_content: As there, like all but the next two.
-        q_rope: Likewise.
-        cache: Likewise.
-        requests: Q.
-        max_query_length: Maximum new tokens of a request.
-        window: Keys in the cache that a token may see, at most.
-        batch_invariant: As there.
-        num_splits: As there.
-    """
-    tokens, heads, _ = q_content.shape
-    blocks, _, resident = _blocks(q_content, q_rope, cache, max_query_length, batch_invariant)
-    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, blocks.rows)
-    num_splits = 1 if batch_invariant else num_splits
-    split_kv = plan.split_kv_for(tiles, window, blocks.keys, resident, q_content.device, num_splits)
-    return plan.Division(tiles, split_kv, blocks.keys, window)
+def divide(call: PagedCall) -> plan.Division:
+    """How :func:`forward` divides its work."""
+    tokens, heads, _ = call.q_content.shape
+    blocks, _, resident = _blocks(call)
+    tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, blocks.rows)
+    num_splits = 1 if call.batch_invariant else call.num_splits
+    device = call.q_content.device
+    split_kv = plan.split_kv_for(tiles, call.window, blocks.keys, resident, device, num_splits)
+    return plan.Division(tiles, split_kv, blocks.keys, call.window)
 
 
-def _blocks(
-    q_content: Tensor, q_rope: Tensor, cache: Tensor, max_query_length: int, batch_invariant: bool
-) -> tuple[Blocks, int, int]:
+def _blocks(call: PagedCall) -> tuple[Blocks, int, int]:
     """Block sizes, warps, and programs that run on a multiprocessor at a time."""
-    dtype, device = q_content.dtype, q_content.device
-    widths = q_content.shape[-1], q_rope.shape[-1]
-    rows = None if batch_invariant else max_query_length * q_content.shape[1]
-    blocks, warps = plan.blocks_for(dtype, *widths, device, rows, cache.dtype == torch.uint8)
+    dtype, device = call.q_content.dtype, call.q_content.device
+    widths = call.q_content.shape[-1], call.q_rope.shape[-1]
+    rows = None if call.batch_invariant else call.max_query_length * call.q_content.shape[1]
+    blocks, warps = plan.blocks_for(dtype, *widths, device, rows, call.fp8)
     return blocks, warps, plan.resident(blocks, *widths, dtype, device)
 
 

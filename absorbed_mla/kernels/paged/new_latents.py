@@ -1,4 +1,4 @@
-"""The latents of new tokens from their down-projections, in one launch: both norms, RoPE, cache."""
+"""Fused norms, RoPE and KV-cache write of new tokens' latents, in one launch."""
 
 from __future__ import annotations
 

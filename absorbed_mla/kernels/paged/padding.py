@@ -1,4 +1,4 @@
-"""Results of tokens in no request, as those that pad a step for a CUDA graph: 0, LSE -inf."""
+"""Clears results of padding tokens, which are in no request: 0, LSE -inf."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.common import interpreted, narrow
+from absorbed_mla.kernels.triton_private import sum_combine
 
 # Requests that a program compares with its token at once. One number, whatever the batch: a kernel
 # compiled for another would be compiled while an engine serves.
@@ -79,7 +80,7 @@ def clear_if_padding(
         start = tl.load(query_starts_ptr + index, mask=there, other=0)
         length = tl.load(lengths_ptr + index, mask=there, other=0)
         member = (token >= start) & (token < start + length)
-        members += tl.reduce(member.to(tl.int32), 0, tl.standard._sum_combine)
+        members += tl.reduce(member.to(tl.int32), 0, sum_combine)
     if members == 0:
         for head in range(heads):
             row = token.to(tl.int64) * heads + head

@@ -1,4 +1,4 @@
-"""Tables of the work of each program: its tokens and its keys, made on the device once a step.
+"""Scheduler metadata of paged attention: each program's tokens and keys, made once a step.
 
 A tile is some tokens of one request. All tiles one after the other are cut into parts
 (split_kv.py), each a range of tiles of which the first may begin, and the last may end, between two
@@ -27,6 +27,7 @@ from torch import Tensor
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import Division
 from absorbed_mla.kernels.paged.split_kv import START, ceil_div, choose_step, load_lengths, work
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 TABLE_COLUMNS = tl.constexpr(8)
 _PROGRAMS = 32
@@ -160,7 +161,7 @@ def _schedule_kernel(
         each = tl.where(together, blocks + START, alone)
         first_tile = all_tiles + _sum_before(tiles)
         first_work = all_work + _sum_before(each * tiles)
-        most = tl.reduce(tiles, 0, tl.standard._elementwise_max)
+        most = tl.reduce(tiles, 0, elementwise_max)
         for index in range(program, most, tile_programs):
             there = index < tiles
             tile = first_tile + index
@@ -188,7 +189,7 @@ def _schedule_kernel(
             tl.store(entry + 4, keys, mask=there)
             tl.store(entry + 5, cuts + 1, mask=there)
             tl.store(entry + 6, part + first_cut - 1, mask=there)
-            most_cuts = tl.reduce(tl.where(there, count, 0), 0, tl.standard._elementwise_max)
+            most_cuts = tl.reduce(tl.where(there, count, 0), 0, elementwise_max)
             for one in range(0, most_cuts, CUTS):
                 # [REQUESTS, CUTS]
                 number = one + tl.arange(0, CUTS)[None, :]
@@ -198,8 +199,8 @@ def _schedule_kernel(
                 mine = there[:, None] & (number < count[:, None])
                 tl.store(entries, tile[:, None] + behind.to(tl.int32), mask=mine)
                 tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)
-        all_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
-        all_work += tl.reduce(each * tiles, 0, tl.standard._sum_combine)
+        all_tiles += tl.reduce(tiles, 0, sum_combine)
+        all_work += tl.reduce(each * tiles, 0, sum_combine)
     used = tl.where(together, ceil_div(all_work, chosen), all_work)
     for first in range(used, parts + 1, REQUESTS):
         unused = first + tl.arange(0, REQUESTS)
@@ -210,4 +211,4 @@ def _schedule_kernel(
 @triton.jit
 def _sum_before(values):
     """Exclusive cumulative sum."""
-    return tl.associative_scan(values, 0, tl.standard._sum_combine) - values
+    return tl.associative_scan(values, 0, sum_combine) - values

@@ -1,4 +1,4 @@
-"""Choose on the device where the keys of a batch are cut into parts, from the lengths of requests.
+"""Split-KV heuristic on the device: where keys are cut into parts, from requests' lengths.
 
 Programs of a part go through its keys one tile after the other, so that parts of equal work end
 together, however unequal the requests are. Every cut costs a start and combining, so where tiles of
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from absorbed_mla.kernels.triton_private import elementwise_max, elementwise_min, sum_combine
 
 # Candidate sizes of equal splits: the longest request's keys, a half of them, a third, and so on
 # (_DIVISIONS of these); then the share of a part when all work is dealt evenly, and more in steps
@@ -50,10 +52,10 @@ def choose_step(
             lengths_ptr, kv_ptr, first, num_requests, key_start, REQUESTS
         )
         tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
-        all_blocks += tl.reduce(tiles * blocks, 0, tl.standard._sum_combine)
-        num_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
+        all_blocks += tl.reduce(tiles * blocks, 0, sum_combine)
+        num_tiles += tl.reduce(tiles, 0, sum_combine)
         there = tl.where(tiles > 0, blocks, 0)
-        longest = tl.maximum(longest, tl.reduce(there, 0, tl.standard._elementwise_max))
+        longest = tl.maximum(longest, tl.reduce(there, 0, elementwise_max))
     dealt = all_blocks + num_tiles * START
     share = tl.maximum(ceil_div(dealt, parts), min_blocks)
     # [SIZES]
@@ -74,11 +76,11 @@ def choose_step(
         # block on either side is more than is lost by rounding.
         each = (blocks[None, :] + size[:, None]).to(tl.float32) - 0.5
         each = (each * (1.0 / size.to(tl.float32))[:, None]).to(tl.int32)
-        splits += tl.reduce(each * tiles[None, :], 1, tl.standard._sum_combine)
+        splits += tl.reduce(each * tiles[None, :], 1, sum_combine)
     merging = tl.where(splits > num_tiles, _MERGE + splits * head_blocks * _MERGE_SPLIT, 0.0)
     end = tl.where(splits <= parts, size + START + merging, float("inf"))
-    best = tl.reduce(end, 0, tl.standard._elementwise_min)
-    step = tl.reduce(tl.where(end == best, size, 0), 0, tl.standard._elementwise_max)
+    best = tl.reduce(end, 0, elementwise_min)
+    step = tl.reduce(tl.where(end == best, size, 0), 0, elementwise_max)
     # A part may end one tile and begin another, which then wait both.
     waiting = 2 * ceil_div(dealt, share) * head_blocks
     end = share + START + _MERGE + waiting * _MERGE_SPLIT

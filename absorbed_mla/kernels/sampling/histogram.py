@@ -1,27 +1,27 @@
-"""How many tokens reach some edges, with their weights, as device functions."""
+"""Histograms of a block's keys: how many reach each edge, and the sums of their weights."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from absorbed_mla.kernels.sampling.weights import ONE, count_in, sum_in, total
+from absorbed_mla.kernels.sampling.weights import ONE, count_in, sum_in, sum_of
 
 
 @triton.jit
 def count_reaching(keys, weights, edges):
-    """Counts above sums of weights, int64 [WAYS], of the keys [PIECE] at or above each edge."""
+    """Counts above sums of weights, int64 [WAYS], of the keys [BLOCK] at or above each edge."""
     one = weights | ONE
-    return total(tl.where(keys[None, :] >= edges[:, None], one[None, :], 0), 1)
+    return sum_of(tl.where(keys[None, :] >= edges[:, None], one[None, :], 0), 1)
 
 
 @triton.jit
-def publish(record_ptr, piece, low, edges, reached_low, counted, COLUMNS: tl.constexpr):
-    """Adds a piece's counts and sums to those of its row; one piece of the row writes the edges.
+def publish(record_ptr, block, low, edges, reached_low, counted, COLUMNS: tl.constexpr):
+    """Adds a block's counts and sums to those of its row; one block of the row writes the edges.
 
     Args:
         record_ptr: int64 [3, COLUMNS]: edges, sums, counts.
-        piece: Its number.
+        block: Its number.
         low: The first edge.
         edges: The others.
         reached_low: Count and sum of the keys at or above the first edge.
@@ -29,7 +29,7 @@ def publish(record_ptr, piece, low, edges, reached_low, counted, COLUMNS: tl.con
         COLUMNS: Number of edges.
     """
     way = tl.arange(0, COLUMNS - 1)
-    if piece == 0:
+    if block == 0:
         tl.store(record_ptr, low.to(tl.int64))
         tl.store(record_ptr + 1 + way, edges.to(tl.int64))
     sums_ptr, counts_ptr = record_ptr + COLUMNS, record_ptr + 2 * COLUMNS

@@ -1,4 +1,4 @@
-"""The first pass: sums of weights of every piece, and of those that reach the first edges."""
+"""Softmax weights of every block, summed, and of the tokens that reach the first edges."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.sampling.argmax import load_peak
+from absorbed_mla.kernels.sampling.argmax import load_argmax
 from absorbed_mla.kernels.sampling.histogram import count_reaching, publish
 from absorbed_mla.kernels.sampling.row_parameters import (
     SAMPLED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    least_share,
-    load_number,
+    load_min_p,
+    load_parameter,
 )
 from absorbed_mla.kernels.sampling.vocabulary_blocks import (
     COLUMNS,
@@ -23,37 +23,39 @@ from absorbed_mla.kernels.sampling.vocabulary_blocks import (
     HEAD,
     WARPS,
     WAYS,
-    Pieces,
+    VocabularyBlocks,
 )
 from absorbed_mla.kernels.sampling.weights import (
     LOWEST,
     is_number,
     keys_of,
-    load_piece,
+    load_block,
     logit_of,
     ordered,
-    total,
+    sum_of,
     unused_bits,
     weights_of,
 )
 
 
-def launch_weighing(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters: bool) -> None:
-    """Writes the first place of ``counted``; with filters also the peak and the first record."""
+def launch_softmax_weights(
+    logits: Tensor, parameters: Tensor, blocks: VocabularyBlocks, *, filters: bool
+) -> None:
+    """Writes the first place of ``counted``; with filters also the maximum and the first record."""
     launch(
-        _weighing_kernel,
-        (pieces.count, pieces.rows),
+        _softmax_weights_kernel,
+        (blocks.count, blocks.rows),
         logits,
-        numbers,
-        pieces.peaks,
-        pieces.counted,
-        pieces.records,
+        parameters,
+        blocks.maxima,
+        blocks.counted,
+        blocks.records,
         logits.stride(0),
-        *numbers.stride(),
-        pieces.vocabulary,
-        pieces.records.shape[0] // pieces.rows,
-        PIECE=pieces.size,
-        PIECES=pieces.width,
+        *parameters.stride(),
+        blocks.vocabulary,
+        blocks.records.shape[0] // blocks.rows,
+        BLOCK=blocks.size,
+        BLOCKS=blocks.width,
         WAYS=WAYS,
         COLUMNS=COLUMNS if filters else 1,
         HEAD=HEAD,
@@ -64,46 +66,46 @@ def launch_weighing(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters:
 
 
 @triton.jit
-def _weighing_kernel(
+def _softmax_weights_kernel(
     logits_ptr,
-    numbers_ptr,
-    peaks_ptr,
+    parameters_ptr,
+    maxima_ptr,
     counted_ptr,
     records_ptr,
     stride_l,
-    stride_number,
+    stride_parameter,
     stride_row,
     vocabulary,
     record_length,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     WAYS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD: tl.constexpr,
     UNUSED: tl.constexpr,
     FILTERS: tl.constexpr,
 ):
-    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    pieces = tl.num_programs(0)
-    peak = load_peak(peaks_ptr, row, pieces, PIECES)
-    most = logit_of((peak >> 32).to(tl.int32))
-    sampled = load_number(numbers_ptr, row, stride_number, stride_row, SAMPLED) > 0
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0)
+    maximum = load_argmax(maxima_ptr, row, blocks, BLOCKS)
+    most = logit_of((maximum >> 32).to(tl.int32))
+    sampled = load_parameter(parameters_ptr, row, stride_parameter, stride_row, SAMPLED) > 0
     record_ptr = records_ptr + row * record_length
-    counted_ptr += (row * pieces + piece) * COLUMNS
+    counted_ptr += (row * blocks + block) * COLUMNS
     # Of NaN and infinity nothing follows.
     if sampled & is_number(most):
-        temperature = load_number(numbers_ptr, row, stride_number, stride_row, TEMPERATURE)
+        temperature = load_parameter(parameters_ptr, row, stride_parameter, stride_row, TEMPERATURE)
         temperature = temperature.to(tl.float32)
-        min_p = least_share(numbers_ptr, row, stride_number, stride_row)
-        logits, inside = load_piece(logits_ptr + row * stride_l, piece, vocabulary, PIECE)
+        min_p = load_min_p(parameters_ptr, row, stride_parameter, stride_row)
+        logits, inside = load_block(logits_ptr + row * stride_l, block, vocabulary, BLOCK)
         weights = weights_of(logits, inside, most, temperature, min_p)
         if not FILTERS:
-            tl.store(counted_ptr, total(weights, 0))
+            tl.store(counted_ptr, sum_of(weights, 0))
         else:
-            top_k = load_number(numbers_ptr, row, stride_number, stride_row, TOP_K)
-            top_p = load_number(numbers_ptr, row, stride_number, stride_row, TOP_P)
-            if piece == 0:
-                tl.store(record_ptr, peak)
+            top_k = load_parameter(parameters_ptr, row, stride_parameter, stride_row, TOP_K)
+            top_p = load_parameter(parameters_ptr, row, stride_parameter, stride_row, TOP_P)
+            if block == 0:
+                tl.store(record_ptr, maximum)
             if (top_k < vocabulary) | (top_p < 1):
                 # All keys reach the first edge and none the last. Between the second one, below
                 # which no token has a weight (e**-28 is less than 2**-40), and the largest key they
@@ -112,13 +114,13 @@ def _weighing_kernel(
                 part = (WAYS - 2 - way).to(tl.float32) * (1.0 / (WAYS - 3))
                 logit = most - temperature * (28.4 * part * (0.32 + 0.68 * part))
                 edges = tl.where(way == 0, LOWEST, ordered(logit)) >> UNUSED
-                last = (peak >> 32).to(tl.int32) >> UNUSED
+                last = (maximum >> 32).to(tl.int32) >> UNUSED
                 edges = tl.where(way == WAYS - 1, last + 1, edges)
                 counted = count_reaching(keys_of(logits, inside, UNUSED), weights, edges)
-                all_tokens = total(tl.where(way == 0, counted, 0), 0)
+                all_tokens = sum_of(tl.where(way == 0, counted, 0), 0)
                 tl.store(counted_ptr, all_tokens)
                 tl.store(counted_ptr + 1 + way, counted)
                 lowest = tl.full([], LOWEST, tl.int32) >> UNUSED
-                publish(record_ptr + HEAD, piece, lowest, edges, all_tokens, counted, COLUMNS)
+                publish(record_ptr + HEAD, block, lowest, edges, all_tokens, counted, COLUMNS)
             else:
-                tl.store(counted_ptr, total(weights, 0))
+                tl.store(counted_ptr, sum_of(weights, 0))

@@ -1,11 +1,11 @@
-"""The key down to which a row's filters leave tokens, found without a sort.
+"""Thresholds of top_k and top_p: the last key that they leave of a row, found without a sort.
 
 Tokens are in the order of their keys, the largest first, and of equal ones in that of the
 vocabulary. A search wants the largest key that enough tokens reach: ``top_k`` of them, or tokens
 whose weights have the sum that ``top_p`` wants. Every pass over the logits knows a range of keys in
 which it lies, counts the tokens that reach each of some edges in the range, with their weights, and
-so leaves one part of the range to the next pass. Pieces that have no token in it are not read. The
-last pass leaves one key, and so many of its tokens as are wanted besides those above it.
+so leaves one part of the range to the next pass. Blocks that have no token in it are not read.
+The last pass leaves one key, and so many of its tokens as are wanted besides those above it.
 
 This is a radix select with comparisons in place of a histogram: sums of weights in shared memory
 would need atomics of 64 bits.
@@ -24,8 +24,8 @@ from absorbed_mla.kernels.sampling.row_parameters import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    least_share,
-    load_number,
+    load_min_p,
+    load_parameter,
 )
 from absorbed_mla.kernels.sampling.vocabulary_blocks import (
     COLUMNS,
@@ -33,47 +33,52 @@ from absorbed_mla.kernels.sampling.vocabulary_blocks import (
     HEAD,
     RECORD,
     WAYS,
-    Pieces,
+    VocabularyBlocks,
 )
 from absorbed_mla.kernels.sampling.weights import (
     is_number,
     keys_of,
-    load_piece,
+    load_block,
     logit_of,
-    total,
+    sum_of,
     unused_bits,
     weights_of,
 )
 
 
-def launch_thresholds(logits: Tensor, numbers: Tensor, pieces: Pieces) -> None:
+def launch_thresholds(logits: Tensor, parameters: Tensor, blocks: VocabularyBlocks) -> None:
     """Finds the thresholds of top_k, then those of top_p, from what the first pass has counted."""
-    for step in range(2 * pieces.passes):
-        begins = step % pieces.passes == 0
-        _launch_pass(logits, numbers, pieces, step, begins, step < pieces.passes)
+    for step in range(2 * blocks.passes):
+        begins = step % blocks.passes == 0
+        _launch_pass(logits, parameters, blocks, step, begins, step < blocks.passes)
 
 
 def _launch_pass(
-    logits: Tensor, numbers: Tensor, pieces: Pieces, step: int, begins: bool, by_count: bool
+    logits: Tensor,
+    parameters: Tensor,
+    blocks: VocabularyBlocks,
+    step: int,
+    begins: bool,
+    by_count: bool,
 ) -> None:
     """One pass, of number ``step`` after the first one, for top_k or for top_p."""
-    counted = pieces.counted.view(3, -1)
+    counted = blocks.counted.view(3, -1)
     launch(
         _threshold_kernel,
-        (pieces.count, pieces.rows),
+        (blocks.count, blocks.rows),
         logits,
-        numbers,
+        parameters,
         counted[0 if begins else 2 - step % 2],
         counted[1 + step % 2],
-        pieces.records,
+        blocks.records,
         logits.stride(0),
-        *numbers.stride(),
-        pieces.vocabulary,
-        pieces.records.shape[0] // pieces.rows,
+        *parameters.stride(),
+        blocks.vocabulary,
+        blocks.records.shape[0] // blocks.rows,
         HEAD + (0 if begins else step) * RECORD,
         HEAD + (1 + step) * RECORD,
-        HEAD + pieces.passes * RECORD,
-        PIECE=pieces.size,
+        HEAD + blocks.passes * RECORD,
+        BLOCK=blocks.size,
         WAYS=WAYS,
         COLUMNS=COLUMNS,
         HEAD=HEAD,
@@ -96,7 +101,7 @@ def find_part(record_ptr, goal, by_count, COLUMNS: tl.constexpr):
     """
     way = tl.arange(0, COLUMNS - 1)
     measured = tl.load(record_ptr + (1 + by_count) * COLUMNS + 1 + way)
-    return tl.minimum(total((measured >= goal).to(tl.int32), 0), COLUMNS - 2)
+    return tl.minimum(sum_of((measured >= goal).to(tl.int32), 0), COLUMNS - 2)
 
 
 @triton.jit
@@ -132,19 +137,19 @@ def _wanted_sum(top_p, all_tokens):
 @triton.jit
 def _threshold_kernel(
     logits_ptr,
-    numbers_ptr,
+    parameters_ptr,
     source_ptr,
     target_ptr,
     records_ptr,
     stride_l,
-    stride_number,
+    stride_parameter,
     stride_row,
     vocabulary,
     record_length,
     source_record,
     target_record,
     top_k_record,
-    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -152,12 +157,12 @@ def _threshold_kernel(
     BY_COUNT: tl.constexpr,
     BEGINS: tl.constexpr,
 ):
-    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head_ptr = records_ptr + row * record_length
-    place = (row * tl.num_programs(0) + piece) * COLUMNS
-    top_k = load_number(numbers_ptr, row, stride_number, stride_row, TOP_K)
-    top_p = load_number(numbers_ptr, row, stride_number, stride_row, TOP_P)
-    sampled = load_number(numbers_ptr, row, stride_number, stride_row, SAMPLED) > 0
+    place = (row * tl.num_programs(0) + block) * COLUMNS
+    top_k = load_parameter(parameters_ptr, row, stride_parameter, stride_row, TOP_K)
+    top_p = load_parameter(parameters_ptr, row, stride_parameter, stride_row, TOP_P)
+    sampled = load_parameter(parameters_ptr, row, stride_parameter, stride_row, SAMPLED) > 0
     most = logit_of((tl.load(head_ptr) >> 32).to(tl.int32))
     searched = top_k < vocabulary if BY_COUNT else top_p < 1
     if searched & sampled & is_number(most):
@@ -171,7 +176,7 @@ def _threshold_kernel(
                 )
                 all_tokens = above + wanted * weight
             goal = _wanted_sum(top_p, all_tokens)
-            if piece == 0:
+            if block == 0:
                 tl.store(head_ptr + 1, goal)
         else:
             goal = tl.load(head_ptr + 1)
@@ -187,12 +192,14 @@ def _threshold_kernel(
         edges = tl.minimum(low + (way + 1) * step, high + 1).to(tl.int32)
         counted = tl.full([WAYS], 0, tl.int64) + reached_none
         if (low < high) & (reached_low != reached_none):
-            temperature = load_number(numbers_ptr, row, stride_number, stride_row, TEMPERATURE)
-            min_p = least_share(numbers_ptr, row, stride_number, stride_row)
-            logits, inside = load_piece(logits_ptr + row * stride_l, piece, vocabulary, PIECE)
+            temperature = load_parameter(
+                parameters_ptr, row, stride_parameter, stride_row, TEMPERATURE
+            )
+            min_p = load_min_p(parameters_ptr, row, stride_parameter, stride_row)
+            logits, inside = load_block(logits_ptr + row * stride_l, block, vocabulary, BLOCK)
             weights = weights_of(logits, inside, most, temperature.to(tl.float32), min_p)
             counted = count_reaching(keys_of(logits, inside, UNUSED), weights, edges)
         tl.store(target_ptr + place, reached_low)
         tl.store(target_ptr + place + 1 + way, counted)
         target = head_ptr + target_record
-        publish(target, piece, low, edges, reached_low, counted, COLUMNS)
+        publish(target, block, low, edges, reached_low, counted, COLUMNS)

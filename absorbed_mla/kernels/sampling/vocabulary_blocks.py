@@ -1,9 +1,9 @@
-"""How rows of logits are cut, and the memory in which kernels of a drawing leave their numbers.
+"""Blocks of the vocabulary, and the memory in which sampling kernels leave what they count.
 
-Of every piece and every pass over the logits that finds thresholds there are ``COLUMNS`` counts
+Of every block and every pass over the logits that finds thresholds there are ``COLUMNS`` counts
 with sums of weights: of the tokens whose keys reach each of so many edges, the first of which all
 keys reach that are still looked at, and the last of which none of those does. Of every row and pass
-there are the edges, and the sums and the counts over all pieces.
+there are the edges, and the sums and the counts over all blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from absorbed_mla.kernels.sampling.weights import unused_bits
 from absorbed_mla.kernels.scratch import not_filled
 
 # Tokens; 2,048 weights of 2**40 and their number fit into an int64 (``weights.COUNT``).
-PIECE = 2048
+BLOCK = 2048
 # Of a program; of those that count, whose threads have more tokens and so fewer sums to exchange.
 WARPS, COUNTING_WARPS = 4, 2
 # Parts into which a pass divides the range of keys that may be the threshold.
@@ -27,26 +27,26 @@ COLUMNS = WAYS + 1
 RECORD = 3 * COLUMNS
 # Of a row besides: its largest logit with the token, and the sum of weights that top_p wants.
 HEAD = 2
-# Passes leave the counts of pieces in three places: the first in one, later ones by turns in two.
+# Passes leave the counts of blocks in three places: the first in one, later ones by turns in two.
 PLACES = 3
 
 
-class Pieces(NamedTuple):
-    """Memory of a drawing; the logits' shape.
+class VocabularyBlocks(NamedTuple):
+    """The blocks of rows of logits, and memory for the kernels.
 
     Attributes:
-        peaks: int64 [rows, pieces]: the bits in order of the largest logit, above what is the
+        maxima: int64 [rows, blocks]: the bits in order of the largest logit, above what is the
             larger the smaller the number of its token is.
-        counted: int64 [PLACES, rows, pieces, COLUMNS].
+        counted: int64 [PLACES, rows, blocks, COLUMNS].
         records: int64 [rows, HEAD + (1 + 2 * passes) * RECORD]; see ``HEAD`` and ``RECORD``.
         rows: Number of rows.
         vocabulary: Tokens of a row.
-        size: Tokens of a piece.
-        count: Pieces of a row.
+        size: Tokens of a block.
+        count: Blocks of a row.
         passes: After the first, for top_k, and as many for top_p; even.
     """
 
-    peaks: Tensor
+    maxima: Tensor
     counted: Tensor
     records: Tensor
     rows: int
@@ -56,12 +56,12 @@ class Pieces(NamedTuple):
     passes: int
 
     @classmethod
-    def of(cls, logits: Tensor, size: int, *, filters: bool = False) -> Pieces:
+    def of(cls, logits: Tensor, size: int, *, filters: bool = False) -> VocabularyBlocks:
         """For logits [rows, vocabulary].
 
         Args:
             logits: What is drawn from.
-            size: Tokens of a piece: a power of two, at most ``PIECE``.
+            size: Tokens of a block: a power of two, at most ``BLOCK``.
             filters: Whether there are thresholds to find.
         """
         rows, vocabulary = logits.shape
@@ -77,5 +77,5 @@ class Pieces(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Pieces, rounded up to a power of two."""
+        """Blocks, rounded up to a power of two."""
         return 1 << (self.count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Keys and weights of tokens, as device functions.
+"""Sort keys and softmax weights of tokens, as device functions.
 
 A token's key is an int32 of the order of its logit: the bits of the logit in fp32, of which 16-bit
 logits need the first ones only. Its weight is its probability relative to that of the most likely
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 SCALE = tl.constexpr(2.0**40)
 # A count in the bits above a sum of weights, of at most 2,048 tokens: 12 bits above 52.
@@ -32,21 +34,21 @@ def unused_bits(dtype: torch.dtype) -> int:
 
 # Device code avoids functions such as tl.max: see kernels/triton/common.py.
 @triton.jit
-def total(x, axis: tl.constexpr):
+def sum_of(x, axis: tl.constexpr):
     """Sums over an axis."""
-    return tl.reduce(x, axis, tl.standard._sum_combine)
+    return tl.reduce(x, axis, sum_combine)
 
 
 @triton.jit
-def largest(x):
-    """Of a vector."""
-    return tl.reduce(x, 0, tl.standard._elementwise_max)
+def max_of(x):
+    """The largest number of a vector."""
+    return tl.reduce(x, 0, elementwise_max)
 
 
 @triton.jit
-def running(x):
+def cumsum(x):
     """Sums of a vector's numbers up to each, itself included."""
-    return tl.associative_scan(x, 0, tl.standard._sum_combine)
+    return tl.associative_scan(x, 0, sum_combine)
 
 
 @triton.jit
@@ -70,9 +72,9 @@ def is_number(logit):
 
 
 @triton.jit
-def load_piece(row_ptr, piece, vocabulary, PIECE: tl.constexpr):
-    """fp32 logits [PIECE] of a piece, and which of them are in the vocabulary."""
-    token = piece * PIECE + tl.arange(0, PIECE)
+def load_block(row_ptr, block, vocabulary, BLOCK: tl.constexpr):
+    """fp32 logits [BLOCK] of a block, and which of them are in the vocabulary."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logits = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
     return logits.to(tl.float32), inside

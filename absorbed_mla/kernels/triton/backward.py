@@ -1,4 +1,4 @@
-"""Backward in two kernels, without atomics: dQ over keys, then d(latent), d(k_rope) over queries.
+"""The ``triton`` backward in two kernels, without atomics: dQ over keys, then dKV over queries.
 
 Probabilities are computed again from the LSE (FlashAttention, arXiv:2205.14135), once in each
 kernel: 7680 FLOP per pair and head at C = 512, R = 64 where 5504 are needed, for the same bits in
@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.triton.backward_kernels import delta_kernel, key_kernel, query_kernel
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Blocks, launch_for, pack, splits_for
@@ -19,47 +20,28 @@ _DELTA_ROWS = 16
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-    num_buffers: int,
-    scale: float,
+    call: LatentBackward, query_tiles: Tensor, key_tiles: Tensor, num_buffers: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``forward`` took; the same bits in every run.
 
     Args:
-        grad_out: [S_q, B, N, C].
-        grad_lse: [S_q, B, N], or None where the LSE was not used.
-        out: [S_q, B, N, C], possibly over more keys than these.
-        lse: fp32 [S_q, B, N], over the same keys as ``out``.
-        q_content: [S_q, B, N, C].
-        q_rope: [S_q, B, N, R].
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
+        call: The arguments.
         query_tiles: As in ``forward``.
         key_tiles: Of ``key_tiles`` with ``key_tokens`` tokens and the length of the key axis, int32
             [tiles, 6] on the device.
         num_buffers: Buffers of ``key_tiles``; tiles of one buffer share no key.
-        scale: Multiplies the scores.
 
     Returns:
-        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
-        [S_k, B, C + R]; the latent's is that of the key and of the value.
+        As :class:`LatentBackward` says.
     """
-    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    grad_out, out = rows_contiguous(grad_out.to(q_content.dtype), out)
+    grad_out, grad_lse, out, lse, *operands, scale = call.cast()
+    q_content, q_rope, latent, k_rope = rows_contiguous(*operands)
+    grad_out, out = rows_contiguous(grad_out, out)
     lse = lse.contiguous()
     delta = delta_of(grad_out, grad_lse, out, lse)
-    operands = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
-    dq = _query_gradients(operands, query_tiles, scale)
-    return *dq, _key_gradients(operands, key_tiles, num_buffers, scale)
+    rows = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
+    dq = _query_gradients(rows, query_tiles, scale)
+    return *dq, _key_gradients(rows, key_tiles, num_buffers, scale)
 
 
 def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
@@ -73,10 +75,10 @@ def narrow(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def row_max(values):
     """Maximum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return tl.reduce(values, 1, tl.standard._elementwise_max)
+    return tl.reduce(values, 1, elementwise_max)
 
 
 @triton.jit
 def row_sum(values):
     """Sum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return tl.reduce(values, 1, tl.standard._sum_combine)
+    return tl.reduce(values, 1, sum_combine)

@@ -1,4 +1,4 @@
-"""Forward: one block of query rows, all the keys that it sees, an online softmax.
+"""The ``triton`` forward: one block of query rows, all keys that it sees, an online softmax.
 
 The softmax is that of FlashAttention (arXiv:2205.14135): the output and the sum of exponentials are
 scaled down whenever a row meets a larger score. Keys are loaded once and serve as values too.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.full_cuda_graph import this_run
+from absorbed_mla.caching import this_run
 
 
 class TokenExchange:

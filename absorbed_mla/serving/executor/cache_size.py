@@ -15,6 +15,7 @@ from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import cache_shares, require_shared_cache
+from absorbed_mla.serving.option_schema import excluding
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.serving.scheduler.prefill_graphs import chosen_tokens
 
@@ -64,12 +65,10 @@ def _with_sharing_chosen(model: GPTModel, options: LLMOptions, max_model_len: in
 
 def _why_not_shared(model: GPTModel, options: LLMOptions, max_model_len: int) -> str:
     """Why every rank keeps all latents, or ``""``."""
-    whole = ("host_cache_tokens", "prefix_cache_dir", "prefill_graph_tokens")
-    for name in whole:
-        if getattr(options, name):
-            return f"{name} needs all latents on each rank"
     if exchange_of(model) is not None:
         return "each rank has requests of its own"
+    for name in excluding(options, "decode_context_parallel", True):
+        return f"{name} needs all latents on each rank"
     try:
         require_shared_cache(model, options.num_speculative_tokens)
     except ValueError as error:

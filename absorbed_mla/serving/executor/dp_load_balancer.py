@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.local import Abort, Add, LocalRunner, Runner
+from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.local import LocalRunner, Runner
 from absorbed_mla.serving.request_results import Progress
-from absorbed_mla.serving.sampling.sampler import derive_seed
+from absorbed_mla.serving.sampling.device_sampler import derive_seed
 from absorbed_mla.serving.statistics import Statistics
 
 

@@ -9,15 +9,10 @@ from absorbed_mla.serving.executor.cache_size import engine_options
 from absorbed_mla.serving.executor.local import LocalRunner
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import Replicas, require_layout, require_shared_cache
+from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.serving.options import ModelFields
 from absorbed_mla.serving.scheduler import cuda_graphs
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer, open_tokenizer
-
-# Options that decide how a model is read and built.
-_BUILT_WITH = {
-    *("dtype", "device", "form", "latent_cache_dtype", "experts", "parity"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-    *("data_parallel_attention", "follow_links"),
-}
 
 
 def runner_of(
@@ -33,7 +28,7 @@ def runner_of(
     Raises:
         ValueError: If the model cannot generate, or an option is not for it.
     """
-    built = sorted(_BUILT_WITH & set(options))
+    built = sorted(set(options_of(ModelFields)) & set(options))
     if built:
         raise ValueError(f"from_model has no option {', '.join(built)}: the model has it already")
     given = LLMOptions.of(options)

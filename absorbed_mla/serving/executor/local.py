@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,28 +15,13 @@ from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.cache_size import engine_options
+from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.executor.process_groups import join
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
-from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs
 from absorbed_mla.serving.statistics import Statistics
 from absorbed_mla.serving.weights.load import load_model, open_model, require_model
-
-
-@dataclass(frozen=True)
-class Add:
-    """Command: queue a request. Requests are numbered from 0 in the order of these commands."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Command: end a request."""
-
-    number: int
 
 
 class Runner(Protocol):
@@ -82,7 +66,12 @@ class LocalRunner:
     Args:
         model: Of this rank.
         options: Of the engine.
+
+    Attributes:
+        step: ``Engine.execute``, while it is awake.
     """
+
+    step: Callable[[Sequence[Add | Abort]], list[Progress]]
 
     def __init__(self, model: GPTModel, options: EngineOptions) -> None:
         self._model, self._options = model, options
@@ -110,21 +99,6 @@ class LocalRunner:
         runner._wake(capture=True)
         return runner
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
-        """See :class:`Runner`."""
-        engine = self._awake()
-        for command in commands:
-            if isinstance(command, Add):
-                engine.add_request(command.prompt, command.params)
-            else:
-                engine.abort(command.number)
-        progress = engine.step() if engine.is_busy() else []
-        # Results are in the progress; those of a server must not pile up.
-        for one in progress:
-            if one.result is not None:
-                engine.results.pop(one.number)
-        return progress
-
     def sleep(self, free_cache: bool = True) -> None:
         """See :class:`Runner`."""
         if self._engine is None:
@@ -135,6 +109,7 @@ class LocalRunner:
             return
         self._engine.close()
         self._engine = None
+        del self.step
         if self._options.num_cuda_graphs:
             delete_graphs()
         gc.collect()
@@ -150,6 +125,7 @@ class LocalRunner:
             if self._engine is None:
                 self._engine = Engine(self._model, self._options)
             self._engine.start()
+            self.step = self._engine.execute
             if capture:
                 self._engine.capture()
         except torch.OutOfMemoryError as error:

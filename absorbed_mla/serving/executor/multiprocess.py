@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.exclusive import interrupts_deferred
-from absorbed_mla.serving.executor.local import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.llm_engine import interrupts_deferred
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.statistics import Statistics

@@ -127,7 +127,7 @@ def model_config(
         # It has checked the kind of model, too.
         problems = dict.fromkeys([*fields.problems, *error.problems])
         raise CheckpointError(_NONE, [*problems]) from None
-    fields.problems.extend(only_megatrons(Fields(found.hugging_face, [])))
+    fields.problems.extend(only_megatrons(found))
     fields.raise_problems(_NONE)
     return found
 

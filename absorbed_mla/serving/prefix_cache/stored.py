@@ -20,6 +20,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.megatron_engine.context import find_cached_blocks
+from absorbed_mla.serving.megatron_engine.names import CHECK_AVAILABILITY, DEREGISTER
 from absorbed_mla.serving.model_ranks import Replicas
 from absorbed_mla.serving.prefix_cache.block_contents import BlockMemory
 from absorbed_mla.serving.prefix_cache.fingerprint import fingerprint
@@ -71,7 +73,7 @@ class StoredPrefixes:
     def _follow(self, context: DynamicInferenceContext) -> None:
         """Be called when Megatron evicts blocks, and before it schedules a request."""
         allocator = context.kv_block_allocator
-        evict, check = allocator._deregister_blocks, context.check_availability
+        evict, check = DEREGISTER.of(allocator), CHECK_AVAILABILITY.of(context)
 
         def save_and_evict(blocks: Tensor) -> None:
             # Megatron evicts the last block of a text first.
@@ -85,8 +87,8 @@ class StoredPrefixes:
                 found = check(request)
             return found
 
-        allocator._deregister_blocks = save_and_evict
-        context.check_availability = load_and_check
+        DEREGISTER.replace(allocator, save_and_evict)
+        CHECK_AVAILABILITY.replace(context, load_and_check)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -140,7 +142,7 @@ class StoredPrefixes:
             return 0
         self._asked = request
         allocator = self._context.kv_block_allocator
-        cached, _ = self._context._find_kv_match_count(request, 0, len(hashes))
+        cached, _ = find_cached_blocks(self._context)(request, 0, len(hashes))
         missing = hashes[len(cached) :]
         count = _least(folder.leading(missing))
         if not count:

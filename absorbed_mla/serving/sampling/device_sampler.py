@@ -1,19 +1,86 @@
-"""Draws the tokens of a decode step, as ``sampler.py`` does, by operations that do not vary."""
+"""The device sampler: samples a token for every row of logits by parameters that the row has.
+
+A token's weight is its probability relative to the most likely token's, as an integer of scale
+2**40: tokens that are less likely than that are never drawn, and sums are exact in any order. A
+row's filters leave some tokens, in the order of their logits, the largest first, and of equal ones
+in that of the vocabulary:
+
+- ``min_p``: those with at least this share of the most likely token's probability;
+- ``top_k``: so many of these;
+- ``top_p``: of those, as many as it takes for this part of the sum of their weights.
+
+Of the tokens that are left, in the order of the vocabulary, the row's token is the first one with
+which the sum of weights exceeds the row's random number times the whole sum. So filters that leave
+all tokens change nothing. A row whose largest logit is NaN or infinite has no token: -1. The tokens
+of a CPU are not a GPU's, whose exponential function rounds otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.serving.sampling.draw import NUM_NUMBERS, draw_by_numbers, most_likely
-from absorbed_mla.serving.sampling.sampler import Randoms, SampledRequest
+from absorbed_mla.serving.sampling.parameters import SamplingParams
 
-# Rows of the table: that of random numbers, and of those that stay while a request runs.
+_SCALE = 2.0**40
+# The temperature, the random number in [0, 1), min_p, top_k (at least the vocabulary's size where
+# it is no limit), top_p, and whether the row is sampled: 1, or 0 for the most likely token.
+NUM_NUMBERS = 6
+# What a GPU's kernels read; other types are converted.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Which of them is the random number, and which stay while a request runs.
 _RANDOM = 1
 _OTHERS = [row for row in range(NUM_NUMBERS) if row != _RANDOM]
+
+
+@dataclass
+class SampledRequest:
+    """What the sampler knows of a running request.
+
+    Attributes:
+        params: Of the request.
+        seed: Of its random numbers.
+        prompt: As the request came, also after an eviction.
+        generated: Tokens so far.
+        in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
+            penalty asks.
+        number: Of the request; -1: not known.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    generated: list[int] = field(default_factory=list)
+    in_prompt: Tensor | None = None
+    number: int = -1
+    _numbers: tuple[float, float, int, float, bool] | None = None
+
+    def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
+        """Temperature, ``min_p``, ``top_k``, ``top_p``, and whether it samples; found once.
+
+        Args:
+            vocabulary: Its size, always the same.
+        """
+        if self._numbers is None:
+            params = self.params
+            # One that float32 can divide by: neither 0 nor infinity.
+            temperature = min(max(params.temperature, 1e-30), 1e30)
+            top_k = min(params.top_k or vocabulary, vocabulary)
+            sampled = not params.is_greedy
+            self._numbers = temperature, params.min_p, top_k, params.top_p, sampled
+        return self._numbers
+
+    @property
+    def avoids_stop_tokens(self) -> bool:
+        """Whether it is too short yet to draw a token that stops it."""
+        short = len(self.generated) < self.params.min_tokens
+        return short and bool(self.params.stop_token_ids)
 
 
 class Kind(Enum):
@@ -24,10 +91,11 @@ class Kind(Enum):
     FILTERED = "filtered"  # some from the most likely ones, which have to be found
 
 
-class Draws:
-    """Draws tokens of rows whose parameters are in a table on the device.
+class DeviceSampler:
+    """Samples tokens of rows whose sampling parameters are in a table on the device.
 
-    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row.
+    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row. No operation
+    depends on a value, so that a CUDA graph may hold them.
 
     Args:
         max_rows: Of a step.
@@ -72,7 +140,7 @@ class Draws:
         if self.kind not in (None, Kind.GREEDY):
             self._random = self._randoms.at([positions[row] + 1 for row in self._sampled])
 
-    def move(self, order: Sequence[int]) -> None:
+    def reorder(self, order: Sequence[int]) -> None:
         """Rows are others; ``order`` has, for each of them, the row that it was."""
         fewer = len(order) < len(self._requests)
         self._requests = [self._requests[row] for row in order]
@@ -121,3 +189,159 @@ class Draws:
         if not sampled:
             return Kind.GREEDY
         return Kind.FILTERED if any(one.has_filters for one in sampled) else Kind.SAMPLED
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The first token with the largest logit of each row, int64 [rows]; logits and -1 as below."""
+    if not logits.is_cuda or not logits.numel():
+        return _most_likely(logits)
+    # Imported here: machines without a GPU may have no Triton.
+    from absorbed_mla.kernels.sampling.argmax import find_most_likely
+
+    return find_most_likely(_readable(logits))
+
+
+def draw_by_numbers(logits: Tensor, numbers: Tensor, *, filters: bool) -> Tensor:
+    """Draw a token for each row.
+
+    A CUDA graph may hold it: nothing waits for the device, and no shape depends on values.
+
+    Args:
+        logits: [rows, vocabulary], any floating dtype.
+        numbers: float64 [NUM_NUMBERS, rows], any strides.
+        filters: Whether a sampled row may have a ``top_k`` or a ``top_p`` that is a limit.
+
+    Returns:
+        int64 [rows]; -1 where the largest logit is NaN or infinite.
+    """
+    if logits.is_cuda and logits.numel():
+        from absorbed_mla.kernels.sampling.draw import draw_tokens
+
+        return draw_tokens(_readable(logits), numbers, filters=filters)
+    logits = logits.float()
+    return draw_by_weights(logits, weigh(logits, numbers), numbers, filters=filters)
+
+
+def weigh(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Weights of all tokens by PyTorch's functions, without those below ``min_p``.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        numbers: As in :func:`draw_by_numbers`.
+
+    Returns:
+        int64 [rows, vocabulary].
+    """
+    temperature, _, min_p = numbers[:3].unsqueeze(-1)
+    relative = (logits - logits.amax(-1, keepdim=True)) / temperature.float()
+    if relative.is_cuda or not len(relative):
+        shares = relative.exp()
+    else:
+        # A CPU's exp rounds otherwise at the end of a tensor than inside it: rows one by one.
+        shares = torch.stack([row.exp() for row in relative])
+    shares = shares.masked_fill(~(shares >= min_p), 0)
+    return (shares * _SCALE).long()
+
+
+def draw_by_weights(logits: Tensor, weights: Tensor, numbers: Tensor, *, filters: bool) -> Tensor:
+    """:func:`draw_by_numbers` by PyTorch's functions, with a sort, on any device.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        weights: int64 [rows, vocabulary], see :func:`weigh`.
+        numbers: As there.
+        filters: Likewise.
+
+    Returns:
+        int64 [rows].
+    """
+    _, random, _, top_k, top_p, sampled = numbers.unsqueeze(-1)
+    if filters:
+        weights = _filtered(weights, logits, top_k, top_p)
+    tokens = _most_likely(logits)
+    drawn = find_place(weights, random).squeeze(-1)
+    return torch.where((sampled.squeeze(-1) > 0) & (tokens >= 0), drawn, tokens)
+
+
+def find_place(weights: Tensor, random: Tensor) -> Tensor:
+    """The first token with which the sum of weights exceeds a part of all of them.
+
+    Args:
+        weights: int64 [rows, vocabulary], at least 0.
+        random: The part, [rows, 1], from 0 to below 1.
+
+    Returns:
+        int64 [rows, 1].
+    """
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    target = (random * total).long().clamp(max=total - 1)
+    return torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """:func:`most_likely` by PyTorch's functions."""
+    tokens = logits.argmax(-1)
+    return tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)
+
+
+def _readable(logits: Tensor) -> Tensor:
+    logits = logits if logits.dtype in _DTYPES else logits.float()
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+def _filtered(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Weights of the tokens that ``top_k`` and ``top_p`` leave."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    ordered = weights.gather(-1, order)
+    rank = torch.arange(weights.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k, 0)
+    before = ordered.cumsum(-1) - ordered
+    total = ordered.sum(-1, keepdim=True)
+    # The token that crosses the limit is left in, so that there is always one.
+    limit = (top_p * total).ceil().long().clamp(max=total)
+    ordered = ordered.masked_fill(before >= limit, 0)
+    return torch.zeros_like(weights).scatter_(-1, order, ordered)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed that looks unrelated to ``seed``, for the ``index``-th of something."""
+    return int.from_bytes(_hash(seed, index), "little", signed=True)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of a seed's token at a position: 53 bits."""
+    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
+
+
+class Randoms:
+    """The random numbers of some seeds, :func:`uniform` of each, in half the time.
+
+    Args:
+        seeds: In the order of the numbers.
+    """
+
+    def __init__(self, seeds: Iterable[int]) -> None:
+        # What a hash begins with is read once.
+        packed = [struct.pack("<q", seed) for seed in seeds]
+        self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
+
+    def of(self, places: Iterable[int]) -> Randoms:
+        """Those of some of the seeds, by their places among all."""
+        found = Randoms(())
+        found._begun = [self._begun[place] for place in places]
+        return found
+
+    def at(self, positions: Iterable[int]) -> list[float]:
+        """The numbers of the seeds' tokens at these positions, one each."""
+        digests = []
+        for begun, position in zip(self._begun, positions):
+            hasher = begun.copy()
+            hasher.update(position.to_bytes(8, "little", signed=True))
+            digests.append(hasher.digest())
+        words = struct.unpack(f"<{len(digests)}Q", b"".join(digests))
+        return [(word >> 11) / 2**53 for word in words]
+
+
+def _hash(seed: int, index: int) -> bytes:
+    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()

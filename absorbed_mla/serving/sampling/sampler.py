@@ -8,105 +8,21 @@ without.
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.sampling import Sampling
 from torch import Tensor
 
-from absorbed_mla.serving.sampling.draw import draw_by_numbers, most_likely
-from absorbed_mla.serving.sampling.parameters import SamplingParams
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """A seed that looks unrelated to ``seed``, for the ``index``-th of something."""
-    return int.from_bytes(_hash(seed, index), "little", signed=True)
-
-
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a seed's token at a position: 53 bits."""
-    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
-
-
-class Randoms:
-    """The random numbers of some seeds, :func:`uniform` of each, in half the time.
-
-    Args:
-        seeds: In the order of the numbers.
-    """
-
-    def __init__(self, seeds: Iterable[int]) -> None:
-        # What a hash begins with is read once.
-        packed = [struct.pack("<q", seed) for seed in seeds]
-        self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
-
-    def of(self, places: Iterable[int]) -> Randoms:
-        """Those of some of the seeds, by their places among all."""
-        found = Randoms(())
-        found._begun = [self._begun[place] for place in places]
-        return found
-
-    def at(self, positions: Iterable[int]) -> list[float]:
-        """The numbers of the seeds' tokens at these positions, one each."""
-        digests = []
-        for begun, position in zip(self._begun, positions):
-            hasher = begun.copy()
-            hasher.update(position.to_bytes(8, "little", signed=True))
-            digests.append(hasher.digest())
-        words = struct.unpack(f"<{len(digests)}Q", b"".join(digests))
-        return [(word >> 11) / 2**53 for word in words]
-
-
-def _hash(seed: int, index: int) -> bytes:
-    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
-
-
-@dataclass
-class SampledRequest:
-    """What the sampler knows of a running request.
-
-    Attributes:
-        params: Of the request.
-        seed: Of its random numbers.
-        prompt: As the request came, also after an eviction.
-        generated: Tokens so far.
-        in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
-            penalty asks.
-        number: Of the request; -1: not known.
-    """
-
-    params: SamplingParams
-    seed: int
-    prompt: Sequence[int]
-    generated: list[int] = field(default_factory=list)
-    in_prompt: Tensor | None = None
-    number: int = -1
-    _numbers: tuple[float, float, int, float, bool] | None = None
-
-    def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
-        """Temperature, ``min_p``, ``top_k``, ``top_p``, and whether it samples; found once.
-
-        Args:
-            vocabulary: Its size, always the same.
-        """
-        if self._numbers is None:
-            params = self.params
-            # One that float32 can divide by: neither 0 nor infinity.
-            temperature = min(max(params.temperature, 1e-30), 1e30)
-            top_k = min(params.top_k or vocabulary, vocabulary)
-            sampled = not params.is_greedy
-            self._numbers = temperature, params.min_p, top_k, params.top_p, sampled
-        return self._numbers
-
-    @property
-    def avoids_stop_tokens(self) -> bool:
-        """Whether it is too short yet to draw a token that stops it."""
-        short = len(self.generated) < self.params.min_tokens
-        return short and bool(self.params.stop_token_ids)
+from absorbed_mla.serving.sampling.device_sampler import (
+    SampledRequest,
+    draw_by_numbers,
+    most_likely,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -136,37 +52,23 @@ class RequestSampler(Sampling):
     Args:
         num_speculative_tokens: Tokens that MTP layers draft for every request and step.
         agree: Returns the tokens that all ranks go on with; None: those that were drawn.
+
+    Attributes:
+        requests: By number, those that may be in a step.
     """
 
     def __init__(
         self, num_speculative_tokens: int = 0, agree: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._num_drafts, self._agree = num_speculative_tokens, agree
-        self._requests: dict[int, SampledRequest] = {}
-        # Of the last step: requests whose logits had no token, with how many rows came before.
-        self._failed: dict[int, int] = {}
+        self.requests: dict[int, SampledRequest] = {}
         # Of the last tokens that the sampler has drawn: all rows, and which of them have no token,
-        # bool [rows] on the device and in pinned memory; None once a caller has them.
+        # bool [rows] in pinned memory; None: that has been asked, or a caller sees to it.
         self._rows: Sequence[_Row] = ()
-        self._missing: tuple[Tensor, Tensor] | None = None
+        self._missing: Tensor | None = None
+        self._taken: list[Tensor] | None = None
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
-
-    def add(self, number: int, params: SamplingParams, seed: int, prompt: Sequence[int]) -> None:
-        """Make a request known before its first step."""
-        self._requests[number] = SampledRequest(params, seed, prompt, number=number)
-
-    def extend(self, number: int, tokens: Iterable[int]) -> None:
-        """Record tokens that a request has generated."""
-        self._requests[number].generated.extend(tokens)
-
-    def request(self, number: int) -> SampledRequest:
-        """A running request."""
-        return self._requests[number]
-
-    def fail(self, number: int) -> None:
-        """Record that a step's logits had no token for a request."""
-        self._failed.setdefault(number, 0)
 
     def failed(self) -> dict[int, int]:
         """Requests for which the step that has ended had no token; forgotten then.
@@ -174,39 +76,38 @@ class RequestSampler(Sampling):
         Returns:
             By number, how many of the step's tokens come before the missing one: 0 but for drafts.
         """
-        found, self._failed = self._failed, {}
+        found: dict[int, int] = {}
         missing, self._missing = self._missing, None
         # The step has waited for its tokens, which come after these.
-        if missing is not None and missing[1].any():
+        if missing is not None and missing.any():
             before: dict[int, int] = {}
-            for row, flag in zip(self._rows, missing[1].tolist()):
+            for row, flag in zip(self._rows, missing.tolist()):
                 number = row.request.number
                 if flag:
                     found.setdefault(number, before.get(number, 0))
                 before[number] = before.get(number, 0) + 1
         return found
 
-    def take_missing(self) -> Tensor:
-        """Which rows of the last tokens have none: the caller says so by :meth:`fail`.
+    @contextlib.contextmanager
+    def missing_on_device(self) -> Iterator[list[Tensor]]:
+        """Sample inside the block for a caller that sees to missing tokens itself.
 
-        The decode loop may launch a step before :meth:`failed` is called for the step before it,
-        which must not get these.
+        The overlap scheduler may launch a step before :meth:`failed` is called for the step before
+        it, which must not get these.
 
-        Returns:
-            bool [rows], on the device of the logits; nobody waits for it.
+        Yields:
+            A list that gets one tensor for each call: which rows have no token, bool [rows], on the
+            device of the logits; nobody waits for it.
         """
-        assert self._missing is not None, "the sampler has drawn no tokens"
-        missing, self._missing = self._missing[0], None
-        return missing
-
-    def remove(self, number: int) -> None:
-        """Forget a request that has ended."""
-        self._requests.pop(number, None)
+        self._taken = taken = []
+        try:
+            yield taken
+        finally:
+            self._taken = None
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._requests.clear()
-        self._failed.clear()
+        self.requests.clear()
         self._missing = None
 
     def sample_kernel(
@@ -290,9 +191,11 @@ class RequestSampler(Sampling):
         tokens = draw(logits, rows)
         if self._agree is not None:
             tokens = self._agree(tokens)
-        if not are_drafts:
-            self._rows, missing = rows, tokens < 0
-            self._missing = missing, missing.to("cpu", non_blocking=True)
+        if self._taken is not None:
+            self._taken.append(tokens < 0)
+        elif not are_drafts:
+            self._rows = rows
+            self._missing = (tokens < 0).to("cpu", non_blocking=True)
         # The model reads them in the next step, before the request is ended.
         return tokens.clamp_(min=0)
 
@@ -303,7 +206,7 @@ class RequestSampler(Sampling):
         starts = context.request_kv_length_offsets[rows].tolist()
         lengths = context.request_query_lengths[rows].tolist()
         return [
-            (self._requests[number], start, start + length)
+            (self.requests[number], start, start + length)
             for number, start, length in zip(numbers, starts, lengths)
         ]
 
@@ -394,7 +297,7 @@ def _column(values: Iterable[float], like: Tensor) -> Tensor:
 def draw_numbers(
     request: SampledRequest, position: int, vocabulary: int
 ) -> tuple[float, float, float, int, float, bool]:
-    """The numbers of a row for :func:`drawing.draw_by_numbers`, in their order.
+    """The numbers of a row for ``device_sampler.draw_by_numbers``, in their order.
 
     Args:
         request: Whose token is drawn.

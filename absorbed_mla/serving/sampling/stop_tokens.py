@@ -5,6 +5,8 @@ from __future__ import annotations
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
+from absorbed_mla.serving.megatron_engine.names import STOP_WORDS
+
 
 def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
     """Let a step that adds several tokens to a request end it at the first stop token among them.
@@ -28,4 +30,4 @@ def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
                 return True, behind
         return False, 0
 
-    host._check_stop_words_for_request_post_append = check
+    STOP_WORDS.replace(host, check)

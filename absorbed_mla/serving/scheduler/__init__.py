@@ -1,1 +1,1 @@
-"""The overlap scheduler: a step is launched before the results of the last one are read."""
+"""The overlap scheduler, in the order of a step: requests, input batch, model runner, output."""

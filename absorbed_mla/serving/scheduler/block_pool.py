@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.inference.context_config import context_config
+from absorbed_mla.serving.megatron_engine.allocator import pool_of
+from absorbed_mla.serving.megatron_engine.names import REGISTER, UPDATE_REQUESTS
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
 BLOCK_SIZE = 64
@@ -71,7 +73,7 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
     """
     if not allocator.enable_prefix_caching:
         return
-    register = allocator.register_kv_block_hashes
+    register = REGISTER.of(allocator)
 
     def register_new(
         blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
@@ -84,7 +86,7 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
             None if parents is None else [parents[i] for i in new],
         )
 
-    allocator.register_kv_block_hashes = register_new
+    REGISTER.replace(allocator, register_new)
 
 
 def place_drafts(context: DynamicInferenceContext) -> None:
@@ -96,7 +98,7 @@ def place_drafts(context: DynamicInferenceContext) -> None:
     """
     if not context.num_speculative_tokens:
         return
-    update = context.update_requests
+    update = UPDATE_REQUESTS.of(context)
 
     def update_and_place(*args: Any, **kwargs: Any) -> dict | None:
         done = update(*args, **kwargs)
@@ -107,18 +109,7 @@ def place_drafts(context: DynamicInferenceContext) -> None:
         context.token_to_block_idx[step] = context.request_to_kv_block_ids[rows, columns]
         return done
 
-    context.update_requests = update_and_place
-
-
-def pool_of(allocator: KVBlockAllocator) -> tuple[int, int]:
-    """Number of blocks, the dummy one included, and of free ones.
-
-    Core 0.19 calls them ``total_count`` and ``total_avail``, later ones ``pool_size`` and
-    ``pool_avail``.
-    """
-    if hasattr(allocator, "pool_size"):
-        return allocator.pool_size, allocator.pool_avail
-    return allocator.total_count, allocator.total_avail
+    UPDATE_REQUESTS.replace(context, update_and_place)
 
 
 def require_no_leak(context: DynamicInferenceContext) -> None:

@@ -12,7 +12,8 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from torch import Tensor
 
-from absorbed_mla.serving.scheduler.block_pool import pool_of
+from absorbed_mla.serving.megatron_engine.allocator import pool_of
+from absorbed_mla.serving.megatron_engine.names import EVICT_CACHED, EVICT_PAUSED, RESUME
 
 # Share of all blocks that is evicted together.
 _EVICTED_TOGETHER = 1 / 64
@@ -24,7 +25,7 @@ def resume_with_cached_blocks(context: DynamicInferenceContext) -> None:
     Replaces how ``context`` resumes requests, and evicts further ones where Megatron, which counts
     a block of several requests once for each of them, would leave none that can run.
     """
-    evict = context.evict_overflow_paused_requests
+    evict = EVICT_PAUSED.of(context)
 
     def resume(active_count: int, paused_ids: Tensor | None) -> tuple[int, Tensor | None]:
         count = _resumable(context, active_count)
@@ -43,8 +44,8 @@ def resume_with_cached_blocks(context: DynamicInferenceContext) -> None:
             evicted = torch.cat((further, evicted))
         return evicted
 
-    context.resume_paused_requests = resume
-    context.evict_overflow_paused_requests = evict_until_one_runs
+    RESUME.replace(context, resume)
+    EVICT_PAUSED.replace(context, evict_until_one_runs)
 
 
 def evict_blocks_together(allocator: KVBlockAllocator) -> None:
@@ -53,13 +54,13 @@ def evict_blocks_together(allocator: KVBlockAllocator) -> None:
     Megatron goes over all cached blocks for each eviction, 60 ms for 32,768 of them on a CPU, and
     a full cache needs one for every block.
     """
-    evict, together = allocator.evict_lru_blocks, int(pool_of(allocator)[0] * _EVICTED_TOGETHER)
+    evict, together = EVICT_CACHED.of(allocator), int(pool_of(allocator)[0] * _EVICTED_TOGETHER)
 
     def evict_more(count: int) -> bool:
         cached = int(allocator.get_evictable_block_count())
         return evict(max(count, min(together, cached)))
 
-    allocator.evict_lru_blocks = evict_more
+    EVICT_CACHED.replace(allocator, evict_more)
 
 
 def _stands_still(context: DynamicInferenceContext, active_count: int) -> bool:

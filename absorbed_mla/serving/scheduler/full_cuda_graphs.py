@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, each captured with a step of its size."""
+"""Full CUDA graphs: each holds all kernels of a step, and is captured with one of its size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
+from absorbed_mla.serving.megatron_engine.context import device_tables
+from absorbed_mla.serving.megatron_engine.names import LAYER_GRAPHS
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
-_LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
+_LIVING: weakref.WeakSet[FullCudaGraphs] = weakref.WeakSet()
 
 # Memory of steps grows with their tokens, but for some tensors with their rows: of much larger
 # steps nothing is known.
 _MOST_LARGER = 4
 
 
-class StepGraphs:
-    """Runs steps of a model, each captured once; a graph reads weights where they are.
+class FullCudaGraphs:
+    """Full CUDA graphs of a model's steps, each captured once; they read weights where they are.
 
     Graphs share a pool of memory: only one of them runs at a time, and what they leave behind is
     in tensors of others. A capture takes from the pool what is free, but of a large tensor only in
@@ -77,7 +79,7 @@ class StepGraphs:
 
     def keep_for(self, context: DynamicInferenceContext) -> None:
         """Delete all graphs if they read another cache, or other tables, than this context's."""
-        buffers = context.memory_buffer.data_ptr(), context.gpu_view._buf.data_ptr()
+        buffers = context.memory_buffer.data_ptr(), device_tables(context).data_ptr()
         if buffers != self._buffers:
             self.clear()
             self._buffers = buffers
@@ -149,7 +151,7 @@ def _without_layer_graphs(model: nn.Module) -> Iterator[None]:
     spaces: list[dict[str, Any]] = []
     for module in model.modules():
         spaces += vars(module), module._modules
-    name = "cudagraph_manager"
+    name = LAYER_GRAPHS.name
     holders = [(space, space[name]) for space in spaces if name in space]
     for space, _ in holders:
         del space[name]

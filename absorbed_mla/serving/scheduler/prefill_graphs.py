@@ -30,9 +30,9 @@ from absorbed_mla.inference.full_prefill import MOST_PROMPTS
 from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.megatron_engine.names import PREPARE_STEP, RUN_MODEL
 from absorbed_mla.serving.scheduler.block_pool import indexers
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
-from absorbed_mla.serving.scheduler.overlap_scheduler import DecodeLoop
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class PrefillGraphs:
     def __init__(
         self,
         host: DynamicInferenceEngine,
-        graphs: StepGraphs,
+        graphs: FullCudaGraphs,
         most_tokens: int,
         most_pairs: float = MOST_PAIRS,
         *,
@@ -83,8 +83,7 @@ class PrefillGraphs:
         context, controller = host.context, host.controller
         self._context, self._graphs, self._most_pairs = context, graphs, most_pairs
         self._expands, self._whole_prompts = expands, False
-        self._init = controller._dynamic_step_context_init
-        self._forward = controller._dynamic_step_forward_logits
+        self._init, self._forward = PREPARE_STEP.of(controller), RUN_MODEL.of(controller)
         tp = parallel_state.get_tensor_model_parallel_world_size()
         most = min(most_tokens, context.max_tokens)
         self._sizes = [
@@ -92,8 +91,8 @@ class PrefillGraphs:
         ]
         most_absorbed = _MOST_ABSORBED if expands else most
         self._absorbed = [size for size in self._sizes if size.token_count <= most_absorbed]
-        controller._dynamic_step_context_init = self._prepare
-        controller._dynamic_step_forward_logits = self._run
+        PREPARE_STEP.replace(controller, self._prepare)
+        RUN_MODEL.replace(controller, self._run)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Let Megatron prepare a step, and find a size for it here if it reads prompts."""
@@ -235,19 +234,18 @@ def has_whole_prompts(context: DynamicInferenceContext) -> bool:
 
 
 def prefill_graphs(
-    host: DynamicInferenceEngine, model: GPTModel, loop: DecodeLoop | None, most_tokens: int
+    host: DynamicInferenceEngine, model: GPTModel, graphs: FullCudaGraphs | None, most_tokens: int
 ) -> PrefillGraphs | None:
     """Graphs of an engine that asks for them; None, with the reason logged, if it can have none.
 
     Args:
         host: Megatron's engine.
         model: Generates.
-        loop: Of its decode steps.
+        graphs: Of its decode steps; None: these have none.
         most_tokens: Of a step with a graph; 0: the engine does not ask.
     """
     if not most_tokens:
         return None
-    graphs = None if loop is None else loop.graphs
     if why := why_none(model) or (_NO_WHOLE_STEPS if graphs is None else ""):
         log_once(logger, "steps that read prompts run without CUDA graphs", why)
         return None

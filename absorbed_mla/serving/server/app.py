@@ -17,8 +17,6 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.failures import ModelFailed, require_no_failure
-from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
@@ -28,7 +26,16 @@ from absorbed_mla.serving.server.protocol import (
     error_body,
     event,
 )
-from absorbed_mla.serving.server.service import MakePrompt, Service, ServiceStopped, Ticket, Update
+from absorbed_mla.serving.server.service import (
+    MakePrompt,
+    Metrics,
+    ModelFailed,
+    RequestStream,
+    Service,
+    ServiceStopped,
+    Update,
+    require_no_failure,
+)
 
 # A prompt of the longest models takes about a megabyte.
 _MAX_BODY_BYTES = 16 << 20
@@ -119,21 +126,21 @@ class _Routes:
         if body.model not in (None, self._name):
             raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
         answer = Answer(kind, self._name)
-        ticket = self._service.submit(prompts, params)
+        stream = self._service.submit(prompts, params)
         with contextlib.ExitStack() as stack:
-            stack.callback(ticket.close)
+            stack.callback(stream.close)
             if not body.stream:
-                done = await _unless_disconnected(request, _last(ticket, len(prompts)))
+                done = await _unless_disconnected(request, _last(stream, len(prompts)))
                 require_no_failure(done)
                 requests = [update.request for update in done]
                 return JSONResponse(answer.whole(requests))
             # The first news, before the head of the answer is sent: a prompt may be refused.
-            first = await _unless_disconnected(request, ticket.next())
+            first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
             pieces = Pieces(answer, params.n)
-            stream = _EventStream(request, ticket, first, pieces, body.with_usage)
+            response = _EventStream(request, stream, first, pieces, body.with_usage)
             stack.pop_all()
-        return stream
+        return response
 
 
 class _EventStream(Response):
@@ -141,7 +148,7 @@ class _EventStream(Response):
 
     Args:
         request: That is answered.
-        ticket: Closed at the end, also if nothing could be sent.
+        stream: Closed at the end, also if nothing could be sent.
         first: News that have been read.
         pieces: Makes the events.
         with_usage: Whether the last one has the numbers of tokens.
@@ -150,14 +157,14 @@ class _EventStream(Response):
     def __init__(
         self,
         request: Request,
-        ticket: Ticket,
+        stream: RequestStream,
         first: dict[int, Update],
         pieces: Pieces,
         with_usage: bool,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8"})
-        self._request, self._ticket, self._first = request, ticket, first
+        self._request, self._stream, self._first = request, stream, first
         self._pieces, self._with_usage = pieces, with_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,7 +173,7 @@ class _EventStream(Response):
             with contextlib.suppress(ClientDisconnect):
                 await _unless_disconnected(self._request, self._send(send))
         finally:
-            self._ticket.close()
+            self._stream.close()
 
     async def _send(self, send: Send) -> None:
         kind, head = "http.response.start", self.raw_headers
@@ -179,9 +186,9 @@ class _EventStream(Response):
                 if events:
                     await _write(send, {**body, "body": events})
                 require_no_failure(news.values())
-                if self._ticket.is_over:
+                if self._stream.is_over:
                     break
-                news = await self._ticket.next()
+                news = await self._stream.next()
             end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
         except ServiceStopped as error:
             end = event(error_body(str(error), "server_error", 503))
@@ -228,11 +235,11 @@ async def _write(send: Send, message: Message) -> None:
         raise ClientDisconnect from error
 
 
-async def _last(ticket: Ticket, count: int) -> list[Update]:
+async def _last(stream: RequestStream, count: int) -> list[Update]:
     """The last updates of all prompts."""
     found: dict[int, Update] = {}
-    while not ticket.is_over:
-        found |= await ticket.next()
+    while not stream.is_over:
+        found |= await stream.next()
     return [found[i] for i in range(count)]
 
 

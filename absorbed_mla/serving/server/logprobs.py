@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from absorbed_mla.serving.outputs import Logprob, PositionLogprobs
-from absorbed_mla.serving.server.failures import ModelFailed
+from absorbed_mla.serving.server.service import ModelFailed
 
 Json = dict[str, Any]
 # In place of minus infinity, which JSON lacks: that of a token that cannot be drawn.

@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
+from absorbed_mla.serving.option_schema import options_of
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.logprobs import Json, chat_logprobs, prompt_position, text_logprobs
@@ -27,36 +28,18 @@ _MAX_OUTPUTS = 1024
 # Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
 # a template of the client's.
 _NOT_FOR_CLIENTS = {
-    "chat_template",
-    "conversation",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
+    *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 }
-# Fields of a request that are fields of SamplingParams as they are.
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-)
+# Fields of SamplingParams that the two routes have in a way of their own.
+_OF_A_ROUTE = {"max_tokens", "logprobs"}
+# The others are as they are; SamplingParams checks bounds.
+_SAMPLING: dict[str, Any] = {
+    name: (one.annotation | None, None)
+    for name, one in options_of(SamplingParams).items()
+    if name not in _OF_A_ROUTE
+}
+SamplingFields = create_model("SamplingFields", __config__=ConfigDict(extra="forbid"), **_SAMPLING)
 
 
 class StreamOptions(BaseModel):
@@ -66,32 +49,16 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(SamplingFields):  # type: ignore[valid-type, misc]
     """What both kinds of request have; None takes the default of ``SamplingParams``."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     max_tokens: int | None = None
+    n: int | None = Field(default=None, le=_MAX_OUTPUTS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Names the client's user; nothing depends on it.
     user: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    n: int | None = Field(default=None, le=_MAX_OUTPUTS)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
 
     def sampling(self, **fields: Any) -> SamplingParams:
         """Sampling parameters.

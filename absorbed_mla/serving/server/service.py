@@ -1,4 +1,4 @@
-"""Runs one ``LLM`` in a thread, for any number of asynchronous callers."""
+"""The service: runs one ``LLM`` in a thread, for any number of asynchronous callers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.metrics import Metrics
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
 # Seconds that the end of the server waits for a step.
 _LONGEST_STEP = 10.0
-
+# Bounds of the buckets of histograms.
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 # Makes a prompt; called in the model's thread, which owns the tokenizer.
 MakePrompt = Callable[[LLM], Prompt]
@@ -28,6 +31,10 @@ MakePrompt = Callable[[LLM], Prompt]
 
 class ServiceStopped(RuntimeError):
     """The model has stopped: its processes have ended, or the server is shutting down."""
+
+
+class ModelFailed(RuntimeError):
+    """The model has failed at a request, whose client is not to blame; others go on."""
 
 
 class Snapshot(NamedTuple):
@@ -54,7 +61,7 @@ class Update(NamedTuple):
     finished: bool
 
 
-class Ticket:
+class RequestStream:
     """The prompts of one call, and what they have so far. All methods are for the loop's thread.
 
     The newest update of a prompt replaces one that was not read, so that a slow reader costs no
@@ -124,7 +131,7 @@ class _Submit:
     # By the name of its request.
     prompts: dict[str, MakePrompt]
     params: SamplingParams
-    ticket: Ticket
+    stream: RequestStream
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class Service:
         self._metrics, self._on_death = metrics, on_death
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
         # By the name of a request, with the number of its prompt.
-        self._tickets: dict[str, tuple[Ticket, int]] = {}
+        self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
         self._lock = threading.Lock()
@@ -170,7 +177,7 @@ class Service:
         """Whether requests can run."""
         return self._stopped is None
 
-    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> Ticket:
+    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
         Args:
@@ -184,12 +191,12 @@ class Service:
             ServiceStopped: If the model has stopped.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
-        ticket = Ticket(names, self._abort)
+        stream = RequestStream(names, self._abort)
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
-            self._commands.put(_Submit(dict(zip(names, prompts)), params, ticket))
-        return ticket
+            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
+        return stream
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -222,7 +229,7 @@ class Service:
                 return False
             if isinstance(command, _Abort):
                 for name in command.names:
-                    self._tickets.pop(name, None)
+                    self._streams.pop(name, None)
                     self.llm.abort(name)
                 continue
             self._submit(command)
@@ -232,13 +239,13 @@ class Service:
         try:
             self._add_all(command)
         except ValueError as error:
-            _fail(command.ticket, error)
+            _fail(command.stream, error)
         except Exception as error:
             reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-            _fail(command.ticket, ValueError(reason))
+            _fail(command.stream, ValueError(reason))
         else:
             for i, name in enumerate(command.prompts):
-                self._tickets[name] = command.ticket, i
+                self._streams[name] = command.stream, i
                 self._metrics.begin(name)
 
     def _add_all(self, command: _Submit) -> None:
@@ -256,10 +263,10 @@ class Service:
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
         """Give the callers what a step has made, all of it at once."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, int, Update]]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, int, Update]]] = {}
         for output in outputs:
             name, finished = output.request_id, output.finished
-            found = self._tickets.pop(name, None) if finished else self._tickets.get(name)
+            found = self._streams.pop(name, None) if finished else self._streams.get(name)
             if found is None:
                 continue
             snapshots = [
@@ -277,19 +284,93 @@ class Service:
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
-                    _fail(command.ticket, reason)
-        for ticket, _ in self._tickets.values():
-            _fail(ticket, reason)
-        self._tickets.clear()
+                    _fail(command.stream, reason)
+        for stream, _ in self._streams.values():
+            _fail(stream, reason)
+        self._streams.clear()
 
 
-def _put_all(news: Sequence[tuple[Ticket, int, Update]]) -> None:
-    for ticket, i, update in news:
-        ticket.put(i, update)
+class Metrics:
+    """What ``/metrics`` shows, in Prometheus' text format.
+
+    Counters of one server; written by the model's thread, read by any.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        made = {"registry": self._registry, "namespace": "absorbed_mla"}
+        self._requests = Counter("requests", "Requests that have ended", ["finish_reason"], **made)
+        self._prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
+        self._generated = Counter("generated_tokens", "Tokens generated", **made)
+        self._running = Gauge("outputs_running", "Outputs that run or wait", **made)
+        self._first = Histogram(
+            "first_token_seconds", "From request to first token", buckets=_SECONDS, **made
+        )
+        self._whole = Histogram(
+            "request_seconds", "From request to its end", buckets=_SECONDS, **made
+        )
+        # When requests that run began, and how many of their tokens are counted.
+        self._began: dict[str, float] = {}
+        self._counted: dict[str, int] = {}
+
+    def begin(self, request_id: str) -> None:
+        """A request was queued."""
+        self._began[request_id] = time.monotonic()
+
+    def observe(self, outputs: Sequence[RequestOutput], num_running: int) -> None:
+        """A step has run.
+
+        Args:
+            outputs: That have grown or ended.
+            num_running: Outputs that run or wait.
+        """
+        now, generated = time.monotonic(), 0
+        for output in outputs:
+            name = output.request_id
+            count = sum([len(one.token_ids) for one in output.outputs])
+            before = self._counted.get(name, 0)
+            self._counted[name] = count
+            generated += count - before
+            if count and not before:
+                self._first.observe(now - self._began.setdefault(name, now))
+                self._prompt_tokens.inc(len(output.prompt_token_ids))
+            if output.finished:
+                self._end(output, now)
+        self._generated.inc(generated)
+        self._running.set(num_running)
+
+    def _end(self, output: RequestOutput, now: float) -> None:
+        name = output.request_id
+        self._whole.observe(now - self._began.pop(name, now))
+        for one in output.outputs:
+            self._requests.labels(one.finish_reason).inc()
+        del self._counted[name]
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
 
 
-def _fail(ticket: Ticket, error: Exception) -> None:
-    _call(ticket.loop, ticket.fail, error)
+def require_no_failure(updates: Iterable[Update]) -> None:
+    """Check that no output has ended because the model failed.
+
+    Raises:
+        ModelFailed: If one has.
+    """
+    for update in updates:
+        # Outputs may have grown since the update.
+        for output, then in zip(update.request.outputs, update.outputs):
+            if then.finish_reason == "error":
+                raise ModelFailed(output.error)
+
+
+def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:
+    for stream, i, update in news:
+        stream.put(i, update)
+
+
+def _fail(stream: RequestStream, error: Exception) -> None:
+    _call(stream.loop, stream.fail, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

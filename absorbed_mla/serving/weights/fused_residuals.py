@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -9,8 +10,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from absorbed_mla.full_cuda_graph import this_run
+from absorbed_mla.caching import this_run
+from absorbed_mla.log_once import log_once
 from absorbed_mla.norm import RMSNorm, few_rows, is_plain
+from absorbed_mla.serving.megatron_engine.names import FUSED_RESIDUALS, LAYER, SUMS_OF_LAYERS
+
+logger = logging.getLogger(__name__)
 
 
 class NormedSum:
@@ -74,14 +79,18 @@ class NormedSum:
 def fuse_residuals(model: GPTModel) -> None:
     """Let the layers of a model that only generates add and normalise at once where they can."""
     layers, last = [*model.decoder.layers], model.decoder.final_layernorm
+    for layer in layers:
+        if missing := FUSED_RESIDUALS.missing({LAYER: layer}):
+            log_once(logger, "layers add and normalise in two kernels", missing)
+            return
     behind = [*(layer.input_layernorm for layer in layers[1:]), last]
     for layer, norm in zip(layers, behind):
         # Nothing but identities lies between.
         plain = isinstance(layer.cross_attention, IdentityOp)
-        for name, follows in (("self_attn_bda", layer.pre_mlp_layernorm), ("mlp_bda", norm)):
-            taken = getattr(layer, name) is get_bias_dropout_add
+        for name, follows in zip(SUMS_OF_LAYERS, (layer.pre_mlp_layernorm, norm)):
+            taken = name.of(layer) is get_bias_dropout_add
             if plain and taken and _is_plain(follows):
-                setattr(layer, name, NormedSum(follows))
+                name.replace(layer, NormedSum(follows))
 
 
 def _is_plain(norm: nn.Module | None) -> bool:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
+
+from absorbed_mla.log_once import log_once
+from absorbed_mla.serving.megatron_engine.names import ACTIVATION, FUSED_SWIGLU
+from absorbed_mla.serving.megatron_engine.names import MLP as MLP_PATH
+
+logger = logging.getLogger(__name__)
 
 
 class SwiGLU(nn.Module):
@@ -40,11 +47,15 @@ def fuse_swiglu(model: nn.Module, *, rounds_each_step: bool = False) -> None:
         rounds_each_step: See :class:`SwiGLU`; for parity mode.
     """
     for module in [*model.modules()]:
-        if isinstance(module, MLP) and _is_plain_swiglu(module.config):
+        if not isinstance(module, MLP) or not _is_plain_swiglu(module.config):
+            continue
+        if missing := FUSED_SWIGLU.missing({MLP_PATH: module}):
+            log_once(logger, "MLPs compute SwiGLU in three kernels", missing)
+        else:
             # Megatron's option for an activation that takes gate and up together.
             module.config = copy.copy(module.config)
             module.config.use_te_activation_func = True
-            module.activation_func = SwiGLU(rounds_each_step=rounds_each_step)
+            ACTIVATION.replace(module, SwiGLU(rounds_each_step=rounds_each_step))
 
 
 def _is_plain_swiglu(config) -> bool:

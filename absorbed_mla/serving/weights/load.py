@@ -162,7 +162,7 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     if dtype != torch.float32:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         model = Float16Module(megatron_config, model).module
-        keep_head_weights(model, tensors, dtype, parity=options.parity)
+        keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     return model.eval()
 

@@ -1,1 +1,69 @@
-"""What all benchmarks share: arguments, timing, machine description, reports, tables and plots."""
+"""What all benchmarks share: declared cases and options, timing, reports, tables and plots."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from benchmarks.kit import provenance
+from benchmarks.kit.arguments import (
+    DIMS,
+    MODEL,
+    Option,
+    count,
+    declare,
+    dims_of,
+    flag,
+    list_of,
+    number,
+    one,
+    one_of,
+    parse_sizes,
+    sizes,
+    some,
+)
+from benchmarks.kit.lazy import lazy
+from benchmarks.kit.plot import Panel, collected
+from benchmarks.kit.report import ComparedReport, Refused, Report, Times, reason, refusing
+from benchmarks.kit.rows import Case, Row, TimedRow, row_of
+from benchmarks.kit.run import Benchmark, InTurns, main
+from benchmarks.kit.tables import markdown_table, tokens_text
+
+__all__ = [
+    "DIMS",
+    "MODEL",
+    "Benchmark",
+    "Case",
+    "ComparedReport",
+    "InTurns",
+    "Option",
+    "Panel",
+    "Refused",
+    "Report",
+    "Row",
+    "TimedRow",
+    "Times",
+    "collected",
+    "count",
+    "declare",
+    "dims_of",
+    "flag",
+    "lazy",
+    "list_of",
+    "main",
+    "markdown_table",
+    "number",
+    "one",
+    "one_of",
+    "parse_sizes",
+    "provenance",
+    "reason",
+    "refusing",
+    "row_of",
+    "sizes",
+    "some",
+    "tokens_text",
+]

@@ -1,12 +1,14 @@
-"""Command lines of benchmarks: options that several of them have, and types of options."""
+"""Command lines of benchmarks, made of the options that a benchmark declares."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +47,24 @@ def count_or_none(text: str) -> int:
     return 0 if text.strip() == "0" else count(text)
 
 
-def seconds(text: str) -> float:
-    """A finite number above 0."""
+def _number(text: str, accepted: Callable[[float], bool], wanted: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    # Not "value <= 0", which NaN passes.
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+        value = float("nan")
+    if not (accepted(value) and value < float("inf")):
+        raise argparse.ArgumentTypeError(f"expected a number {wanted}, got {text!r}")
     return value
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    return _number(text, lambda value: value > 0, "of seconds above 0")
+
+
+def at_least_0(text: str) -> float:
+    """A finite number of at least 0."""
+    return _number(text, lambda value: value >= 0, "of at least 0")
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -72,7 +82,7 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def one_of(accepted: tuple[str, ...]) -> Callable[[str], str]:
+def one_of(accepted: Sequence[str]) -> Callable[[str], str]:
     """A parser of one of these words, for :func:`list_of`."""
 
     def parse(text: str) -> str:
@@ -94,48 +104,145 @@ def list_of(parse: Callable[[str], Any], separator: str = ",") -> Callable[[str]
     return parse_all
 
 
-_COMMON: dict[str, dict[str, Any]] = {
-    "folder": {"type": Path, "help": "folder for the JSON file, the plot and any logs"},
-    "--render": {
-        "type": Path,
-        "nargs": "+",
-        "metavar": "FILE.json",
-        "help": "measure nothing, print and plot the results in these files",
-    },
-    "--json": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "JSON file for the results, written after every case",
-    },
-    "--plot": {"type": Path, "metavar": "FILE", "help": "PNG file for the plot"},
-    "--only": {"metavar": "TEXT", "help": "measure only cases with this text in their name"},
-    "--device": {
-        "choices": ("cuda", "cpu"),
-        "help": "device to run on (default: a GPU if there is one)",
-    },
-    "--heads": {"type": parse_sizes, "help": "numbers of attention heads, separated by commas"},
-    "--seconds-per-row": {"type": seconds, "help": "how long to repeat each measurement, in s"},
-    "--time-limit": {"type": seconds, "help": "start no case after this many seconds"},
-    "--seed": {"type": int, "help": "seed of the weights and inputs"},
+@dataclass(frozen=True)
+class Option:
+    """One option of a command line."""
+
+    help: str  # what it means
+    type: Callable[[str], Any] | None = None  # makes a value of its text
+    default: Any = None  # a value, or the text of one
+    more: Mapping[str, Any] = field(default_factory=dict)  # other arguments of add_argument
+
+
+def number(help: str, default: int | None = None) -> Option:
+    """An option that takes a whole number above 0."""
+    return Option(help, count, default)
+
+
+def sizes(help: str, default: str | None = None) -> Option:
+    """An option that takes several, such as ``16k,32k``."""
+    return Option(help, parse_sizes, default)
+
+
+def flag(help: str) -> Option:
+    """An option without a value."""
+    return Option(help, more={"action": "store_true"}, default=False)
+
+
+def one(help: str, accepted: Sequence[str], default: str | None = None) -> Option:
+    """An option that takes one of some words."""
+    return Option(help, default=default, more={"choices": tuple(accepted)})
+
+
+def some(
+    help: str, accepted: Iterable[str], default: str | None = "", separator: str = ","
+) -> Option:
+    """An option that takes some of these words, by default all of them."""
+    words = tuple(accepted)
+    default = separator.join(words) if default == "" else default
+    return Option(help, list_of(one_of(words), separator), default)
+
+
+# Options that several benchmarks have; these declare the default only.
+KNOWN = {
+    "folder": Option("folder for the JSON file, the plot and any logs", Path),
+    "render": Option(
+        "measure nothing, print and plot the results in these files",
+        Path,
+        more={"nargs": "+", "metavar": "FILE.json"},
+    ),
+    "json": Option(
+        "JSON file for the results, written after every case", Path, more={"metavar": "FILE"}
+    ),
+    "plot": Option("PNG file for the plot", Path, more={"metavar": "FILE"}),
+    "only": Option("measure only cases with this text in their name", more={"metavar": "TEXT"}),
+    "device": one("device to run on (default: a GPU if there is one)", ("cuda", "cpu")),
+    "heads": sizes("numbers of attention heads, separated by commas"),
+    "seq_lens": sizes("tokens of the sequence"),
+    "seconds_per_row": Option("how long to repeat each measurement, in s", seconds),
+    "time_limit": Option("start no case after this many seconds", seconds),
+    "seed": Option("seed of the weights and inputs", int),
+    "quick": flag("tiny cases on a CPU, to try the script; other options are added"),
+}
+# What --quick stands for.
+_QUICK = {
+    "device": "--device cpu",
+    "heads": "--heads 2",
+    "seconds_per_row": "--seconds-per-row 0.01",
+    "num_layers": "--num-layers 1",
+    "ffn_hidden_size": "--ffn-hidden-size 32",
+}
+_QUICK_DIMS = {
+    "hidden-size": "--hidden-size 64",
+    "q-lora-rank": "--q-lora-rank 32",
+    "kv-lora-rank": "--kv-lora-rank 32",
+    "qk-head-dim": "--qk-head-dim 16",
+    "qk-pos-emb-head-dim": "--qk-pos-emb-head-dim 16",
+    "v-head-dim": "--v-head-dim 16",
+}
+# Options of a model that generates, with DIMS.
+MODEL = {
+    "num_layers": number("decoder layers of the model", 4),
+    "heads": number("attention heads of each layer", 128),
+    "ffn_hidden_size": number("width of the MLP", 2048),
+    "vocab_size": number("rows of the embedding", 32768),
+    "dims": DIMS,
 }
 
 
-def add_common(parser: Parser, **defaults: Any) -> None:
-    """Add some of the options that several benchmarks have.
+def declare(known: str, **options: Any) -> Mapping[str, Any]:
+    """The options of a benchmark, see :func:`add_options`.
+
+    Args:
+        known: Some of ``KNOWN``, with defaults or without: ``"json device heads=16,128"``.
+        options: Others by name.
+    """
+    pairs = (word.partition("=") for word in known.split())
+    return {name: default or None for name, _, default in pairs} | options
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Add options to a parser.
 
     Args:
         parser: Of the benchmark.
-        defaults: Default by option; ``seed=1`` adds ``--seed`` with the default 1.
+        options: By name, as ``seq_lens``: an :class:`Option`, or the default of one of ``KNOWN``;
+            ``dims``, the default of every dimension by its name.
     """
-    for name, default in defaults.items():
-        option = name if name in _COMMON else "--" + name.replace("_", "-")
-        parser.add_argument(option, default=default, **_COMMON[option])
+    for name, value in options.items():
+        if name == "dims":
+            for dim, size in value.items():
+                parser.add_argument(f"--{dim}", type=count, default=size, help=_MEANING[dim])
+            continue
+        option = value if isinstance(value, Option) else replace(KNOWN[name], default=value)
+        keywords = {"help": option.help, "default": option.default, **option.more}
+        if option.type is not None:
+            keywords["type"] = option.type
+        written = name if name == "folder" else f"--{name.replace('_', '-')}"
+        parser.add_argument(written, **keywords)
 
 
-def add_dims(parser: argparse.ArgumentParser, dims: dict[str, int]) -> None:
-    """Add an option for every dimension of the layer."""
-    for name, size in dims.items():
-        parser.add_argument(f"--{name}", type=count, default=size, help=_MEANING[name])
+def add_common(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add some of ``KNOWN``, with defaults; ``seed=1`` adds ``--seed`` with the default 1."""
+    add_options(parser, {k.lstrip("-").replace("-", "_"): v for k, v in defaults.items()})
+
+
+def quick(argv: Sequence[str], options: Mapping[str, Any], more: str) -> list[str]:
+    """Arguments in which ``--quick`` has been replaced by what it stands for.
+
+    Args:
+        argv: The arguments.
+        options: Of the benchmark; tiny values of those that many have.
+        more: Of this one.
+    """
+    if "--quick" not in argv:
+        return list(argv)
+    others = [word for word in argv if word != "--quick"]
+    tiny = [text for name, text in _QUICK.items() if name in options]
+    tiny += [_QUICK_DIMS[name] for name in options.get("dims", ())]
+    # In front, so that others take precedence; behind the folder, which is no option.
+    first = 1 if others and not others[0].startswith("-") else 0
+    return [*others[:first], *shlex.split(" ".join([*tiny, more])), *others[first:]]
 
 
 def dims_of(args: argparse.Namespace) -> dict[str, int]:

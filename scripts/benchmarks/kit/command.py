@@ -24,17 +24,11 @@ class CommandError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a command took.
+    """What one run of a command took."""
 
-    Attributes:
-        seconds: From its start until its output is on disk.
-        peak_bytes: Most resident memory of its processes together, mapped files included.
-        anonymous_bytes: Most resident memory without mapped files, by samples.
-    """
-
-    seconds: float
-    peak_bytes: int
-    anonymous_bytes: int
+    seconds: float  # from its start until its output is on disk
+    peak_bytes: int  # most resident memory of its processes together, mapped files included
+    anonymous_bytes: int  # most resident memory without mapped files, by samples
 
 
 def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Run:
@@ -56,10 +50,7 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
     with log.open("w") as output:
         begin = time.perf_counter()
         process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=ends_with_this_process(),
+            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=ends_with_this_process()
         )
         peak, anonymous = _wait(process)
         if process.returncode:

@@ -21,24 +21,26 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.testing.traffic import Traffic, count_traffic
 from benchmarks.kit.processes import Processes
 from benchmarks.kit.report import Refused
+from benchmarks.kit.works import Work
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
+
+# DeepSeek-V3's scaling of its rotary embedding.
+YARN = {
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A layer with an input of this rank.
+    """A layer with an input of this rank."""
 
-    Attributes:
-        layer: Megatron's attention interface.
-        x: [tokens / cp, 1, hidden], requires a gradient.
-        output_grad: Like ``x``.
-        packed: Boundaries of the whole pack, None for one sequence.
-    """
-
-    layer: nn.Module
-    x: Tensor
-    output_grad: Tensor
-    packed: PackedSeqParams | None
+    layer: nn.Module  # Megatron's attention interface
+    x: Tensor  # [tokens / cp, 1, hidden], requires a gradient
+    output_grad: Tensor  # like x
+    packed: PackedSeqParams | None  # boundaries of the whole pack, None for one sequence
 
     def forward(self) -> Tensor:
         """The output, [tokens / cp, 1, hidden]."""
@@ -54,22 +56,20 @@ class Subject:
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
 
+    def work(self, *, compared: bool = True) -> Work:
+        """A step of it, whose output is compared or not."""
+        outputs = (lambda out: (out,)) if compared else None
+        return Work(self.forward, self.backward, outputs, self.forget_gradients)
+
 
 @dataclass(frozen=True)
 class Observed:
-    """Traffic and memory of one step; bytes are None without a GPU.
+    """Traffic and memory of one step; bytes are None without a GPU."""
 
-    Attributes:
-        forward: What forward sent to other ranks.
-        backward: What backward sent.
-        kept_bytes: Allocated by forward and not freed before backward.
-        peak_bytes: The most allocated during the step.
-    """
-
-    forward: Traffic
-    backward: Traffic
-    kept_bytes: int | None
-    peak_bytes: int | None
+    forward: Traffic  # what forward sent to other ranks
+    backward: Traffic  # what backward sent
+    kept_bytes: int | None  # allocated by forward and not freed before backward
+    peak_bytes: int | None  # the most allocated during the step
 
 
 def observe(subject: Subject, processes: Processes) -> Observed:
@@ -173,10 +173,7 @@ def layer_config(
         num_layers=1,
         ffn_hidden_size=args.hidden_size,
         num_attention_heads=heads,
-        rotary_scaling_factor=40,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
+        **YARN,
         context_parallel_size=processes.size,
         cp_comm_type=cp_comm_type,
         **fp8,
@@ -231,3 +228,10 @@ def pack(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
+
+
+def pack_for_ranks(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """The same for context parallelism, where TransformerEngine reads the padded bounds."""
+    packed = pack(lengths, device)
+    packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
+    return packed

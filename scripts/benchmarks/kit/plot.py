@@ -19,25 +19,17 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Panel:
-    """One pair of axes.
+    """One pair of axes."""
 
-    Attributes:
-        title: Above it.
-        xlabel: Below it.
-        lines: By name, points (x, y).
-        levels: By name, heights of dotted horizontal lines.
-        sizes: Whether x is a size, drawn by powers of 2; a plain number otherwise.
-        log_y: Whether y is logarithmic; from 0 otherwise.
-        marker: Of points; empty for a plain curve, whose y range is fitted.
-    """
-
-    title: str
-    xlabel: str
+    title: str  # above it
+    xlabel: str  # below it
+    # By name, points (x, y).
     lines: dict[str, Points] = field(default_factory=lambda: defaultdict(list))
+    # By name, heights of dotted horizontal lines.
     levels: Mapping[str, float] = field(default_factory=dict)
-    sizes: bool = True
-    log_y: bool = False
-    marker: str = "o"
+    sizes: bool = True  # whether x is a size, drawn by powers of 2; a plain number otherwise
+    log_y: bool = False  # whether y is logarithmic; from 0 otherwise
+    marker: str = "o"  # of points; empty for a plain curve, whose y range is fitted
 
 
 def collected(

@@ -18,13 +18,75 @@ from benchmarks.kit.command import ALONE
 from benchmarks.kit.report import Refused, reason
 
 _Result = TypeVar("_Result")
+CPU = torch.device("cpu")
 
 
 class CaseError(Refused):
     """A case that failed on some rank, raised on all of them."""
 
 
-class Processes:
+class Device:
+    """What a benchmark of one process without groups computes on.
+
+    Args:
+        seed: Of the inputs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
+        self._generator = torch.Generator(self.device)
+        self.rank, self.size = 0, 1
+        self.reseed(seed)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with the values of :meth:`random`."""
+        self._generator.manual_seed(seed + self.rank)
+
+    def random(self, *shape: int) -> Tensor:
+        """Normal values; every call's and every rank's differ."""
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def own_stream(self, *, new: bool = False) -> Iterator[None]:
+        """Leave the GPU's current stream as it was, whatever stream is set inside.
+
+        Args:
+            new: Whether to begin with another one; the current one then waits for it.
+        """
+        if not self.on_gpu:
+            yield
+            return
+        before = torch.cuda.current_stream()
+        inside = torch.cuda.Stream() if new else before
+        inside.wait_stream(before)
+        torch.cuda.set_stream(inside)
+        try:
+            yield
+        finally:
+            before.wait_stream(inside)
+            torch.cuda.set_stream(before)
+
+    def leave(self) -> None:
+        """Leave all groups."""
+
+
+class Processes(Device):
     """All of torchrun's processes as one context-parallel group; one process without torchrun.
 
     The ranks exchange errors and times over a gloo group, which does not involve the GPUs.
@@ -37,11 +99,10 @@ class Processes:
     def __init__(self, seed: int, timeout: float = 120.0) -> None:
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)
-        self.device = torch.device("cpu")
+        self.device = CPU
         if not enable_cpu_host():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
-        self.on_gpu = self.device.type == "cuda"
         limit = timedelta(seconds=timeout)
         dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -52,15 +113,6 @@ class Processes:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self._generator = torch.Generator(self.device)
         self.reseed(seed)
-
-    def reseed(self, seed: int) -> None:
-        """Begin anew with the values of :meth:`random`."""
-        self._generator.manual_seed(seed + self.rank)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return torch.bfloat16 if self.on_gpu else torch.float32
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Each value's largest over the ranks."""
@@ -100,39 +152,10 @@ class Processes:
             raise CaseError(first)
         return result  # type: ignore[return-value]
 
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    @contextlib.contextmanager
-    def own_stream(self, *, new: bool = False) -> Iterator[None]:
-        """Leave the GPU's current stream as it was, whatever stream is set inside.
-
-        Args:
-            new: Whether to begin with another one; the current one then waits for it.
-        """
-        if not self.on_gpu:
-            yield
-            return
-        before = torch.cuda.current_stream()
-        inside = torch.cuda.Stream() if new else before
-        inside.wait_stream(before)
-        torch.cuda.set_stream(inside)
-        try:
-            yield
-        finally:
-            before.wait_stream(inside)
-            torch.cuda.set_stream(before)
-
     def meet(self) -> None:
         """Wait for the GPU and for all ranks."""
         self.synchronize()
         dist.barrier(group=self._host_group)
-
-    def random(self, *shape: int) -> Tensor:
-        """Normal values; every call's and every rank's differ."""
-        return torch.randn(shape, generator=self._generator, device=self.device, dtype=self.dtype)
 
     def leave(self) -> None:
         """Leave all groups."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
-from benchmarks.kit.plot import Panel
+from benchmarks.kit import provenance
+from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.tables import shortened
 
 _Built = TypeVar("_Built")
@@ -35,6 +37,15 @@ class Refused(Exception):
     """A case that an implementation does not support, with its reason."""
 
 
+@contextlib.contextmanager
+def refusing(kind: type[Exception]) -> Iterator[None]:
+    """Make errors of a kind refusals, whose message is the reason."""
+    try:
+        yield
+    except kind as error:
+        raise Refused(str(error)) from None
+
+
 def reason(error: BaseException) -> str:
     """Why a case has no figures, for its row.
 
@@ -56,25 +67,25 @@ class Report:
 
     A benchmark's own report names the type of its rows, dataclasses with fields ``case`` and
     ``error`` (empty, or why figures are missing), and derives their figures.
-
-    Attributes:
-        environment: From :func:`provenance.describe`.
-        rows: In the order they were measured.
-        row: Type of the rows.
-        rows_key: Name of the rows in the JSON file.
-        environment_key: Name of the environment in the JSON file.
     """
 
-    environment: dict
-    rows: list = field(default_factory=list)
+    environment: dict  # from provenance.describe
+    rows: list = field(default_factory=list)  # in the order they were measured
 
-    row: ClassVar[type]
-    rows_key: ClassVar[str] = "rows"
-    environment_key: ClassVar[str] = "environment"
+    row: ClassVar[type]  # type of the rows
+    rows_key: ClassVar[str] = "rows"  # name of the rows in the JSON file
+    environment_key: ClassVar[str] = "environment"  # name of the environment in the JSON file
+    # Whether the rates that the devices reach are printed after the rows.
+    shows_ceilings: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, row: type) -> type[Self]:
+        """The same, of rows of this type."""
+        return type(f"{row.__name__}Report", (cls,), {"row": row, "__doc__": cls.__doc__})
 
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
-        raise NotImplementedError
+        return measured_fields(row)
 
     def as_json(self, row: Any) -> dict:
         """A row in the file; values beyond its fields are ignored when it is read."""
@@ -99,10 +110,15 @@ class Report:
         """
 
         def build(content: dict) -> Self:
-            rows = [read_dataclass(cls.row, one) for one in content[cls.rows_key]]
+            rows = [read_dataclass(cls.row_type(one), one) for one in content[cls.rows_key]]
             return cls(content[cls.environment_key], rows)
 
         return read_json(path, build)
+
+    @classmethod
+    def row_type(cls, content: dict) -> type:
+        """Type of a row in the file."""
+        return cls.row
 
     @classmethod
     def panels(cls, reports: Sequence[Self]) -> list[Panel]:
@@ -110,9 +126,42 @@ class Report:
         return []
 
     @classmethod
+    def over(
+        cls,
+        reports: Sequence[Self],
+        title: str,
+        figure: str,
+        x: str,
+        xlabel: str,
+        wanted: Callable[[Any], bool] = lambda case: True,
+        **options: Any,
+    ) -> list[Panel]:
+        """Panels of one figure over a field of the cases, a line for each implementation.
+
+        Args:
+            reports: Whose measured rows are drawn.
+            title: Of the panel of a case, which is argument 0 of ``str.format``.
+            figure: Name of it.
+            x: Name of the field.
+            xlabel: What it is.
+            wanted: Whether a case is drawn.
+            options: Of each panel.
+        """
+        points = [
+            (title.format(row.case), row.case.implementation, getattr(row.case, x), found[figure])
+            for report in reports
+            for row in report.measured
+            if wanted(row.case)
+            for found in [report.figures(row)]
+        ]
+        return collected(points, xlabel, **options)
+
+    @classmethod
     def notes(cls, reports: Sequence[Self]) -> list[str]:
         """Paragraphs to print after the rows; empty ones are left out."""
-        return []
+        if not cls.shows_ceilings:
+            return []
+        return [provenance.ceilings_reached(report.environment) for report in reports]
 
     def line(self, row: Any) -> str:
         """A row in one line."""

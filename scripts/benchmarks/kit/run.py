@@ -1,4 +1,4 @@
-"""Base class of benchmarks: from the command line to a JSON file, a plot and the terminal."""
+"""Base classes of benchmarks: from the command line to a JSON file, a plot and the terminal."""
 
 from __future__ import annotations
 
@@ -6,63 +6,131 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from benchmarks.kit import arguments, plot, provenance
-from benchmarks.kit.report import Refused, Report, not_measured, reason
+from benchmarks.kit.lazy import lazy
+from benchmarks.kit.report import Refused, Report, Times, not_measured, reason
 from console.parser import Parser
 from console.ranks import rank
-from console.script import run_script
+from console.script import leave, run_script
 
 if TYPE_CHECKING:
-    from benchmarks.kit.processes import Processes
+    import torch
+
+    from benchmarks.kit.processes import Device
+    from benchmarks.kit.timing import Repeated
+else:
+    torch = lazy("torch")
+
+
+EPILOG = """
+The file is written after every case. A case that cannot run or fails has the reason in its row, and
+the others are measured. The last line of the output is JSON.
+"""
 
 
 class Benchmark:
     """Cases, and how one is measured; what a case raises is the error of its row.
 
-    ``--help`` begins with the docstring of its module.
+    ``--help`` begins with the docstring of its module, whose file is the script.
 
     Args:
         args: From :meth:`parse`.
 
     Attributes:
-        script: File name of the benchmark.
+        options: Of the command line, see ``arguments.add_options``.
+        quick: More of the options of tiny cases on a CPU that ``--quick`` stands for; None where
+            there are none.
         files: Name of the JSON file and the plot in the folder; empty where ``--json`` and
             ``--plot`` name them.
         report: Type of the reports.
+        recorded: What the environment has: names of options, ``"dims"``, and ``"ceilings"``, the
+            rates that the device reaches.
+        strict: Whether a row with an error makes the exit code 1.
         errors: What a case may raise; anything else ends the benchmark.
         processes: Whose groups are left at the end; None if the benchmark needs none.
     """
 
-    script: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]]
+    quick: ClassVar[str | None] = None
     files: ClassVar[str] = ""
     report: ClassVar[type[Report]]
+    recorded: ClassVar[tuple[str, ...]] = ()
+    strict: ClassVar[bool] = False
     errors: type[Exception] = Exception
-    processes: Processes | None = None
+    processes: Device | None = None
 
     def __init__(self, args: argparse.Namespace) -> None:
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         self.args = args
         # The case whose kernel made the device unusable.
         self._lost = ""
+        if "device" in self.options:
+            arguments.use_device(args.device)
+        self.prepare()
 
     @classmethod
-    def add_options(cls, parser: Parser) -> None:
-        """Add the options of this benchmark."""
-        raise NotImplementedError
+    def script(cls) -> str:
+        """Name of the file."""
+        return Path(sys.modules[cls.__module__].__file__ or "").name
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
         """Check options that depend on each other; errors go to ``parser.error``."""
 
+    def prepare(self) -> None:
+        """Make ready what all cases need: the processes."""
+        from benchmarks.kit.processes import Processes
+
+        self.processes = Processes(self.args.seed)
+
+    def use_one_device(self) -> None:
+        """Compute on a device without process groups."""
+        from benchmarks.kit.processes import Device
+
+        self.processes = Device(self.args.seed)
+        self.device, self.on_gpu = self.processes.device, self.processes.on_gpu
+        self.dtype = self.processes.dtype
+
+    def interpret_on_cpu(self) -> None:
+        """Have Triton's kernels interpreted where there is no GPU; before they are imported."""
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    def randoms(self) -> tuple[torch.Generator, Callable[..., torch.Tensor]]:
+        """A new generator of --seed, and normal values of it, by shape."""
+        make = torch.Generator(self.device).manual_seed(self.args.seed)
+        return make, partial(torch.randn, device=self.device, dtype=self.dtype, generator=make)
+
     def environment(self) -> dict:
         """What all cases have in common, from :func:`provenance.describe`."""
-        raise NotImplementedError
+        assert self.processes is not None
+        return provenance.describe(self.processes.on_gpu, self.processes.dtype, **self.about())
+
+    def about(self) -> dict:
+        """What ``recorded`` names."""
+        return {name: self._value(name) for name in self.recorded}
+
+    def _value(self, name: str) -> Any:
+        args = self.args
+        if name == "ceilings":
+            from benchmarks.kit.timing import ceilings
+
+            assert self.processes is not None
+            return ceilings(self.processes.on_gpu)
+        if name == "dims":
+            model = {"heads": args.heads, "layers": args.num_layers} if "num_layers" in args else {}
+            return arguments.dims_of(args) | model
+        return getattr(args, name)
 
     def cases(self) -> list:
         """In the order of measurement."""
@@ -74,7 +142,7 @@ class Benchmark:
 
     def exit_code(self, report: Report) -> int:
         """0, or 1 if the results are not what they must be."""
-        return 0
+        return int(self.strict and any(row.error for row in report.rows))
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,8 +152,12 @@ class Benchmark:
             ValueError: After wrong input.
         """
         # Not __doc__ in the body of the class, which is the class's own.
-        parser = Parser(cls.script, sys.modules[cls.__module__].__doc__ or "")
-        cls.add_options(parser)
+        parser = Parser(cls.script(), sys.modules[cls.__module__].__doc__ or "", EPILOG)
+        argv = sys.argv[1:] if argv is None else argv
+        arguments.add_options(parser, cls.options)
+        if cls.quick is not None:
+            arguments.add_options(parser, {"quick": False})
+            argv = arguments.quick(argv, cls.options, cls.quick)
         args = arguments.parse(parser, argv, cls.files)
         cls.check(parser, args)
         return args
@@ -102,7 +174,7 @@ class Benchmark:
             args = cls.parse(argv)
             return cls._show(args) if args.render else cls(args)._run()
 
-        return run_script(cls.script, work)
+        return run_script(cls.script(), work)
 
     @classmethod
     def _show(cls, args: argparse.Namespace) -> int:
@@ -127,12 +199,14 @@ class Benchmark:
 
     def rows(self) -> Iterator[Any]:
         """The rows of all cases."""
-        return map(self.row, self.cases())
+        return map(self.row, self.chosen())
+
+    def chosen(self) -> list:
+        """The cases that ``--only`` leaves."""
+        return arguments.chosen(self.cases(), getattr(self.args, "only", None))
 
     def row(self, case: Any) -> Any:
         """The row of one case, with figures or an error."""
-        import torch
-
         try:
             self._refuse()
             row = self.measure(case)
@@ -158,6 +232,89 @@ class Benchmark:
             raise Refused(f"left out: {self._lost} took the device away from this process")
         if time.monotonic() - self.args.begin > limit:
             raise Refused(f"left out: {limit:g} s are over (--time-limit)")
+
+
+class InTurns(Benchmark):
+    """Cases with the same ``case.input`` are repeated in turns, with the first of them.
+
+    What one of them raises is the error of its own row.
+
+    Attributes:
+        found: Rows of the last input, by case.
+        now: What belongs to the input at hand; forgotten after it.
+    """
+
+    now: SimpleNamespace
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.found: dict[Any, Any] = {}
+        super().__init__(args)
+
+    def begin(self, case: Any) -> None:
+        """Make ready what the cases of an input have in common, given the first of them."""
+
+    def work(self, case: Any) -> Repeated:
+        """What is repeated, after its result has been checked.
+
+        Raises:
+            Refused: If it cannot run here.
+        """
+        raise NotImplementedError
+
+    def count(self, works: Sequence[Repeated]) -> int:
+        """How often each is repeated."""
+        from benchmarks.kit.timing import repetitions
+
+        seconds = sum(work.once() for work in works)
+        return repetitions(seconds, self.args.seconds_per_row * len(works))
+
+    def timed(self, case: Any, times: Times) -> Any:
+        """The row of a case whose call took so long."""
+        raise NotImplementedError
+
+    def together(self, works: Mapping[Any, Repeated]) -> dict[Any, Any]:
+        """The rows of works, by their cases."""
+        from benchmarks.kit.timing import in_turns
+
+        turns = in_turns([*works.values()], self.count([*works.values()]))
+        found = zip(works, turns, strict=True)
+        return {case: self.timed(case, Times.of([s for _, _, s in own])) for case, own in found}
+
+    def measure(self, case: Any) -> Any:
+        """Measure all cases of the input with the first of them.
+
+        Raises:
+            Refused: With the reason of a case that could not be measured.
+        """
+        if case not in self.found:
+            self.found, self.now = {}, SimpleNamespace()
+            try:
+                self.measure_input([one for one in self.chosen() if one.input == case.input])
+            finally:
+                self.now = SimpleNamespace()
+        row = self.found[case]
+        if row.error:
+            raise Refused(row.error)
+        return row
+
+    def measure_input(self, cases: Sequence[Any]) -> None:
+        """Put the rows of all cases of an input into ``found``."""
+        self.begin(cases[0])
+        works = {}
+        for case in cases:
+            try:
+                works[case] = self.work(case)
+            except self.errors as error:  # of any kernel; the others are measured all the same
+                if isinstance(error, torch.AcceleratorError):
+                    raise
+                self.found[case] = self.failed(case, reason(error))
+        if works:
+            self.found |= self.together(works)
+
+
+def main(benchmark: type[Benchmark]) -> NoReturn:
+    """Run a benchmark, as its file does when it is started."""
+    leave(benchmark.main())
 
 
 def record(report: Report, rows: Iterable[Any], args: argparse.Namespace) -> None:

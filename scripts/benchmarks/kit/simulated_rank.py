@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from absorbed_mla.cpu_host import enable_cpu_host
 from benchmarks.kit.command import ALONE
-from benchmarks.kit.processes import Processes
+from benchmarks.kit.processes import CPU, Processes
 
 # Writes what is received to a buffer [...], given what this rank sends in the same operation.
 Receive = Callable[[Tensor, Tensor], Any]
@@ -47,10 +47,9 @@ class SimulatedRank(Processes):
     def __init__(self, seed: int, rank: int, size: int) -> None:
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)
-        self.device = torch.device("cpu")
+        self.device = CPU
         if not enable_cpu_host():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.on_gpu = self.device.type == "cuda"
         self.rank, self.size = rank, size
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         # Gloo's would wait for processes that are not there.
@@ -89,13 +88,9 @@ class Finished:
 
 @dataclass
 class Received:
-    """What buffers of other ranks' messages got.
+    """What buffers of other ranks' messages got."""
 
-    Attributes:
-        num_bytes: Of all messages so far; a message that is summed counts for every rank.
-    """
-
-    num_bytes: int = 0
+    num_bytes: int = 0  # of all messages so far; a message that is summed counts for every rank
 
 
 @contextlib.contextmanager

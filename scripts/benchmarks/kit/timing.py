@@ -6,16 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from benchmarks.kit.lazy import lazy
 from benchmarks.kit.report import Times
 
 if TYPE_CHECKING:
+    import torch
+
     from benchmarks.kit.processes import Processes
+else:
+    torch = lazy("torch")
 
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
 # At least those of a GPU.
 _CYCLES_PER_SECOND = 2_000_000_000
+# More than any L2 cache.
+FLUSHED_BYTES = 256 * 2**20
 
 
 def repetitions(seconds: float, budget: float) -> int:
@@ -50,6 +55,8 @@ class Repeated:
         self.backward = backward
         self.finish = finish
         self.on_gpu = on_gpu
+        # Not looked up between the launches.
+        self._event = torch.cuda.Event if on_gpu else None
 
     def once(self) -> float:
         """Seconds of one step."""
@@ -89,11 +96,30 @@ class Repeated:
         return begin, middle, end
 
     def _mark(self) -> Any:
-        if not self.on_gpu:
+        if self._event is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._event(enable_timing=True)
         event.record()
         return event
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], None]:
+    """A call as a CUDA graph: what replays it.
+
+    Raises:
+        RuntimeError: If it cannot be recorded.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def flush_l2(device: torch.device) -> Callable[[], Any]:
+    """What overwrites a GPU's L2 cache, between the times of two repetitions."""
+    size = FLUSHED_BYTES if device.type == "cuda" else 1
+    return torch.empty(size, dtype=torch.uint8, device=device).zero_
 
 
 def repeat_together(

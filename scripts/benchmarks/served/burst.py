@@ -20,24 +20,15 @@ class Burst:
 
     They are all of one size and arrive at once. With several rounds, one request takes the place
     of each that ends, and the sizes vary (:func:`size_range`).
-
-    Attributes:
-        requests: Number of them in flight.
-        prompt_tokens: Of each, or of their middle.
-        new_tokens: That each generates, whatever they are; likewise.
-        temperature: 0 is greedy.
-        seed: Of the prompts and sizes; bursts of different seeds share no beginning.
-        vocab_size: Token ids are below it.
-        rounds: How many times ``requests`` there are in all.
     """
 
-    requests: int
-    prompt_tokens: int
-    new_tokens: int
-    temperature: float
-    seed: int
-    vocab_size: int
-    rounds: int = 1
+    requests: int  # number of them in flight
+    prompt_tokens: int  # of each, or of their middle
+    new_tokens: int  # that each generates, whatever they are; likewise
+    temperature: float  # 0 is greedy
+    seed: int  # of the prompts and sizes; bursts of different seeds share no beginning
+    vocab_size: int  # token ids are below it
+    rounds: int = 1  # how many times requests there are in all
 
     @property
     def total(self) -> int:

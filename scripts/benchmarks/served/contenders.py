@@ -45,14 +45,7 @@ sys.path.append({!r})
 from absorbed_mla.serving.server.cli import main
 sys.exit(main())
 """
-_OUR_SERVER_NEEDS = (
-    "starlette",
-    "uvicorn",
-    "uvloop",
-    "httptools",
-    "pydantic",
-    "prometheus_client",
-)
+_OUR_SERVER_NEEDS = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client")
 _GRACE = 20
 
 

@@ -11,10 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.kit.arguments import count, parse_size
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Report
-from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks import kit
+from benchmarks.kit.arguments import parse_size
 from benchmarks.served.burst import size_range
 
 
@@ -32,7 +30,7 @@ class Size:
     rounds: int = 1
 
     def __str__(self) -> str:
-        one = f"{self.requests} x {tokens_text(self.prompt)}/{tokens_text(self.output)}"
+        one = f"{self.requests} x {kit.tokens_text(self.prompt)}/{kit.tokens_text(self.output)}"
         return one if self.rounds == 1 else f"{one} * {self.rounds}"
 
     @property
@@ -49,9 +47,10 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(kit.Case):
     """One implementation at one size."""
 
+    text = "{implementation}, {work}"
     implementation: str
     size: Size
     temperature: float
@@ -59,51 +58,26 @@ class Case:
     @property
     def work(self) -> str:
         """What it has to do."""
-        return (
-            f"{self.size}, temperature {self.temperature:g}" if self.temperature else str(self.size)
-        )
-
-    def __str__(self) -> str:
-        return f"{self.implementation}, {self.work}"
+        return f"{self.size}" + (f", temperature {self.temperature:g}" if self.temperature else "")
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the users of an implementation see; medians of the repetitions.
-
-    Attributes:
-        case: What ran.
-        error: What went wrong; ``""`` if nothing did.
-        ttft_ms: To the first token, the median of the requests.
-        ttft_mean_ms: The mean, which does not depend on how requests are divided into steps.
-        ttft_p90_ms: The same of the slowest tenth's best.
-        prefill_tokens_per_second: Prompt tokens, of requests with one output token. None, as the
-            three that follow, with several rounds.
-        decode_tokens_per_second: While all requests generate; None if that is never so.
-        step_ms: Of a token of each request, at that rate.
-        decode_rates: Tokens per second of every repetition.
-        output_tokens_per_second: From the first request to the end of the last, with several
-            rounds; None, as the three that follow, with one.
-        token_ms: Per token of a request after its first, the median of the requests.
-        token_p90_ms: The same of the slowest tenth's best.
-        output_rates: Tokens per second of every repetition.
-        start_seconds: From the start of the process until it took requests.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.Row):
+    """What the users of an implementation see; medians of the repetitions."""
 
     case: Case
-    error: str = ""
-    ttft_ms: float | None = None
-    ttft_mean_ms: float | None = None
-    ttft_p90_ms: float | None = None
-    prefill_tokens_per_second: float | None = None
-    decode_tokens_per_second: float | None = None
-    step_ms: float | None = None
-    decode_rates: list[float] = field(default_factory=list)
-    output_tokens_per_second: float | None = None
-    token_ms: float | None = None
-    token_p90_ms: float | None = None
-    output_rates: list[float] = field(default_factory=list)
-    start_seconds: float | None = None
+    ttft_ms: float | None = None  # time to first token, of the median request
+    ttft_mean_ms: float | None = None  # of all requests
+    ttft_p90_ms: float | None = None  # of the 90th percentile
+    prefill_tokens_per_second: float | None = None  # input, while outputs have one token
+    decode_tokens_per_second: float | None = None  # while all requests generate
+    step_ms: float | None = None  # then, per token of a request
+    decode_rates: list[float] = field(default_factory=list)  # of the repetitions
+    output_tokens_per_second: float | None = None  # of traffic, over its whole time
+    token_ms: float | None = None  # of traffic, of a request per token after its first
+    token_p90_ms: float | None = None  # of the 90th percentile
+    output_rates: list[float] = field(default_factory=list)  # of the repetitions
+    start_seconds: float | None = None  # from its start until it was ready
 
 
 FIGURES = (
@@ -136,7 +110,7 @@ _TRAFFIC = {
 }
 
 
-class ServingReport(Report):
+class ServingReport(kit.Report):
     """One run."""
 
     row = Row
@@ -156,18 +130,16 @@ class ServingReport(Report):
 
     def _other(self, row: Row, names: dict[str, str]) -> Row | None:
         name = names.get(row.case.implementation)
-        if name is None:
-            return None
-        case = dataclasses.replace(row.case, implementation=name)
+        case = name and dataclasses.replace(row.case, implementation=name)
         return next((one for one in self.measured if one.case == case), None)
 
     @classmethod
-    def panels(cls, reports: Sequence[ServingReport]) -> list[Panel]:
+    def panels(cls, reports: Sequence[ServingReport]) -> list[kit.Panel]:
         """Decode and output tokens per second over the number of requests."""
-        return collected(
+        return kit.collected(
             (
                 (
-                    f"prompts of {tokens_text(row.case.size.prompt)}: {name} tokens/s",
+                    f"prompts of {kit.tokens_text(row.case.size.prompt)}: {name} tokens/s",
                     row.case.implementation,
                     row.case.size.requests,
                     rate,
@@ -229,7 +201,7 @@ def _table(report: ServingReport, columns: dict[str, tuple[str, str]], *, traffi
         lines.append(line)
     head = ["", _sizes(traffic)]
     head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
-    return markdown_table(head, lines, head[:2]) if lines else ""
+    return kit.markdown_table(head, lines, head[:2]) if lines else ""
 
 
 def _parity_table(
@@ -248,7 +220,7 @@ def _parity_table(
     for column in columns:
         ratio = f"{column.removesuffix(_PER_SECOND)}, ratio of times"
         head += [column, f"{column}, parity", ratio if _is_rate(column) else f"{column}, ratio"]
-    return markdown_table(head, lines, head[:1]) if lines else ""
+    return kit.markdown_table(head, lines, head[:1]) if lines else ""
 
 
 def _rows(report: ServingReport, traffic: bool) -> list[Row]:
@@ -284,4 +256,4 @@ def parse_row(text: str) -> Size:
     prompt, output, rounds = parse_size(match[2]), parse_size(match[3]), match[4]
     if rounds and int(rounds) < 2:
         raise argparse.ArgumentTypeError(f"expected at least 2 rounds after *, got {text!r}")
-    return Size(count(match[1]), prompt, output, int(rounds or 1))
+    return Size(kit.count(match[1]), prompt, output, int(rounds or 1))

@@ -11,33 +11,19 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one model in one process, equal for all implementations.
+    """Of one model in one process, equal for all implementations."""
 
-    Attributes:
-        model: Folder with the checkpoint.
-        device: ``"cuda"`` or ``"cpu"``.
-        max_model_len: Longest prompt and output together, in tokens.
-        max_num_seqs: Most requests of a step.
-        max_num_batched_tokens: Most tokens of a step, beside one of each of ``max_num_seqs``.
-        cache_tokens: That the latent cache holds.
-        token_bytes: Of one token in the cache, all layers.
-        sizes: Numbers of requests of the measured decode steps.
-        graphs: Whether decode steps are captured as CUDA graphs.
-        prefill_graph_tokens: Option of ``LLM`` and of our server; None: their default.
-        our_experts: Option ``experts`` of ``LLM``, but not of our server.
-    """
-
-    model: str
-    device: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    cache_tokens: int
-    token_bytes: int
-    sizes: tuple[int, ...]
-    graphs: bool
-    prefill_graph_tokens: int | None = None
-    our_experts: str = "auto"
+    model: str  # folder with the checkpoint
+    device: str  # "cuda" or "cpu"
+    max_model_len: int  # longest prompt and output together, in tokens
+    max_num_seqs: int  # most requests of a step
+    max_num_batched_tokens: int  # most tokens of a step, beside one of each of max_num_seqs
+    cache_tokens: int  # that the latent cache holds
+    token_bytes: int  # of one token in the cache, all layers
+    sizes: tuple[int, ...]  # numbers of requests of the measured decode steps
+    graphs: bool  # whether decode steps are captured as CUDA graphs
+    prefill_graph_tokens: int | None = None  # option of LLM and of our server; None: their default
+    our_experts: str = "auto"  # option experts of LLM, but not of our server
 
     @classmethod
     def read(cls, text: str) -> Settings:

@@ -61,42 +61,26 @@ SCALED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the user chose.
+    """What the user chose."""
 
-    Attributes:
-        model: A key of :data:`MODELS`.
-        layers: Decoder layers, MTP layers not among them.
-        experts: Routed experts of each MoE layer.
-        dense_layers: How many of the first layers are dense.
-        mtp: Whether there is a multi-token-prediction layer.
-        fp8: Whether linear weights are block-scaled FP8.
-        vocab_size: None: the model's own.
-        scale_down: Every width (not those of a head) is divided by this.
-    """
-
-    model: str
-    layers: int
-    experts: int
-    dense_layers: int = 1
-    mtp: bool = False
-    fp8: bool = False
-    vocab_size: int | None = None
-    scale_down: int = 1
+    model: str  # a key of :data:`MODELS`
+    layers: int  # decoder layers, MTP layers not among them
+    experts: int  # routed experts of each MoE layer
+    dense_layers: int = 1  # how many of the first layers are dense
+    mtp: bool = False  # whether there is a multi-token-prediction layer
+    fp8: bool = False  # whether linear weights are block-scaled FP8
+    vocab_size: int | None = None  # none: the model's own
+    scale_down: int = 1  # every width (not those of a head) is divided by this
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the files.
-
-    Attributes:
-        role: What values are like: ``"weight"``, ``"norm"``, ``"bias"``, ``"fp8"`` or ``"scale"``.
-        copy_of: The tensor whose values it repeats.
-    """
+    """One tensor of the files."""
 
     name: str
     shape: tuple[int, ...]
-    role: str
-    copy_of: str | None = None
+    role: str  # what values are like: "weight", "norm", "bias", "fp8" or "scale"
+    copy_of: str | None = None  # the tensor whose values it repeats
 
 
 def model_config(choice: Choice) -> dict:

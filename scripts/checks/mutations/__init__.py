@@ -19,6 +19,7 @@ from checks.mutations import (
     latent_cache,
     layer,
     offloading,
+    options,
     prefix_cache,
     serving,
     sparse_attention,
@@ -46,6 +47,7 @@ _PARTS = (
     data_parallel_attention,
     graphs,
     offloading,
+    options,
     export,
 )
 MUTATIONS: dict[str, Mutation] = {

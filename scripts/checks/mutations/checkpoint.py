@@ -41,9 +41,9 @@ MUTATIONS = {
         '"model.embed_tokens.weight"',
     ),
     "scaling_factor_of_another_model": Mutation(
-        "checkpoint_conversion/routing.py",
-        "routed_scaling_factor=1.8",
-        "routed_scaling_factor=1.0",
+        "checkpoint_conversion/models/glm4_moe_lite.py",
+        '"routed_scaling_factor": 1.8',
+        '"routed_scaling_factor": 1.0',
     ),
     "routing_is_not_in_the_arguments": Mutation(
         "checkpoint_conversion/routing.py",
@@ -61,7 +61,7 @@ MUTATIONS = {
         "        pass",
     ),
     "beta_of_yarn_is_zero": Mutation(
-        "checkpoint_conversion/config_fields.py",
+        "checkpoint_conversion/rotary.py",
         'section.number("beta_fast", 1e-6',
         'section.number("beta_fast", 0.0',
     ),

@@ -36,14 +36,14 @@ MUTATIONS = {
         "if False:",
     ),
     "tied_heads_are_not_compared": Mutation(
-        "checkpoint_conversion/tied_head.py",
+        "checkpoint_conversion/mapping.py",
         "result[first] = same_values(copies, _DIFFERS)",
         "result[first] = copies[0]",
     ),
     "tied_heads_of_megatron_are_unknown": Mutation(
-        "checkpoint_conversion/tied_head.py",
-        "in (_TIED, [row.megatron for row in rows]):",
-        "in (_TIED,):",
+        "checkpoint_conversion/mapping.py",
+        "in (own, [row.megatron for row in rows]):",
+        "in (own,):",
     ),
     "parts_of_copies_are_not_compared": Mutation(
         "checkpoint_conversion/lazy_tensor.py",
@@ -67,7 +67,7 @@ MUTATIONS = {
     ),
     "index_weights_are_rounded": Mutation(
         "absorbed_mla/serving/weights/load.py",
-        "        keep_head_weights(model, tensors, dtype, parity=options.parity)\n",
+        "        keep_head_weights(model, config, tensors, dtype, parity=options.parity)\n",
         "",
     ),
     "index_weights_are_those_of_parity": Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = {
     ),
     "megatron_configs_of_another_router": Mutation(
         "checkpoint_conversion/formats/megatron_folder.py",
-        "        refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))\n",
+        "            refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))\n",
         "",
     ),
     "export_of_another_router": Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "export_of_megatrons_router": Mutation(
         "absorbed_mla/serving/export/live.py",
-        "    fields.problems.extend(only_megatrons(Fields(found.hugging_face, [])))\n",
+        "    fields.problems.extend(only_megatrons(found))\n",
         "",
     ),
     "export_reads_the_router_of_one_chunk": Mutation(
@@ -126,8 +126,58 @@ MUTATIONS = {
         'require_own_packages("specs")',
     ),
     "tied_heads_are_other_tensors": Mutation(
-        "checkpoint_conversion/tied_head.py",
+        "checkpoint_conversion/mapping.py",
         "if row.hugging_face == name) for name in _TIED]",
         "if row.hugging_face != name) for name in _TIED]",
+    ),
+    "models_have_names_of_the_table": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "return config.model.tensors.get(name, name)",
+        "return name",
+    ),
+    "fields_have_deepseeks_names": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "return self._names.get(name, name)",
+        "return name",
+    ),
+    "defaults_of_models_are_ignored": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "self._defaults.get(name, default)",
+        "default",
+    ),
+    "values_that_no_model_may_have": Mutation(
+        "checkpoint_conversion/model.py",
+        "            inner.only(name, only.value, only.accepted)",
+        "            pass",
+    ),
+    "zero_is_false": Mutation(
+        "checkpoint_conversion/config_fields.py",
+        "if self.given(name) and not (boolean and self.equals(name, value)):",
+        "if self.given(name) and not self.equals(name, value):",
+    ),
+    "mtp_layers_that_files_hold": Mutation(
+        "checkpoint_conversion/mapping.py",
+        "        count += 1\n    return count",
+        "        count += 1\n    return 0",
+    ),
+    "weights_of_heads_are_quantised": Mutation(
+        "checkpoint_conversion/mapping_table.py",
+        'REPLICATED, "index_heads hidden", "indexer", float32=True',
+        'REPLICATED, "index_heads hidden", "indexer", float32=True, fp8=True',
+    ),
+    "weights_of_heads_are_rounded": Mutation(
+        "checkpoint_conversion/mapping_table.py",
+        'REPLICATED, "index_heads hidden", "indexer", float32=True',
+        'REPLICATED, "index_heads hidden", "indexer"',
+    ),
+    "experts_in_stacks_of_other_shapes": Mutation(
+        "checkpoint_conversion/expert_stacks.py",
+        "or result[name].shape != (len(experts), parts * rows, columns)",
+        "or False",
+    ),
+    "images_are_weights_of_the_text_model": Mutation(
+        "checkpoint_conversion/model_type.py",
+        "None if name.startswith(images) else model.text_name(name)",
+        "model.text_name(name)",
     ),
 }

@@ -6,7 +6,7 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "drafts_behind_a_stop_token": Mutation(
-        "absorbed_mla/serving/megatron_engine.py",
+        "absorbed_mla/serving/megatron_engine/build.py",
         "        end_at_first_stop_token(host)\n",
         "        pass\n",
     ),
@@ -89,7 +89,7 @@ MUTATIONS = {
         "        pass",
     ),
     "divided_ranks_pad_steps_alone": Mutation(
-        "absorbed_mla/serving/megatron_engine.py",
+        "absorbed_mla/serving/megatron_engine/build.py",
         "use_mpu_process_groups(), ep=exchange.group)",
         "use_mpu_process_groups())",
     ),
@@ -104,11 +104,13 @@ MUTATIONS = {
         "uniform(0, position), *others",
     ),
     "filters_leave_no_token_that_crosses_top_p": Mutation(
-        "absorbed_mla/serving/sampling/draw.py", "before >= limit", "before + ordered > limit"
+        "absorbed_mla/serving/sampling/device_sampler.py",
+        "before >= limit",
+        "before + ordered > limit",
     ),
     "kernels_leave_ties_of_every_piece": Mutation(
         "absorbed_mla/kernels/sampling/inverse_cdf.py",
-        "left = wanted - (running(ties) - ties)",
+        "left = wanted - (cumsum(ties) - ties)",
         "left = wanted + ties - ties",
     ),
     "kernels_leave_a_token_less": Mutation(
@@ -121,61 +123,61 @@ MUTATIONS = {
         "all_tokens = above + wanted * weight",
         "all_tokens = above",
     ),
-    "decode_loop_keeps_the_order_of_rows": Mutation(
+    "scheduler_keeps_the_order_of_rows": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "        self._move(behind + others, others + behind, order)",
         "        pass",
     ),
-    "decode_loop_moves_no_random_numbers": Mutation(
+    "scheduler_moves_no_random_numbers": Mutation(
         "absorbed_mla/serving/sampling/device_sampler.py",
         "        self._random = [self._random[place] for place in former]\n",
         "",
     ),
-    "decode_loop_moves_no_records": Mutation(
-        "absorbed_mla/serving/scheduler/overlap_scheduler.py", "members.move(order)", "pass"
+    "scheduler_moves_no_records": Mutation(
+        "absorbed_mla/serving/scheduler/overlap_scheduler.py", "running.reorder(order)", "pass"
     ),
-    "decode_loop_takes_blocks_that_are_not_there": Mutation(
+    "scheduler_takes_blocks_that_are_not_there": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "fits = used + needed <= allocator.active_count\n        return bool(fits)",
         "return True",
     ),
-    "decode_loop_hides_new_blocks": Mutation(
+    "scheduler_hides_new_blocks": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "= blocks.numpy()\n        self._table_changed = True",
         "= blocks.numpy()",
     ),
-    "decode_loop_attends_to_former_keys": Mutation(
+    "scheduler_attends_to_former_keys": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "lengths[:n] = positions + 1",
         "lengths[:n] = positions",
     ),
-    "decode_loop_admits_nobody": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
-        "if not may_admit(self._host):",
+    "scheduler_admits_nobody": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
+        "if not self._megatron_admits():",
         "if True:",
     ),
-    "decode_loop_admits_what_does_not_fit": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_admits_what_does_not_fit": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "if tokens + length > room:",
         "if False:",
     ),
-    "decode_loop_leaves_steps_empty": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_leaves_steps_empty": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "return count if tokens >= _FILLED * room else 0",
         "return count",
     ),
-    "decode_loop_fills_steps_that_others_wait_for": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_fills_steps_that_others_wait_for": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "if shortens and total - self._cached(len(lengths)) > room:",
         "if False:",
     ),
-    "decode_loop_shortens_steps_by_a_few_that_wait": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_shortens_steps_by_a_few_that_wait": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "if shortens and total - self._cached(len(lengths)) > room:",
         "if shortens:",
     ),
-    "decode_loop_shortens_steps_of_cached_prompts": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_shortens_steps_of_cached_prompts": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "total - self._cached(len(lengths)) > room",
         "True",
     ),
@@ -207,8 +209,8 @@ MUTATIONS = {
     ),
     "stopped_and_evicted_in_one_step": Mutation(
         "absorbed_mla/serving/engine.py",
-        "if not self._to_abort and not host.stop_word_finished_request_ids:",
-        "if not self._to_abort:",
+        "if not requests.to_abort and not host.stop_word_finished_request_ids:",
+        "if not requests.to_abort:",
     ),
     "penalties_of_all_drafts": Mutation(
         "absorbed_mla/serving/sampling/sampler.py", "drafts[:j]) for j", "drafts) for j"
@@ -233,26 +235,30 @@ MUTATIONS = {
         "min(self.max_sequence_length, self.request_tokens - beyond) - length",
         "self.max_sequence_length - length",
     ),
-    "decode_loop_is_left_out_without_a_word": Mutation(
-        "absorbed_mla/serving/engine.py",
-        '            log_once(\n                logger, f"all',
-        '            (\n                None, f"all',
+    "scheduler_is_left_out_without_a_word": Mutation(
+        "absorbed_mla/serving/scheduler/conditions.py",
+        '        log_once(logger, f"{said}: {why}")\n',
+        "        pass\n",
     ),
-    "decode_loop_needs_no_names": Mutation(
-        "absorbed_mla/serving/scheduler/conditions.py", "return _missing(host) or", "return"
+    "scheduler_needs_no_names": Mutation(
+        "absorbed_mla/serving/scheduler/conditions.py",
+        "    if missing := OVERLAP_SCHEDULER",
+        "    if False and OVERLAP_SCHEDULER",
     ),
     "missing_names_raise_later": Mutation(
-        "absorbed_mla/inference/megatron_names.py",
-        "    if missing := missing_name(owner, names):",
-        '    if missing := "":',
+        "absorbed_mla/megatron_names.py",
+        "        if missing := self.missing(owners):",
+        '        if missing := "":',
     ),
-    "decode_loop_waits_where_all_end": Mutation(
+    "scheduler_waits_where_all_end": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "if not needed:\n            return True",
         "if not kept:\n            return False",
     ),
     "cached_blocks_are_no_reserve": Mutation(
-        "absorbed_mla/serving/megatron_engine.py", "    resume_with_cached_blocks(context)\n", ""
+        "absorbed_mla/serving/megatron_engine/build.py",
+        "        resume_with_cached_blocks(context)\n",
+        "        pass\n",
     ),
     "evictions_one_by_one": Mutation(
         "absorbed_mla/serving/scheduler/free_blocks.py",
@@ -269,91 +275,90 @@ MUTATIONS = {
         "    while evicted is not None and",
         "    while False and",
     ),
-    "decode_loop_stops_where_blocks_are_cached": Mutation(
+    "scheduler_stops_where_blocks_are_cached": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "allocator.is_memory_available(needed)",
         "allocator.total_avail >= needed",
     ),
-    "decode_loop_runs_a_step_of_nobody": Mutation(
+    "scheduler_runs_a_step_of_nobody": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "            # All end and none begins: go_on finds a context that is empty already.\n"
-        "            return\n",
-        "            pass\n",
+        "before the output is processed.\n            return None\n",
+        "before the output is processed.\n            pass\n",
     ),
-    "decode_loop_counts_the_last_step_twice": Mutation(
+    "scheduler_counts_the_last_step_twice": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "if over and self._rows.count:",
+        "if over and self._batch.count:",
         "if over:",
     ),
-    "decode_loop_forgets_prefix_hits": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
+    "scheduler_forgets_prefix_hits": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "        self._count_prefix_hits()\n",
         "",
     ),
-    "decode_loop_loses_others_that_wait": Mutation(
-        "absorbed_mla/serving/scheduler/waiting_queue.py",
-        "        host.waiting_request_ids.extend(others)\n",
+    "scheduler_loses_others_that_wait": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
+        "        engine.waiting_request_ids.extend(others)\n",
         "",
     ),
-    "decode_loop_keeps_prompts": Mutation(
+    "scheduler_keeps_prompts": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
-        "        self._end_prompts()\n",
+        "        self._end_prefill()\n",
         "",
     ),
-    "decode_loop_keeps_the_size_of_a_prompt": Mutation(
+    "scheduler_keeps_the_size_of_a_prompt": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         "        if not self._decodes:\n            return False\n",
         "",
     ),
-    "decode_loop_draws_behind_the_first_token_of_a_prompt": Mutation(
+    "scheduler_draws_behind_the_first_token_of_a_prompt": Mutation(
         "absorbed_mla/serving/scheduler/input_batch.py",
         'found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]',
         'found = of["request_kv_length_offsets"][:n] + 1',
     ),
-    "decode_loop_forgets_first_tokens": Mutation(
-        "absorbed_mla/serving/scheduler/running_requests.py",
+    "scheduler_forgets_first_tokens": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "                _time_first_token(self._parts[number])",
         "                pass",
     ),
     "log_probs_that_others_asked_for": Mutation(
         "absorbed_mla/serving/request_results.py", "if sampling.logprobs is not None:", "if True:"
     ),
-    "decode_loop_overlooks_stop_words": Mutation(
-        "absorbed_mla/serving/scheduler/running_requests.py",
+    "scheduler_overlooks_stop_words": Mutation(
+        "absorbed_mla/serving/scheduler/requests.py",
         "            self._look_for_stop_words(number)",
         "            pass",
     ),
-    "decode_loop_takes_tokens_of_ended_requests": Mutation(
-        "absorbed_mla/serving/scheduler/finished_requests.py",
-        "gone, told = flight.rows_of(self._ended),",
-        "gone, told = set(),",
+    "scheduler_takes_tokens_of_ended_requests": Mutation(
+        "absorbed_mla/serving/scheduler/model_runner.py",
+        "former, without_token = self.rows_of(before),",
+        "former, without_token = set(),",
     ),
-    "decode_loop_keeps_rows_of_ended_requests": Mutation(
-        "absorbed_mla/serving/scheduler/finished_requests.py",
-        "return flight.rows_of(self._ended) | self._told",
-        "return self._told",
-    ),
-    "decode_loop_reads_tokens_of_other_rows": Mutation(
+    "scheduler_keeps_rows_of_ended_requests": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "inputs.copy_(sampled.index_select(0, inputs))",
-        "inputs.copy_(sampled[: rows.count])",
+        "            step.rows_of(self._finished)\n            | step",
+        "            step",
     ),
-    "decode_loop_forgets_who_waits": Mutation(
+    "scheduler_reads_tokens_of_other_rows": Mutation(
+        "absorbed_mla/serving/scheduler/model_runner.py",
+        "sampled_tokens(self._controller).index_select(0, inputs))",
+        "sampled_tokens(self._controller)[:count])",
+    ),
+    "scheduler_forgets_who_waits": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "        if ended:\n            self._admissions.look_again()",
-        "        if False:\n            self._admissions.look_again()",
+        "        if finished:\n            self._waiting.retry()",
+        "        if False:\n            self._waiting.retry()",
     ),
-    "decode_loop_keeps_the_size_of_a_step": Mutation(
+    "scheduler_keeps_the_size_of_a_step": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "            if (ended or flight.reads) and not self._has_its_size():",
-        "            if False:",
+        "if (finished or step.has_prefill) and not self._batch.has_size_for(size):",
+        "if False:",
     ),
-    "decode_loop_draws_too_early_stop_tokens": Mutation(
+    "scheduler_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/serving/sampling/device_sampler.py",
         "(one.avoids_stop_tokens or one.params.has_penalties for",
         "(one.params.has_penalties for",
     ),
-    "decode_loop_forgets_the_clock": Mutation(
+    "scheduler_forgets_the_clock": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
         "context.prefix_cache_lru_clock += 1",
         "pass",

@@ -32,7 +32,7 @@ MUTATIONS = {
     ),
     "graphs_of_another_contexts_tables": Mutation(
         "absorbed_mla/serving/scheduler/full_cuda_graphs.py",
-        "buffers = context.memory_buffer.data_ptr(), context.gpu_view._buf.data_ptr()",
+        "buffers = context.memory_buffer.data_ptr(), device_tables(context).data_ptr()",
         "buffers = (context.memory_buffer.data_ptr(),)",
     ),
     "prefill_graphs_of_many_sizes": Mutation(

@@ -6,7 +6,7 @@ from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
     "fp8_own_tokens_not_rounded": Mutation(
-        "absorbed_mla/inference/chunked_context.py",
+        "absorbed_mla/inference/row_groups.py",
         "own = kv if self.fp8 is None else self.fp8.rounded(kv)",
         "own = kv",
     ),
@@ -21,12 +21,12 @@ MUTATIONS = {
         "torch.arange(0, self.max_position - self.offset, device=device)",
     ),
     "context_chunk_dropped": Mutation(
-        "absorbed_mla/inference/chunked_context.py",
+        "absorbed_mla/inference/row_groups.py",
         "ranges, room = [], chunk_size",
         "return",
     ),
     "context_of_another_row": Mutation(
-        "absorbed_mla/inference/chunked_context.py",
+        "absorbed_mla/inference/row_groups.py",
         "part.gather(self.first_row + keys.row,",
         "part.gather(keys.row,",
     ),
@@ -46,7 +46,7 @@ MUTATIONS = {
         "or False",
     ),
     "gathered_keys_of_other_rows": Mutation(
-        "absorbed_mla/inference/chunked_context.py",
+        "absorbed_mla/inference/row_groups.py",
         'key = "gathered", self.first_row, causal, *ranges',
         'key = "gathered"',
     ),
@@ -86,7 +86,7 @@ MUTATIONS = {
         "here = before",
     ),
     "divided_prompt_row_of_a_run": Mutation(
-        "absorbed_mla/inference/chunked_context.py",
+        "absorbed_mla/inference/row_groups.py",
         "yield QueryRun(row, first - start, place,",
         "yield QueryRun(row, 0, place,",
     ),

@@ -26,8 +26,8 @@ MUTATIONS = {
         'f"--make-vocab-size-divisible-by {ranks + 1}; then --load FOLDER"',
     ),
     "auto_exchange_of_sparse_attention": Mutation(
-        "scripts/training/model.py",
-        'types = ["all_gather" if name == "auto" else name for name in types]',
-        "types = [*types]",
+        "scripts/training/checks.py",
+        '["all_gather" if x == "auto" else x for x in args.cp_comm_type]',
+        "[*args.cp_comm_type]",
     ),
 }

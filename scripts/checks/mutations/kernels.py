@@ -117,8 +117,8 @@ MUTATIONS = {
     ),
     "fp8_rows_without_pieces": Mutation(
         "absorbed_mla/kernels/hopper/decode.py",
-        "if batch_invariant and _is_long(window) and not split_kv.splits:",
-        "if batch_invariant and not fp8 and _is_long(window) and not split_kv.splits:",
+        "if call.batch_invariant and _is_long(call.window)",
+        "if call.batch_invariant and not call.fp8 and _is_long(call.window)",
     ),
     "pieces_of_few_columns_in_one_place": Mutation(
         "absorbed_mla/kernels/hopper/pieces.py",
@@ -127,7 +127,7 @@ MUTATIONS = {
     ),
     "parity_of_few_fp8_rows": Mutation(
         "absorbed_mla/kernels/hopper/decode.py",
-        "if not batch_invariant and _has_pieces(",
+        "if not call.batch_invariant and _has_pieces(",
         "if _has_pieces(",
     ),
     "decode_reads_behind_the_table": Mutation(
@@ -157,8 +157,8 @@ MUTATIONS = {
     ),
     "few_rows_skip_a_phase_of_a_piece": Mutation(
         "absorbed_mla/kernels/hopper/few_rows_shared.py",
-        "gl.constexpr(PIECES * DECODE_ROLES)",
-        "gl.constexpr(PIECES)",
+        "TURNS=PIECES * DECODE_ROLES",
+        "TURNS=PIECES",
     ),
     "few_rows_ask_for_blocks_behind_the_last_key": Mutation(
         "absorbed_mla/kernels/hopper/fp8_pieces.py",
@@ -167,7 +167,7 @@ MUTATIONS = {
     ),
     "few_rows_reuse_a_block_early": Mutation(
         "absorbed_mla/kernels/hopper/fp8_pieces.py",
-        "mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)",
+        "wait_empty(shared.latents_empty, number, STAGES)",
         "pass",
     ),
     "few_rows_scaled_by_the_first_group": Mutation(
@@ -255,8 +255,8 @@ MUTATIONS = {
     ),
     "wide_product_operands_given_up_early": Mutation(
         "absorbed_mla/kernels/hopper/product_kernel.py",
-        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        _release(",
-        "        _release(",
+        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        shared.ring.release(",
+        "        shared.ring.release(",
     ),
     "wide_product_of_the_first_rows": Mutation(
         "absorbed_mla/kernels/hopper/product_kernel.py", "row += ROLE * ROWS", "pass"
@@ -276,7 +276,7 @@ MUTATIONS = {
     ),
     "grouped_experts_order_of_rows": Mutation(
         "absorbed_mla/kernels/moe/sums.py",
-        "place = tl.reduce(places, 0, tl.standard._elementwise_min)",
+        "place = tl.reduce(places, 0, elementwise_min)",
         "place = tl.load(places_ptr + token * CHOICES + CHOICES - 1 - choice)",
     ),
     "grouped_experts_rounded_at_last": Mutation(

@@ -104,7 +104,7 @@ MUTATIONS = {
         "x",
     ),
     "head_product_of_one_token": Mutation(
-        "absorbed_mla/absorb.py",
+        "absorbed_mla/core_attention/forms/absorbed.py",
         '"sbnk,sbnc->nkc", x, grad',
         '"sbnk,sbnc->nkc", x[:1], grad[:1]',
     ),
@@ -163,8 +163,8 @@ MUTATIONS = {
     ),
     "operators_of_the_host_stay": Mutation(
         "absorbed_mla/batch_invariant/megatron_operators.py",
-        "        megatron.disable_batch_invariant_mode()\n        for name, ours",
-        "        for name, ours",
+        "        megatron.disable_batch_invariant_mode()\n        for name, operator",
+        "        for name, operator",
     ),
     "fused_down_rows": Mutation(
         "absorbed_mla/tensor_parallel.py",
@@ -215,12 +215,12 @@ MUTATIONS = {
         "        if True:\n",
     ),
     "inference_copies_heads_first": Mutation(
-        "absorbed_mla/absorb.py",
+        "absorbed_mla/core_attention/forms/absorbed.py",
         "    return _contiguous_product(x, matrices)\n",
         "    return stage(x, weight)\n",
     ),
     "absorption_looks_at_gradients": Mutation(
-        "absorbed_mla/absorb.py",
+        "absorbed_mla/core_attention/forms/absorbed.py",
         '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
         "    if q_nope.is_cuda and not torch.is_grad_enabled():\n"
         "        return absorb_query_in_inference(q_nope, w_uk)\n"

@@ -47,7 +47,7 @@ MUTATIONS = {
         'list((one.decoded_token or "").encode()),',
     ),
     "nan_draws_a_token": Mutation(
-        "absorbed_mla/serving/sampling/draw.py",
+        "absorbed_mla/serving/sampling/device_sampler.py",
         "tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)",
         "tokens",
     ),
@@ -58,33 +58,33 @@ MUTATIONS = {
     ),
     "loop_takes_no_notice_of_failures": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "                self._sampler.fail(number)\n",
-        "                pass\n",
+        "zip(step.numbers, tokens) if token < 0}",
+        "zip(step.numbers, tokens) if False}",
     ),
     "failures_of_the_step_after": Mutation(
-        "absorbed_mla/serving/scheduler/device_step.py",
-        "            self.drawn[:count].masked_fill_(self._sampler.take_missing(), -1)\n",
+        "absorbed_mla/serving/scheduler/model_runner.py",
+        "        self._tokens[:count].masked_fill_(missing[0], -1)\n",
         "",
     ),
     "sampler_takes_no_notice_of_failures": Mutation(
         "absorbed_mla/serving/sampling/sampler.py",
-        "if missing is not None and missing[1].any():",
+        "if missing is not None and missing.any():",
         "if False:",
     ),
     "drafts_that_are_wrong_fail_a_request": Mutation(
-        "absorbed_mla/serving/sampling/non_finite_logits.py",
+        "absorbed_mla/serving/request_results.py",
         "if place is not None and place < len(progress.tokens):",
         "if place is not None:",
     ),
     "failed_requests_keep_what_came_after": Mutation(
-        "absorbed_mla/serving/sampling/non_finite_logits.py",
+        "absorbed_mla/serving/request_results.py",
         "result.tokens[:count]",
         "result.tokens",
     ),
     "failed_requests_run_on": Mutation(
         "absorbed_mla/serving/engine.py",
-        "        self._to_abort |= self._failures.numbers\n",
-        "",
+        "            requests.to_abort |= requests.failures.numbers\n",
+        "            pass\n",
     ),
     "a_failure_is_an_answer": Mutation(
         "absorbed_mla/serving/server/app.py", "                require_no_failure(done)\n", ""
@@ -93,7 +93,7 @@ MUTATIONS = {
         "absorbed_mla/serving/server/logprobs.py", "if math.isnan(one.logprob):", "if False:"
     ),
     "top_p_leaves_a_token_too_many": Mutation(
-        "absorbed_mla/serving/sampling/draw.py", "before >= limit", "before > limit"
+        "absorbed_mla/serving/sampling/device_sampler.py", "before >= limit", "before > limit"
     ),
     "top_p_kernel_leaves_a_token_too_many": Mutation(
         "absorbed_mla/kernels/sampling/thresholds.py",
@@ -101,7 +101,7 @@ MUTATIONS = {
         "(goal.to(tl.float64) <= limit)",
     ),
     "min_p_leaves_out_a_tie": Mutation(
-        "absorbed_mla/serving/sampling/draw.py", "~(shares >= min_p)", "~(shares > min_p)"
+        "absorbed_mla/serving/sampling/device_sampler.py", "~(shares >= min_p)", "~(shares > min_p)"
     ),
     "min_p_kernel_leaves_out_a_tie": Mutation(
         "absorbed_mla/kernels/sampling/weights.py", "(share >= min_p)", "(share > min_p)"
@@ -110,7 +110,7 @@ MUTATIONS = {
         "absorbed_mla/serving/llm_engine.py", "with interrupts_deferred(), self._lock:", "if True:"
     ),
     "one_thread_keeps_the_lock": Mutation(
-        "absorbed_mla/serving/exclusive.py",
+        "absorbed_mla/serving/llm_engine.py",
         "            with self._waiting:\n",
         "            if True:\n",
     ),
@@ -120,15 +120,15 @@ MUTATIONS = {
         "if self._woken_by_call:",
     ),
     "ctrl_c_within_a_step": Mutation(
-        "absorbed_mla/serving/exclusive.py", "if not in_main or", "if True or not in_main or"
+        "absorbed_mla/serving/llm_engine.py", "if not in_main or", "if True or not in_main or"
     ),
     "ctrl_c_for_ever": Mutation(
-        "absorbed_mla/serving/exclusive.py",
+        "absorbed_mla/serving/llm_engine.py",
         "        if self.received is not None:\n",
         "        if False:\n",
     ),
     "interrupted_requests_run_on": Mutation(
-        "absorbed_mla/serving/llm_requests.py",
+        "absorbed_mla/serving/output_processor.py",
         "            self.abort(name)\n            self._requests.pop(name, None)\n",
         "            self._requests.pop(name, None)\n",
     ),
@@ -136,22 +136,22 @@ MUTATIONS = {
         "absorbed_mla/serving/llm_engine.py", "name not in requests.of_calls", "True"
     ),
     "requests_of_calls_are_left_for_steps": Mutation(
-        "absorbed_mla/serving/llm_requests.py",
+        "absorbed_mla/serving/output_processor.py",
         "return any(name not in self.of_calls for",
         "return any(True for",
     ),
     "calls_report_what_they_aborted_to_steps": Mutation(
-        "absorbed_mla/serving/llm_requests.py",
+        "absorbed_mla/serving/output_processor.py",
         "self._aborted if one.request_id not in names",
         "self._aborted",
     ),
     "calls_wait_for_what_sleep_has_aborted": Mutation(
-        "absorbed_mla/serving/llm_requests.py",
+        "absorbed_mla/serving/output_processor.py",
         "left.items() if name in self.of_calls",
         "left.items() if False",
     ),
     "ids_are_given_twice": Mutation(
-        "absorbed_mla/serving/llm_requests.py", "if not self._is_taken(one))", "if True)"
+        "absorbed_mla/serving/output_processor.py", "if not self._is_taken(one))", "if True)"
     ),
     "calls_undo_wake": Mutation(
         "absorbed_mla/serving/llm_engine.py",
@@ -165,11 +165,11 @@ MUTATIONS = {
     ),
     "ctrl_c_within_the_lock": Mutation(
         "absorbed_mla/serving/llm_engine.py",
-        "            with self._exclusively():\n                grown = requests.claim",
-        "            with self._lock:\n                grown = requests.claim",
+        "            with self._exclusively():\n                grown = self._claim",
+        "            with self._lock:\n                grown = self._claim",
     ),
     "ctrl_c_keeps_the_lock": Mutation(
-        "absorbed_mla/serving/exclusive.py",
+        "absorbed_mla/serving/llm_engine.py",
         "                self._held.release()\n            raise\n",
         "                pass\n            raise\n",
     ),

@@ -7,8 +7,8 @@ from checks.mutations.mutation import Mutation
 MUTATIONS = {
     "fp8_holes_of_a_selection": Mutation(
         "absorbed_mla/dsa/cached_attention.py",
-        "masked_fill(support.indices < 0, -1)",
-        "masked_fill(support.indices < 0, 0)",
+        "masked_fill(subset.indices < 0, -1)",
+        "masked_fill(subset.indices < 0, 0)",
     ),
     "indexer_trains_the_model": Mutation(
         "absorbed_mla/dsa/indexer.py",
@@ -30,7 +30,7 @@ MUTATIONS = {
         "absorbed_mla/dsa/key_subset.py", ".index_add_(0, places", ".index_copy_(0, places"
     ),
     "parity_without_a_choice": Mutation(
-        "absorbed_mla/dsa/core_attention.py",
+        "absorbed_mla/dsa/implementations.py",
         "return not request.batch_invariant or bool(",
         "return True or bool(",
     ),
@@ -48,7 +48,7 @@ MUTATIONS = {
         "pass",
     ),
     "index_rows_at_other_positions": Mutation(
-        "absorbed_mla/dsa/core_attention.py", "x[rank * count : (rank + 1) * count]", "x[:count]"
+        "absorbed_mla/dsa/sequence_parallel.py", "x[rank * count : (rank + 1) * count]", "x[:count]"
     ),
     "loss_of_own_rows": Mutation(
         "absorbed_mla/dsa/core_attention.py",
@@ -60,12 +60,12 @@ MUTATIONS = {
     ),
     "shared_selection_of_another_microbatch": Mutation(
         "absorbed_mla/dsa/index_sharing.py",
-        "latest.recomputation is not recomputation",
+        "self._shared().scope is not scope",
         "False",
     ),
     "recomputed_layer_chooses_again": Mutation(
         "absorbed_mla/dsa/index_sharing.py",
-        "found, kept = self._next_replayed(device), True",
-        "found, kept = self._next_replayed(device), False",
+        "return self.shares or self.replayed is not None",
+        "return self.shares",
     ),
 }

@@ -30,7 +30,7 @@ MUTATIONS = {
         "pass",
     ),
     "frozen_warm_up_not_refused": Mutation(
-        "absorbed_mla/dsa/checkpoint_scope.py", "not any(ctx.needs_input_grad)", "False"
+        "absorbed_mla/dsa/checkpoint_scope.py", "not scope.is_recomputed", "False"
     ),
     "muon_choice_dropped": Mutation(
         "absorbed_mla/muon/optimizer_hook.py", 'if layer.update != "auto":', "if False:"
@@ -88,7 +88,7 @@ MUTATIONS = {
         "absorbed_mla/attention.py", "            refuse_full_iterations(self.config)\n", ""
     ),
     "full_disk_as_a_traceback": Mutation(
-        "scripts/training/write_errors.py",
+        "scripts/training/saving.py",
         "except (OSError, CheckpointException) as error:",
         "except OSError as error:",
     ),
@@ -103,18 +103,31 @@ MUTATIONS = {
         "layer",
     ),
     "padding_is_saved_as_tokens": Mutation(
-        "scripts/training/checkpoint_args.py",
-        '"vocab_size": vocab_size if vocab_size == rows else None,',
-        '"vocab_size": rows,',
+        "scripts/training/arguments.py",
+        "args.vocab_size = size if size == args.padded_vocab_size else None",
+        "args.vocab_size = args.padded_vocab_size",
     ),
     "tokens_are_saved_as_padding": Mutation(
-        "scripts/training/checkpoint_args.py",
-        '"vocab_size": vocab_size if vocab_size == rows else None,',
-        '"vocab_size": None,',
+        "scripts/training/arguments.py",
+        "args.vocab_size = size if size == args.padded_vocab_size else None",
+        "args.vocab_size = None",
     ),
     "training_forgets_the_loaded_vocabulary": Mutation(
-        "scripts/training/checkpoint_args.py",
-        'getattr(args, "loaded_vocabulary", {})',
-        "{}",
+        "scripts/training/arguments.py",
+        "vars(args).update(args.loaded_vocabulary)",
+        "pass",
+    ),
+    "resuming_draws_random_numbers": Mutation(
+        "scripts/training/megatron_loop.py",
+        "with torch.random.fork_rng(devices=()):",
+        "with contextlib.nullcontext():",
+    ),
+    "resumed_with_the_rates_of_before": Mutation(
+        "scripts/training/saving.py",
+        "group.update({name: value for name, value in own.items() if name in group})",
+        "pass",
+    ),
+    "indexer_loss_of_one_ranks_tokens": Mutation(
+        "scripts/training/report.py", "ranks / max(tokens, 1)", "1 / max(tokens, 1)"
     ),
 }

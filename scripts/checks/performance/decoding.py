@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.decode_report import DecodeReport
+from benchmarks.decode import DecodeReport
 from benchmarks.kit.tables import tokens_text
 from checks.performance.row import Row, by_input
 

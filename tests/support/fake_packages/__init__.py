@@ -4,6 +4,6 @@
 demands of its arguments and which memory it leaves unwritten.
 """
 
-from tests.support.fake_packages import flash_attention_3, flash_attention_4, transformer_engine
+from tests.support.fake_packages import flash_attention_4, transformer_engine
 
-__all__ = ["flash_attention_3", "flash_attention_4", "transformer_engine"]
+__all__ = ["flash_attention_4", "transformer_engine"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from absorbed_mla.fp8 import dequantized, without_fp8
-from absorbed_mla.serving.megatron_engine import inference_mode
+from absorbed_mla.serving.megatron_engine.build import inference_mode
 from tests.support import world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention

@@ -90,7 +90,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("form", "backend", "fitting"),
         [
-            ("absorbed", "flash_attention_4", "auto, flash_attention_3, hopper, reference, triton"),
+            ("absorbed", "flash_attention_4", "auto, hopper, reference, triton"),
             (
                 "expanded",
                 "hopper",

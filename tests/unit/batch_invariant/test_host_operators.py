@@ -22,6 +22,7 @@ from absorbed_mla.batch_invariant import (
     enable_batch_invariant_mode,
     is_enabled,
     megatron_operators,
+    mode,
     norms,
     products,
     te_gemm,
@@ -36,7 +37,7 @@ with triton_interpreter():
 
 BF16 = torch.bfloat16
 GPU = torch.device("cuda")
-NAMES = tuple(megatron_operators._OURS)
+NAMES = [name.name for name in mode.OPERATORS]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ class TestSwitch:
         assert not is_enabled(GPU)
         with batch_invariant_mode("cuda"):
             assert is_enabled(GPU) and megatron.is_batch_invariant_mode_enabled()
-            assert installed() == [*megatron_operators._OURS.values()]
+            assert installed() == [*mode.OPERATORS.values()]
             enable_batch_invariant_mode("cuda")
         assert not megatron.is_batch_invariant_mode_enabled()
         assert installed() == theirs and products.mm not in theirs
@@ -74,8 +75,8 @@ class TestSwitch:
         calls = []
         monkeypatch.setattr(products, "DTYPES", ())
         monkeypatch.setitem(
-            megatron_operators._OURS,
-            "mm_batch_invariant",
+            mode.OPERATORS,
+            megatron_operators.MM,
             lambda a, b: calls.append(a.shape) or products.mm(a, b),
         )
         with pytest.raises(ModuleNotFoundError):

@@ -98,7 +98,11 @@ class TestInTransformerEngine:
     def test_what_is_passed_on(self, monkeypatch):
         """LayerNorm, and results in FP8."""
         calls = []
-        monkeypatch.setattr(norms, "_HOST_NORMALIZATION", lambda *given: calls.append(given))
+        monkeypatch.setattr(
+            norms.megatron_operators,
+            "megatron_te_normalization",
+            lambda *given: calls.append(given),
+        )
         x, weight = random(4, WIDTH), random(WIDTH)
         for bias, quantizer, kind in ((weight, None, "LayerNorm"), (None, object(), "RMSNorm")):
             given = (x, None, weight, bias, EPS, quantizer, x.dtype, kind, 0, False)

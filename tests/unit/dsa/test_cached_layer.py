@@ -92,10 +92,10 @@ class TestStatic:
     def test_short_rows_are_dense(self, layer, monkeypatch):
         """Nothing is chosen up to top-k keys; their index keys are there for those after."""
         chosen = []
-        over = core_attention.OverCachedKeys
+        over = core_attention.CachedTopKBackend
         monkeypatch.setattr(
             core_attention,
-            "OverCachedKeys",
+            "CachedTopKBackend",
             lambda sparse, keys: (chosen.append(keys), over(sparse, keys))[1],
         )
         x = random_rows(8, 2)

@@ -45,10 +45,10 @@ def test_which_layers_have_an_indexer():
 def test_layers_attend_to_the_shared_keys(monkeypatch):
     """And no one else keeps them after the forward."""
     model, seen = dsa_model(**SHARED), []
-    over = core_attention.OverChosen
+    over = core_attention.TopKBackend
     monkeypatch.setattr(
         core_attention,
-        "OverChosen",
+        "TopKBackend",
         lambda sparse, keys: (seen.append(keys), over(sparse, keys))[1],
     )
     call(model, labels=token_batch(6))
@@ -56,7 +56,7 @@ def test_layers_attend_to_the_shared_keys(monkeypatch):
     assert len({id(keys) for keys in seen}) == 3
     assert not torch.equal(seen[1], seen[4])
     first = model.decoder.layers[0].self_attention.core_attention
-    assert first.selection._neighbours.latest is None
+    assert first.selection._sharing.latest is None
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -78,16 +78,16 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
         index.query[1, :, 2], index.query[5, 0] = 0.0, 0.0
     if stage == "warm_up":
         seen = visible(SPANS, QUERIES, KEYS).expand(BATCH, -1, -1)
-        supports = visible_keys(SPANS, BATCH, world.device(), elements)
+        subsets = visible_keys(SPANS, BATCH, world.device(), elements)
     else:
         chosen = random_selection(4)
         seen = mask_of(chosen, KEYS)
-        supports = chosen_keys(chosen, LATENT + ROPE, elements)
+        subsets = chosen_keys(chosen, LATENT + ROPE, elements)
     found = indexer_loss(
         index,
         inputs,
         lse_of(inputs, seen) if with_lse else None,
-        supports,
+        subsets,
         attention_scale=SCALE,
         factor=FACTOR,
         relu=relu,
@@ -101,9 +101,9 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
 
 
 def loss_of(index, inputs, factor: float = FACTOR) -> Tensor:
-    supports = visible_keys(SPANS, BATCH, world.device())
+    subsets = visible_keys(SPANS, BATCH, world.device())
     scales = {"attention_scale": SCALE, "factor": factor, "relu": True}
-    return indexer_loss(index, inputs, None, supports, **scales)
+    return indexer_loss(index, inputs, None, subsets, **scales)
 
 
 def test_the_attention_gets_no_gradient(index, inputs):
@@ -125,12 +125,12 @@ def test_a_perfect_indexer_has_no_loss(inputs):
     query = torch.cat((one.q_content, one.q_rope), -1)
     key = torch.cat((one.k_content.squeeze(2), one.k_rope), -1)
     weights = torch.full((QUERIES, BATCH, 1), SCALE, dtype=torch.float64, requires_grad=True)
-    supports = visible_keys(SPANS, BATCH, world.device())
+    subsets = visible_keys(SPANS, BATCH, world.device())
     found = indexer_loss(
         IndexVectors(query, key, weights),
         one,
         None,
-        supports,
+        subsets,
         attention_scale=SCALE,
         factor=1.0,
         relu=False,
@@ -171,12 +171,12 @@ def test_keys_sum_their_gradients_in_fp32(stage):
     found = []
     for index in (half, IndexVectors(*(x.double() for x in half))):
         index.key.requires_grad_()
-        supports = visible_keys(Spans([Span(0, queries, 0, keys, None)]), 1, world.device(), 1)
+        subsets = visible_keys(Spans([Span(0, queries, 0, keys, None)]), 1, world.device(), 1)
         if stage == "sparse":
             every = torch.arange(keys, dtype=torch.int32).expand(queries, 1, keys)
-            supports = chosen_keys(every.contiguous(), 8, 1)
+            subsets = chosen_keys(every.contiguous(), 8, 1)
         scales = {"attention_scale": SCALE, "factor": FACTOR, "relu": True}
-        loss = indexer_loss(index, inputs, None, supports, **scales)
+        loss = indexer_loss(index, inputs, None, subsets, **scales)
         found += torch.autograd.grad(loss, index.key)
     assert relative_error(*found) < torch.finfo(torch.bfloat16).eps / 2
 
@@ -203,15 +203,15 @@ def test_memory(stage):
     query, kv = torch.randn(tokens, 1, heads, width), torch.randn(tokens, 1, width)
     inputs = latent_inputs(query, query[..., :0], kv)
     if stage == "warm_up":
-        supports = visible_keys(
+        subsets = visible_keys(
             self_attention_spans(SequenceLayout.dense(tokens), True), 1, kv.device, elements
         )
     else:
         chosen = torch.arange(tokens, dtype=torch.int32)[:, None, None] - torch.arange(16)
-        supports = chosen_keys(chosen.clamp(min=-1).int(), width, elements)
+        subsets = chosen_keys(chosen.clamp(min=-1).int(), width, elements)
     with PeakMemory() as memory:
         indexer_loss(
-            index, inputs, None, supports, attention_scale=SCALE, factor=FACTOR, relu=True
+            index, inputs, None, subsets, attention_scale=SCALE, factor=FACTOR, relu=True
         ).backward()
     own = sum(x.nbytes for x in (*index, query, kv))
     assert memory.peak < 3 * own + 60 * elements < 2 * tokens * tokens

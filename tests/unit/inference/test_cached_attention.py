@@ -15,8 +15,13 @@ from absorbed_mla.core_attention.cost import machine_name
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention
-from absorbed_mla.inference.chunked_context import ChunkedContext, KeyRange, chunks
-from absorbed_mla.inference.row_groups import is_cheaper_expanded, segments
+from absorbed_mla.inference.row_groups import (
+    ChunkedContext,
+    KeyRange,
+    chunks,
+    is_cheaper_expanded,
+    segments,
+)
 from absorbed_mla.inference.step import RowLengths
 from absorbed_mla.registry import ATTENTION_BACKENDS, PAGED_BACKENDS
 from absorbed_mla.rope import apply_rope

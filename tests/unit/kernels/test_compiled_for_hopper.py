@@ -82,7 +82,7 @@ def test_kernels(kernel_cache):
     assert {"_encode_kernel", "_decode_kernel"} <= {*names}
     assert {"_choice_kernel", "_order_kernel", "_sums_kernel"} <= {*names}
     assert names.count("_swiglu_kernel") == 3, "rounded once, and as PyTorch with and without probs"
-    assert {"_peaks_kernel", "_weighing_kernel", "_threshold_kernel", "_place_kernel"} <= {*names}
+    assert {"_block_argmax_kernel", "_softmax_weights_kernel", "_inverse_cdf_kernel"} <= {*names}
     # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
     [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]
     assert decode["stack"] <= 48

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla.kernels.latent_backward import LatentBackward
 from tests.support.backends import triton_interpreter
 
 pytest.importorskip("triton")
@@ -69,9 +70,8 @@ def attention(move):
 def attention_gradient(move):
     out, lse = sparse_forward(*operands(torch.clone), chosen_keys(), SCALE)
     grad = move(random(QUERIES, 1, HEADS, WIDTH).bfloat16())
-    found = sparse_backward(
-        grad, None, move(out), lse, *operands(move), chosen_keys(), SCALE, deterministic=True
-    )
+    call = LatentBackward(grad, None, move(out), lse, *operands(move), SCALE)
+    found = sparse_backward(call, chosen_keys(), deterministic=True)
     return torch.cat([x.float().flatten() for x in found])
 
 

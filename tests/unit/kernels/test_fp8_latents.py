@@ -11,7 +11,7 @@ from absorbed_mla import fp8_latents
 from absorbed_mla.fp8_latents import E4M3, Fp8Latents
 from absorbed_mla.inference.backends.reference import paged_reference
 from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
-from tests.support.paged import PagedCase, fp8_inputs, naive
+from tests.support.paged import PagedCase, call_of, fp8_inputs, naive
 from tests.support.refusal import refusal
 from tests.unit.kernels.paged import (
     DEVICE,
@@ -162,13 +162,9 @@ class TestKernels:
 
 def attend(inputs, window=(0, None), batch_invariant=False):
     """Output and LSE by the kernels."""
-    q_content, q_rope, cache, rows, scale = inputs
-    tables = rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table
-    most = rows.max_query_length, rows.max_kv_length
+    call = call_of(inputs, window, batch_invariant=batch_invariant)
     with triton_interpreter():
-        return operators.paged_attention_forward(
-            q_content, q_rope, cache, *tables, *most, scale, *window, batch_invariant
-        )
+        return operators.paged_attention_forward(*call)
 
 
 class TestAttention:

@@ -21,7 +21,7 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
 from tests.support.backends import triton_interpreter
-from tests.support.paged import PagedCase, fp8_inputs
+from tests.support.paged import PagedCase, call_of, fp8_inputs
 from tests.unit.kernels.paged import (
     DEVICE,
     assert_chunks_have_the_same_bits,
@@ -158,9 +158,9 @@ class TestPieces:
 def test_parity_mode_of_few_rows():
     """Their own kernel sums in another order, so that it is not taken."""
     case = PagedCase((1,), (130,), 16, 64, 512, 64)
-    q_content, q_rope, cache, *_ = inputs = fp8_inputs(case, DEVICE)
+    inputs = fp8_inputs(case, DEVICE)
     few, whole = (
-        decode.divide(q_content, q_rope, cache, 1, 1, 130, batch_invariant, None).tiles
+        decode.divide(call_of(inputs, batch_invariant=batch_invariant)).tiles
         for batch_invariant in (False, True)
     )
     assert (few.heads * few.tokens, whole.heads * whole.tokens) == (16, 64)

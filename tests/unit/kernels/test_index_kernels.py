@@ -64,8 +64,8 @@ def test_not_numbers():
     index.query[2, 0, 1] = torch.nan
     [chunk] = Spans([Span(0, 4, 0, 40, None)]).chunks(1000)
     chosen = torch.arange(40, dtype=torch.int32, device=DEVICE).expand(4, 1, 40)
-    for support in (VisibleKeys(chunk, DEVICE, heads=100), ChosenKeys(slice(0, 4), chosen, 100)):
-        found = indexer_triton.triton_scores(index, support, relu=True).isnan()
+    for subset in (VisibleKeys(chunk, DEVICE, heads=100), ChosenKeys(slice(0, 4), chosen, 100)):
+        found = indexer_triton.triton_scores(index, subset, relu=True).isnan()
         assert found[:, 2].all() and not found[:, [0, 1, 3]].any()
 
 
@@ -178,25 +178,25 @@ def test_gradients(kind, dtype, relu, monkeypatch):
     # Products of 0, where a ReLU has no gradient.
     index.query[:, :, 3] = 0.0
     if kind == "visible":
-        support = VisibleKeys(Span(1, 8, 3, 72, 62), DEVICE, heads=100)
+        subset = VisibleKeys(Span(1, 8, 3, 72, 62), DEVICE, heads=100)
     else:
         chosen = torch.rand(7, 2, 72).topk(67).indices.sort().values.int().to(DEVICE)
         chosen[2, 1] = -1
         chosen[3, :, 5:9] = -1
-        support = ChosenKeys(slice(1, 8), chosen, 100)
+        subset = ChosenKeys(slice(1, 8), chosen, 100)
     double = IndexVectors(*(x.double() for x in index))
-    scores = index_scores(double, support, relu)
-    seen = support.seen.expand(scores.shape)
-    found = indexer_triton.triton_scores(index, support, relu)
+    scores = index_scores(double, subset, relu)
+    seen = subset.seen.expand(scores.shape)
+    found = indexer_triton.triton_scores(index, subset, relu)
     assert relative_error(found[seen].double(), scores[seen]) < 1e-6
 
     make = torch.Generator().manual_seed(3)
     score_grad = torch.randn(scores.shape, generator=make).to(DEVICE).masked_fill(~seen, 0.0)
     truth = IndexVectors(*(torch.ones_like(x) for x in double))
-    add_index_gradient(truth, score_grad.double(), double, support, relu)
+    add_index_gradient(truth, score_grad.double(), double, subset, relu)
     kept = IndexVectors(*(torch.ones_like(x, dtype=torch.float32) for x in index))
     torch.use_deterministic_algorithms(kind == "in_order")
-    indexer_triton.triton_add_index_gradient(kept, score_grad, index, support, relu)
+    indexer_triton.triton_add_index_gradient(kept, score_grad, index, subset, relu)
     bound = 1e-5 if dtype == torch.float32 else 4e-3
     for name, actual, expected in zip(index._fields, kept, truth):
         assert relative_error(actual.double(), expected) < bound, name

@@ -23,7 +23,7 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
-from tests.support.paged import PagedCase
+from tests.support.paged import PagedCase, call_of
 from tests.unit.kernels.paged import (
     DEVICE,
     ON_GPU,
@@ -67,13 +67,9 @@ def _interpreted():
 
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, seed=0):
-    q_content, q_rope, cache, rows, scale = inputs
-    lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
-    lengths = (rows.max_query_length, rows.max_kv_length)
-    with decode_kernels(cache.dtype == torch.uint8, seed), poisoned_memory():
-        return decode.forward(
-            q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, num_splits
-        )
+    call = call_of(inputs, window, batch_invariant=batch_invariant, num_splits=num_splits)
+    with decode_kernels(call.fp8, seed), poisoned_memory():
+        return decode.forward(call)
 
 
 @contextlib.contextmanager
@@ -267,12 +263,8 @@ def alone(inputs, number: int):
 
 def assert_ways_are_taken(inputs) -> None:
     """A program for each piece, and one for all: else equal bits would be those of one way."""
-    for (q_content, q_rope, cache, rows, _), splits in (
-        (inputs, 1),
-        (alone(inputs, 0)[0], -PIECE // 64),
-    ):
-        batch = len(rows.query_starts), rows.max_query_length, rows.max_kv_length
-        found = decode.divide(q_content, q_rope, cache, *batch, True, None)
+    for each, splits in ((inputs, 1), (alone(inputs, 0)[0], -PIECE // 64)):
+        found = decode.divide(call_of(each, batch_invariant=True))
         if not ON_GPU:
             assert found.split_kv.num_splits == splits
 

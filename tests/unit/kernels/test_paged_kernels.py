@@ -18,7 +18,7 @@ from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.hostile import poisoned_memory
-from tests.support.paged import PagedCase
+from tests.support.paged import PagedCase, call_of
 from tests.unit.kernels.paged import (
     DEVICE,
     ON_GPU,
@@ -52,22 +52,8 @@ def _interpreted():
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None):
     """Output and LSE by the kernels."""
-    q_content, q_rope, cache, rows, scale = inputs
-    return operators.paged_attention_forward(
-        q_content,
-        q_rope,
-        cache,
-        rows.query_starts,
-        rows.query_lengths,
-        rows.kv_lengths,
-        rows.block_table,
-        rows.max_query_length,
-        rows.max_kv_length,
-        scale,
-        *window,
-        batch_invariant,
-        num_splits,
-    )
+    how = {"batch_invariant": batch_invariant, "num_splits": num_splits}
+    return operators.paged_attention_forward(*call_of(inputs, window, **how))
 
 
 def check(case: PagedCase, **how) -> None:

@@ -11,12 +11,12 @@ from tests.support.drawing import drawn, kept, table_of
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
     from absorbed_mla.kernels.sampling import argmax, draw
-    from absorbed_mla.kernels.sampling.vocabulary_blocks import PIECE as WHOLE
+    from absorbed_mla.kernels.sampling.vocabulary_blocks import BLOCK as WHOLE
     from absorbed_mla.testing.token_weights import kernel_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of a program: few, to have several in a small vocabulary.
-PIECE = 512
+BLOCK = 512
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FILTERS = {
@@ -45,11 +45,11 @@ def _interpreted():
 
 
 def draw_tokens(logits: torch.Tensor, numbers: torch.Tensor, *, filters: bool) -> torch.Tensor:
-    return draw.draw_tokens(logits, numbers, filters=filters, piece=PIECE)
+    return draw.draw_tokens(logits, numbers, filters=filters, block=BLOCK)
 
 
 def find_most_likely(logits: torch.Tensor) -> torch.Tensor:
-    return argmax.find_most_likely(logits, PIECE)
+    return argmax.find_most_likely(logits, BLOCK)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -79,14 +79,14 @@ def expected(logits: torch.Tensor, numbers: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens(dtype):
     """Of rows with all kinds of filters, in a vocabulary that is no multiple of anything."""
-    vocabulary, kinds = PIECE + 333, [*FILTERS.values()]
+    vocabulary, kinds = BLOCK + 333, [*FILTERS.values()]
     logits = random_logits(len(kinds), vocabulary, dtype)
     numbers = numbers_of(kinds, vocabulary)
     found = draw_tokens(logits, numbers, filters=True)
     assert found.tolist() == expected(logits, numbers)
 
 
-def test_pieces_of_the_real_size():
+def test_blocks_of_the_real_size():
     """Among them one whose sums are the largest that there are."""
     vocabulary, kinds = WHOLE + 333, [{"top_k": 700}, {"top_p": 0.5}, {"random": 0.999}]
     logits = random_logits(3, vocabulary, torch.bfloat16)
@@ -97,7 +97,7 @@ def test_pieces_of_the_real_size():
     assert torch.equal(draw_tokens(logits, numbers, filters=True), found)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 5, PIECE, 2 * PIECE + 1])
+@pytest.mark.parametrize("vocabulary", [1, 5, BLOCK, 2 * BLOCK + 1])
 def test_vocabularies(vocabulary):
     kinds = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.5}]
     logits = torch.randn(4, vocabulary, generator=generator(vocabulary)).to(DEVICE, torch.bfloat16)
@@ -110,7 +110,7 @@ def test_vocabularies(vocabulary):
 @pytest.mark.parametrize("kind", ["none", "all"])
 def test_places(kind):
     """From the first token that is left to the last one, in proportion to the weights."""
-    vocabulary, count = PIECE + 30, 8
+    vocabulary, count = BLOCK + 30, 8
     logits = random_logits(1, vocabulary).expand(count, -1)
     random = [i / (count - 2) for i in range(count - 2)] + [1 - 2.0**-53, 0.5]
     rows = [{**FILTERS[kind], "random": value} for value in random]
@@ -124,11 +124,11 @@ def test_places(kind):
 
 
 def test_ties():
-    """The first ones of equal tokens are left; few values, in several pieces."""
-    vocabulary = PIECE + 100
+    """The first ones of equal tokens are left; few values, in several blocks."""
+    vocabulary = BLOCK + 100
     values = torch.randint(4, (1, vocabulary), generator=generator(1)).to(DEVICE, torch.bfloat16)
     equal = torch.zeros_like(values)
-    kinds = [{"top_k": k} for k in (1, 2, 90, PIECE + 7)]
+    kinds = [{"top_k": k} for k in (1, 2, 90, BLOCK + 7)]
     kinds += [{"top_p": p} for p in (1e-6, 0.3, 0.9)] + [{"top_k": 180, "top_p": 0.95}]
     last = [{**kind, "random": 1 - 2.0**-53} for kind in kinds]
     numbers = table_of(last, vocabulary, DEVICE)
@@ -136,7 +136,7 @@ def test_ties():
         rows = logits.expand(len(kinds), -1)
         assert draw_tokens(rows, numbers, filters=True).tolist() == expected(rows, numbers)
     found = draw_tokens(equal.expand(8, -1), numbers, filters=True)
-    assert found[:4].tolist() == [0, 1, 89, PIECE + 6]
+    assert found[:4].tolist() == [0, 1, 89, BLOCK + 6]
 
 
 def test_zeros_of_both_signs_are_equal():
@@ -147,7 +147,7 @@ def test_zeros_of_both_signs_are_equal():
 
 
 def test_filters_that_leave_all_change_nothing():
-    vocabulary = PIECE + 50
+    vocabulary = BLOCK + 50
     logits = random_logits(3, vocabulary, torch.bfloat16)
     plain = numbers_of([{}] * 3, vocabulary)
     found = draw_tokens(logits, plain, filters=False)
@@ -159,7 +159,7 @@ def test_filters_that_leave_all_change_nothing():
 
 def test_the_batch_does_not_matter():
     """Alone, in another order, with other strides, in another type."""
-    vocabulary, kinds = PIECE + 9, [*FILTERS.values()]
+    vocabulary, kinds = BLOCK + 9, [*FILTERS.values()]
     logits = random_logits(len(kinds), vocabulary, torch.bfloat16)
     numbers = numbers_of(kinds, vocabulary)
     together = draw_tokens(logits, numbers, filters=True)
@@ -181,13 +181,13 @@ def test_the_batch_does_not_matter():
 
 def test_most_likely():
     """As ``argmax``: the first of equal ones; none where the largest is NaN or infinite."""
-    logits = torch.randn(7, 2 * PIECE + 5, generator=generator(0)).to(DEVICE)
-    logits[0, [PIECE + 3, PIECE + 4, 9]] = 50.0
-    logits[1, [PIECE, 2 * PIECE]] = NAN
-    logits[2, [7, PIECE]] = INF
+    logits = torch.randn(7, 2 * BLOCK + 5, generator=generator(0)).to(DEVICE)
+    logits[0, [BLOCK + 3, BLOCK + 4, 9]] = 50.0
+    logits[1, [BLOCK, 2 * BLOCK]] = NAN
+    logits[2, [7, BLOCK]] = INF
     logits[3] = -INF
     logits[4] = 0
-    logits[5, :PIECE] = -INF
+    logits[5, :BLOCK] = -INF
     logits[6, [4, 5]] = torch.tensor([INF, -NAN], device=DEVICE)
     for dtype in DTYPES:
         own = logits.to(dtype)
@@ -200,19 +200,19 @@ def test_most_likely():
 
 def test_excluded_tokens_are_not_drawn():
     """Nor are those of the vocabulary's padding."""
-    logits = torch.full((8, PIECE + 20), -INF, device=DEVICE)
-    logits[:, [3, PIECE + 19]] = torch.tensor([0.0, 1.0], device=DEVICE)
+    logits = torch.full((8, BLOCK + 20), -INF, device=DEVICE)
+    logits[:, [3, BLOCK + 19]] = torch.tensor([0.0, 1.0], device=DEVICE)
     kinds = [{**kind, "random": i / 4} for kind in ({}, {"top_k": 50}) for i in range(4)]
-    found = draw_tokens(logits, table_of(kinds, PIECE + 20, DEVICE), filters=True)
+    found = draw_tokens(logits, table_of(kinds, BLOCK + 20, DEVICE), filters=True)
     # Of the first one's probability, 0.27, 0.25 is a part.
-    assert found.tolist() == [3, 3, PIECE + 19, PIECE + 19] * 2
+    assert found.tolist() == [3, 3, BLOCK + 19, BLOCK + 19] * 2
 
 
 def test_rows_without_a_token():
     """NaN, also one that is negative, and infinities; the others are not affected."""
-    vocabulary = PIECE + 77
+    vocabulary = BLOCK + 77
     logits = torch.randn(7, vocabulary, generator=generator(0)).to(DEVICE)
-    logits[0], logits[1, 5], logits[2, PIECE + 3], logits[3] = NAN, NAN, INF, -INF
+    logits[0], logits[1, 5], logits[2, BLOCK + 3], logits[3] = NAN, NAN, INF, -INF
     logits[4, 3], logits[5] = -NAN, INF
     for dtype in DTYPES:
         own = logits.to(dtype)
@@ -227,29 +227,29 @@ def test_rows_without_a_token():
 
 def test_exact_ties_at_top_p():
     """Tokens with exactly that part of the sum are enough; a little more, and one more is left."""
-    logits = torch.full((8, PIECE + 5), -INF, device=DEVICE)
-    logits[:, [3, 9, PIECE, PIECE + 4]] = 2.0
+    logits = torch.full((8, BLOCK + 5), -INF, device=DEVICE)
+    logits[:, [3, 9, BLOCK, BLOCK + 4]] = 2.0
     parts = (0.25, 0.5, 0.75, 1 - 2.0**-53)
     exact = [{"top_p": part, "random": 1 - 2.0**-53} for part in parts]
     more = [{**row, "top_p": min(row["top_p"] + 2.0**-40, 1 - 2.0**-53)} for row in exact]
-    numbers = table_of([*exact, *more], PIECE + 5, DEVICE)
+    numbers = table_of([*exact, *more], BLOCK + 5, DEVICE)
     found = draw_tokens(logits, numbers, filters=True).tolist()
-    assert found == [3, 9, PIECE, PIECE + 4, 9, PIECE, PIECE + 4, PIECE + 4]
+    assert found == [3, 9, BLOCK, BLOCK + 4, 9, BLOCK, BLOCK + 4, BLOCK + 4]
 
 
 @pytest.mark.parametrize("filters", [False, True])
 def test_exact_ties_at_min_p(filters):
     """A token with exactly that share is left, one with a little less is not."""
-    logits = torch.full((4, PIECE + 5), -INF, device=DEVICE)
-    logits[:, 3], logits[:, PIECE + 2] = 2.0, 1.0
-    plain = table_of([{}] * 4, PIECE + 5, DEVICE)
+    logits = torch.full((4, BLOCK + 5), -INF, device=DEVICE)
+    logits[:, 3], logits[:, BLOCK + 2] = 2.0, 1.0
+    plain = table_of([{}] * 4, BLOCK + 5, DEVICE)
     # Exact: fp32 of that scale.
-    share = kernel_weights(logits, plain)[0, PIECE + 2].item() / 2**40
+    share = kernel_weights(logits, plain)[0, BLOCK + 2].item() / 2**40
     assert 0.3 < share < 0.4
     least = (share, share + 2.0**-50, 1.0, share - 2.0**-50)
     rows = [{"min_p": value, "random": 1 - 2.0**-53, "top_k": 2} for value in least]
-    numbers = table_of(rows, PIECE + 5, DEVICE)
+    numbers = table_of(rows, BLOCK + 5, DEVICE)
     found = draw_tokens(logits, numbers, filters=filters).tolist()
-    assert found == [PIECE + 2, 3, 3, PIECE + 2]
+    assert found == [BLOCK + 2, 3, 3, BLOCK + 2]
     logits[:, 9] = 2.0
     assert draw_tokens(logits, numbers, filters=filters)[2].item() == 9

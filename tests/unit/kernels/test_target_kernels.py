@@ -45,10 +45,10 @@ def operands(heads, rope, dtype):
     return [torch.randn(s, generator=make).to(DEVICE, dtype) for s in shapes]
 
 
-def expected(tensors, support, lse):
-    query = torch.cat(tensors[:2], -1).double()[support.queries]
-    scores = masked_scores(query, support.take(tensors[2].double()), support, SCALE)
-    return probabilities(scores, lse[support.queries].permute(1, 2, 0).double()).sum(1)
+def expected(tensors, subset, lse):
+    query = torch.cat(tensors[:2], -1).double()[subset.queries]
+    scores = masked_scores(query, subset.take(tensors[2].double()), subset, SCALE)
+    return probabilities(scores, lse[subset.queries].permute(1, 2, 0).double()).sum(1)
 
 
 @pytest.mark.no_cover
@@ -61,13 +61,13 @@ class TestTarget:
     def test_visible(self, heads, rope, dtype):
         tensors = operands(heads, rope, dtype)
         span = Span(1, 5, 3, 69, 60)
-        support = VisibleKeys(span, DEVICE, heads)
+        subset = VisibleKeys(span, DEVICE, heads)
         lse = torch.randn(QUERIES, BATCH, heads, device=DEVICE) + 3
         inputs = latent_inputs(*tensors)
         four = (*inputs[:2], inputs.k_content.squeeze(2), inputs.k_rope)
         with poisoned_memory():
-            found = visible_target(four, lse, support.queries, 3, 66, 60, SCALE)
-        assert relative_error(found.double(), expected(tensors, support, lse)) < 1e-5
+            found = visible_target(four, lse, subset.queries, 3, 66, 60, SCALE)
+        assert relative_error(found.double(), expected(tensors, subset, lse)) < 1e-5
 
     def test_chosen(self, heads, rope, dtype):
         """A query without keys has an LSE of -inf."""
@@ -190,13 +190,13 @@ class TestHopper:
         case = Case(64, 100, queries=4, keys=100)
         q_content, q_rope, latent, k_rope = case.operands()
         inputs = latent_inputs(q_content, q_rope, torch.cat((latent, k_rope), -1))
-        support = ChosenKeys(slice(1, 3), case.chosen()[1:3], 1)
+        subset = ChosenKeys(slice(1, 3), case.chosen()[1:3], 1)
         head_sum = HopperHeadSum(inputs, case.lse(), SCALE / 4, torch.float32)
         if ON_HOPPER:
-            found = head_sum(support)
+            found = head_sum(subset)
         else:
             with emulated(hopper, "sum_sparse_probabilities", "sparse_target_kernel"):
-                found = head_sum(support)
+                found = head_sum(subset)
         assert relative_error(found.double(), target_in_fp64(case)[:, 1:3]) < 1e-4
 
 

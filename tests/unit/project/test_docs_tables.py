@@ -113,7 +113,7 @@ def test_drawing(tmp_path):
     seconds = {"greedy": (3e-6, 28e-6), "top_p": (38.04e-6, 5e-3)}
     rows = [
         drawing.Row(
-            case=drawing.Case(draws, "flat", requests),
+            case=drawing.DrawingCase(draws, "flat", requests),
             ours=Times.of([requests * ours]),
             torch=Times.of([requests * torch]),
             equal=1.0,

@@ -49,9 +49,12 @@ def fresh_process() -> dict:
 class TestCost:
     """Beside ``import megatron.core``, which takes seconds."""
 
-    def test_options_need_no_torch(self):
+    @pytest.mark.parametrize(
+        "module", ["options", "serving.options", "serving.sampling.parameters"]
+    )
+    def test_options_need_no_torch(self, module):
         """Command lines show their values before anything long is imported."""
-        code = "import sys, absorbed_mla.options; sys.exit('torch' in sys.modules)"
+        code = f"import sys, absorbed_mla.{module}; sys.exit('torch' in sys.modules)"
         command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(ROOT)]}; {code}"]
         assert subprocess.run(command).returncode == 0
 
@@ -205,14 +208,14 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
-        *("offloading", "graph_capture", "full_cuda_graph", "recomputed_outputs", "muon"),
-        "own_packages",
+        *("offloading", "graph_capture", "recomputed_outputs", "muon"),
+        *("own_packages", "megatron_names"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
     {"packed_router", "deepseek_router"},
     {
-        *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
+        *("norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),
     },
     {"unsupported", "checkpoint"},

@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from absorbed_mla import SamplingParams
-from absorbed_mla.serving.exclusive import FairLock, interrupts_deferred
+from absorbed_mla.serving.llm_engine import FairLock, interrupts_deferred
 from tests.support.llm import (
     FAILING_PROMPT,
     FAILURE,

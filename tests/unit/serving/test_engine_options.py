@@ -13,14 +13,17 @@ SIZES = {"max_sequence_length": 100, "max_requests": 3}
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"max_sequence_length": 1}, "max_sequence_length must be at least 2"),
-        ({"max_requests": 0}, "max_requests at least 1"),
-        ({"cache_tokens": 63}, "cache_tokens must be at least 64, got 63"),
+        ({"max_sequence_length": 1}, "max_sequence_length must be an integer of at least 2, got 1"),
+        ({"max_requests": 0}, "max_requests must be an integer of at least 1, got 0"),
+        ({"cache_tokens": 63}, "cache_tokens must be an integer of at least 64, or None, got 63"),
         (
             {"cache_tokens": 128, "paused_cache_tokens": 128},
             "paused_cache_tokens must be at least 0 and a block less than the cache's 128, got 128",
         ),
-        ({"decode_context_parallel": 2}, "decode_context_parallel must be True or False, got 2"),
+        (
+            {"decode_context_parallel": 2},
+            "decode_context_parallel must be one of False, True, got 2",
+        ),
     ],
 )
 def test_refused_options(changes, error):

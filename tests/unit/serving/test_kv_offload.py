@@ -243,8 +243,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "error"),
         [
-            ({"host_cache_tokens": 63}, "host_cache_tokens must be 0 or at least 64, got 63"),
-            ({"num_cuda_graphs": 4}, "host_cache_tokens needs num_cuda_graphs=None"),
+            (
+                {"host_cache_tokens": 63},
+                "host_cache_tokens must be an integer of at least 64, or 0, got 63",
+            ),
+            ({"num_cuda_graphs": 4}, "host_cache_tokens needs num_cuda_graphs=None, got 4"),
             ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
             (
                 {"inference_config": {"unified_memory_level": 1}},

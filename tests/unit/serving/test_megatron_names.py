@@ -1,34 +1,48 @@
-"""With private names of another Megatron, generation goes on, or says what is missing."""
+"""On a Megatron with other names, generation goes on, or an error says which one is missing."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import re
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from megatron.core import __version__
+from megatron.core.inference.contexts import DynamicInferenceContext
 
+from absorbed_mla import cpu_host, megatron_names
+from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.batch_invariant import megatron_operators as operators
+from absorbed_mla.deepseek_router import _routing_with
+from absorbed_mla.inference.decode_context_parallel.context import decode_context_parallel_context
 from absorbed_mla.log_once import times_logged
+from absorbed_mla.megatron_names import MegatronName, Need
+from absorbed_mla.muon import optimizer_hook
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.packed_roll import require_packed_roll
+from absorbed_mla.packed_router import PackedRouter
+from absorbed_mla.serving.cpu_engine import enable_cpu_inference
+from absorbed_mla.serving.megatron_engine import names
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.scheduler import conditions
+from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
+from absorbed_mla.serving.weights import fused_swiglu
+from absorbed_mla.serving.weights.fused_residuals import fuse_residuals
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support import needs
+from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
-from tests.support.renamed import rename
+from tests.support.megatron_names import owner_of, record_accesses, take_away, words_of
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(64, 65))
 PROMPTS = [prompt(9, 1), prompt(62, 2)]
-OF_LOOP = sorted(
-    {
-        name
-        for names in (
-            conditions._HOST,
-            conditions._CONTEXT,
-            conditions._VIEW,
-            conditions._ALLOCATOR,
-            conditions._CONTROLLER,
-        )
-        for name in names
-        if name.startswith("_")
-    }
-    # No step runs without these.
-    - {"_sampling", "_prefix_cache_blocks_matched"}
+ALL = (
+    *megatron_names.LAYER_NEEDS,
+    *operators.BATCH_INVARIANT_NEEDS,
+    *names.SERVING_NEEDS,
 )
 
 
@@ -42,23 +56,140 @@ def expected(model):
     return engine_of(model, decode_loop=False).generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize("name", OF_LOOP)
-def test_generation_goes_on(model, expected, name, monkeypatch, caplog):
-    """By Megatron's own steps; the log says why."""
+@pytest.fixture(autouse=True)
+def _logs_anew():
     times_logged.cache_clear()
-    rename(monkeypatch, name)
+
+
+def rows(*of: Need):
+    return [
+        pytest.param(need, name, id=f"{need.what}-{name.name}")
+        for need in of
+        for name in need.names
+    ]
+
+
+# What each need refuses to do without one of its names.
+def _engine(**options) -> Callable[[], object]:
+    return lambda: engine_of(generating_model(num_layers=1), **options)
+
+
+def _drafting() -> object:
+    model = generating_model(num_layers=1, mtp_num_layers=1)
+    return engine_of(model, num_speculative_tokens=1)
+
+
+def _sparse() -> object:
+    return engine_of(generating_model(**generating_fields()))
+
+
+def _generate() -> object:
+    return engine_of(generating_model(num_layers=1)).generate(PROMPTS[:1], GREEDY)
+
+
+def _gpt_builder() -> object:
+    gpt = importlib.import_module(megatron_names.BUILDER)
+    from specs.absorbed_mla_gpt_builder import AbsorbedMLAGPTModelBuilder
+
+    config = SimpleNamespace(transformer_layer_spec=get_absorbed_mla_decoder_block_spec)
+    return AbsorbedMLAGPTModelBuilder(config) and gpt
+
+
+REFUSING = {
+    names.ANY_ENGINE: _engine(),
+    names.PREFIX_CACHING: _engine(prefix_caching=True),
+    names.PREFIX_CACHE_DIR: _engine(prefix_caching=True, prefix_cache_dir="x"),
+    names.DRAFTS: _drafting,
+    names.DRAFTS_ON_CPUS: enable_cpu_inference,
+    megatron_names.GENERATION: _generate,
+    megatron_names.INDEX_KEYS: _sparse,
+    megatron_names.DECODE_CONTEXT_PARALLEL: lambda: decode_context_parallel_context(None, None),
+    megatron_names.KV_OFFLOAD: _engine(host_cache_tokens=640, blocks=20),
+    megatron_names.KV_OFFLOAD_MEMORY: _engine(host_cache_tokens=640, blocks=20),
+    megatron_names.KV_OFFLOAD_STEPS: _engine(host_cache_tokens=640, blocks=20),
+    megatron_names.PACKED_MTP: require_packed_roll,
+    megatron_names.EXPERT_BIAS_OF_PACKS: lambda: PackedRouter(
+        SimpleNamespace(moe_router_enable_expert_bias=True)
+    ),
+    megatron_names.CHOICE_OF_EXPERTS: lambda: _routing_with(AbsorbedMLAOptions()),
+    megatron_names.GPT_BUILDER: _gpt_builder,
+    operators.SUMS: lambda: enable_batch_invariant_mode("cpu"),
+}
+# Each of the others has a test of its own.
+GOING_ON = (
+    names.OVERLAP_SCHEDULER,
+    names.NO_TEXTS,
+    names.RESUMING,
+    names.FULL_CUDA_GRAPHS,
+    names.FUSED_SWIGLU,
+    names.FUSED_RESIDUALS,
+    megatron_names.CPU_HOST,
+    megatron_names.MUON,
+    operators.GPU_OPERATORS,
+)
+
+
+# In the log.
+SAYS = {
+    names.OVERLAP_SCHEDULER: "all steps run by Megatron's scheduler",
+    names.RESUMING: "Megatron resumes paused requests by its own rule",
+    names.NO_TEXTS: "Megatron makes texts of requests that have ended",
+}
+
+
+def test_every_need_has_a_test():
+    assert {*REFUSING, *GOING_ON} == {*ALL}
+    assert all(need.without == megatron_names.REFUSED for need in REFUSING)
+    assert all(need.without != megatron_names.REFUSED for need in GOING_ON)
+
+
+@pytest.mark.parametrize(("need", "name"), rows(*ALL))
+def test_this_release_has_it(need, name):
+    """If it is one of those that the table names, and only then."""
+    release = ".".join(__version__.split(".")[:2])
+    assert release in megatron_names.EVERY
+    owner = _imported(name)
+    if isinstance(owner, ModuleType):
+        found = hasattr(owner, name.name)
+    else:
+        found = any(name.name in words_of(cls) for cls in owner.__mro__)
+    assert found == (release in name.versions)
+
+
+def _imported(name: MegatronName) -> type | ModuleType:
+    if name.owner == megatron_names.BUILDER:
+        pytest.importorskip(name.owner, exc_type=ImportError)
+    return owner_of(name)
+
+
+@pytest.mark.parametrize(("need", "name"), rows(*REFUSING))
+def test_what_nothing_replaces_is_refused(need, name, monkeypatch):
+    if need is names.DRAFTS_ON_CPUS and needs.HAS_GPU:
+        pytest.skip(needs.NEEDS_NO_GPU)
+    _imported(name)
+    take_away(monkeypatch, name)
+    missing = rf"{need.what} cannot run: megatron-core \S+ has no \S+\.{name.name} \(.* it\)"
+    with pytest.raises(ValueError, match=f"^{re.escape(need.what)}{missing[len(need.what) :]}$"):
+        REFUSING[need]()
+
+
+@pytest.mark.parametrize(
+    ("need", "name"), rows(names.OVERLAP_SCHEDULER, names.RESUMING, names.NO_TEXTS)
+)
+def test_generation_goes_on(model, expected, need, name, monkeypatch, caplog):
+    """By Megatron's own steps; the log says why, once, and who has asked for others is told."""
+    take_away(monkeypatch, name)
     with caplog.at_level(logging.INFO, logger="absorbed_mla"):
         engine = engine_of(model)
-    assert engine.decode_loop is None
-    [said] = [one for one in caplog.messages if "decode loop" in one]
-    assert said.startswith("all steps run by Megatron's scheduler") and f".{name}" in said
+        engine_of(model)
+    said = [one for one in caplog.messages if f".{name.name} (" in one]
+    assert sum(SAYS[need] in one for one in said) == 1
+    if need is names.OVERLAP_SCHEDULER:
+        assert engine.scheduler is None
     assert engine.generate(PROMPTS, GREEDY) == expected
-
-
-def test_an_explicit_decode_loop_is_refused(model, monkeypatch):
-    rename(monkeypatch, "_run_coroutine_sync")
-    with pytest.raises(ValueError, match=r"decode_loop=True cannot run: .*_run_coroutine_sync"):
-        engine_of(model, decode_loop=True)
+    if need is names.OVERLAP_SCHEDULER:
+        with pytest.raises(ValueError, match=rf"decode_loop=True cannot run: .*\.{name.name} "):
+            engine_of(model, decode_loop=True)
 
 
 def test_one_that_other_options_rule_out(model):
@@ -66,32 +197,103 @@ def test_one_that_other_options_rule_out(model):
         engine_of(model, decode_loop=True, inference_config={"async_sched_mode": "async"})
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "what"),
-    [
-        ("_sampling", {}, "Engine"),
-        ("_add_request", {}, "Engine"),
-        ("resume_paused_requests", {}, "Engine"),
-        ("evict_overflow_paused_requests", {}, "Engine"),
-        ("_prefix_cache_blocks_matched", {}, "Engine"),
-        ("register_kv_block_hashes", {"prefix_caching": True}, "prefix_caching=True"),
-        ("_deregister_blocks", {"prefix_caching": True, "prefix_cache_dir": "x"}, "prefix_cache_"),
-        ("_find_kv_match_count", {"prefix_caching": True, "prefix_cache_dir": "x"}, "prefix_cac"),
-        ("_allocate_memory_buffer", {"host_cache_tokens": 640, "blocks": 20}, "host_cache_tok"),
-        ("initialize_attention_state", {"host_cache_tokens": 640, "blocks": 20}, "host_cache_tok"),
-    ],
-)
-def test_what_nothing_replaces_is_named(model, name, options, what, monkeypatch):
-    rename(monkeypatch, name)
-    with pytest.raises(ValueError, match=rf"^{what}\S* cannot run: megatron-core .*\.{name}$"):
-        engine_of(model, **options)
+@pytest.mark.parametrize(("need", "name"), rows(names.FUSED_RESIDUALS, names.FUSED_SWIGLU))
+def test_layers_stay_as_they_are(model, need, name, monkeypatch, caplog):
+    monkeypatch.setattr(fused_swiglu, "_is_plain_swiglu", lambda config: True)
+    residuals = need is names.FUSED_RESIDUALS
+    owner = model.decoder.layers[0] if residuals else model.decoder.layers[0].mlp
+    own = owner.__dict__.pop(name.name)
+    try:
+        with caplog.at_level(logging.INFO, logger="absorbed_mla"):
+            (fuse_residuals if residuals else fused_swiglu.fuse_swiglu)(model)
+        [said] = caplog.messages
+        assert f".{name.name} (" in said
+        assert not hasattr(owner, name.name)
+    finally:
+        setattr(owner, name.name, own)
 
 
-@pytest.mark.parametrize(
-    "name", ["_spec_tokens_proposed_per_pos", "_check_stop_words_for_request_post_append"]
-)
-def test_drafts(monkeypatch, name):
-    """What counts them, and what ends a request among them."""
-    rename(monkeypatch, name)
-    with pytest.raises(ValueError, match=rf"num_speculative_tokens cannot run: .*\.{name}"):
-        engine_of(generating_model(num_layers=1, mtp_num_layers=1), num_speculative_tokens=1)
+@pytest.mark.parametrize("there", [True, False])
+def test_graphs_of_whole_steps(model, there, monkeypatch, caplog):
+    """They cannot hold those of layers, which are left out by their name."""
+    engine = engine_of(model, num_cuda_graphs=2)
+    monkeypatch.setattr(model.config, "cuda_graph_impl", "local")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not there:
+        take_away(monkeypatch, names.LAYER_GRAPHS)
+    with caplog.at_level(logging.INFO, logger="absorbed_mla"):
+        scheduler = overlap_scheduler(
+            engine.host, model, RequestSampler(), engine.options, lockstep=False
+        )
+    assert (scheduler.runner.graphs is not None) == there
+    said = [one for one in caplog.messages if f".{names.LAYER_GRAPHS.name} (" in one]
+    assert len(said) == (not there)
+
+
+@pytest.mark.parametrize(("need", "name"), rows(megatron_names.CPU_HOST))
+def test_a_function_that_is_not_there_is_not_replaced(need, name, monkeypatch, caplog):
+    take_away(monkeypatch, name)
+    with caplog.at_level(logging.INFO, logger="absorbed_mla"):
+        cpu_host._replace(name, lambda *args: None)
+    assert not hasattr(owner_of(name), name.name)
+    [said] = caplog.messages
+    assert f".{name.name} (" in said
+
+
+def test_muon_follows_no_marks(monkeypatch):
+    """``test_muon.py`` has what becomes of it."""
+    take_away(monkeypatch, megatron_names.MUON_REGISTRY)
+    why = optimizer_hook._follow_in_megatron()
+    assert why is not None and megatron_names.MUON_REGISTRY.name in why
+
+
+@pytest.mark.parametrize(("need", "name"), rows(operators.GPU_OPERATORS))
+def test_an_operator_of_another_name_stays_megatrons(need, name, monkeypatch):
+    take_away(monkeypatch, name)
+    try:
+        operators.enable({name: object()})
+        assert not hasattr(owner_of(name), name.name)
+    finally:
+        operators.disable()
+
+
+# What the package itself keeps on Megatron's objects.
+OWN = {
+    *("_host_blocks", "_staged_blocks", "_allocate_offloaded", "tiers"),
+    *("cache_ranks", "token_shares", "latent_forward", "reads_whole_prompts", "index_keys"),
+}
+SCORED = SamplingParams(max_tokens=4, temperature=1, logprobs=2, prompt_logprobs=1)
+LONG = SamplingParams(max_tokens=70, temperature=0)
+ENGINES = {
+    "whole prompts": {},
+    "chunks": {"chunked_prefill": True, "step_tokens": 64, "prefix_caching": True},
+    "paused and evicted": {"blocks": 7, "paused_blocks": 2},
+    "a folder": {"prefix_caching": True, "prefix_cache_dir": "prefixes", "blocks": 8},
+    "host memory": {"host_cache_tokens": 640, "blocks": 20},
+    "sizes of graphs": {"num_cuda_graphs": 2},
+    "drafts": {"num_speculative_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_the_tables_have_all_that_is_used(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    known = {name for need in ALL for name in need.names}
+    used = record_accesses(monkeypatch)
+    drafts = 1 if "num_speculative_tokens" in options else None
+    engine = engine_of(generating_model(num_layers=1, mtp_num_layers=drafts), **options)
+    prompts = [prompt(60, seed, shared=30) for seed in range(5)]
+    sampling = [LONG, LONG if drafts else SCORED, LONG, GREEDY, LONG]
+    with engine:
+        for one, params in zip(prompts, sampling):
+            engine.add_request(one, params)
+        engine.step()
+        engine.abort(2)
+        while engine.is_busy():
+            engine.step()
+    engine.require_no_leak()
+    for owner, found in used.items():
+        listed = {one.name for one in known if one.owner.endswith(f".{owner.__name__}")}
+        listed |= {one.or_else for one in known if one.or_else}
+        assert {name for name in found if not name.startswith("__")} <= listed | OWN, owner
+    assert len(used[DynamicInferenceContext]) > 30

@@ -180,7 +180,7 @@ class TestAbort:
         assert results[0].finish == "length"
 
     def test_whose_result_was_taken(self, model):
-        """Megatron would finish every later step of the decode loop for one that it looks for."""
+        """Megatron would finish every later step of the scheduler for one that it looks for."""
         with engine_of(model) as engine:
             for request in GOOD:
                 engine.add_request(request.prompt, request.sampling())
@@ -211,7 +211,7 @@ class TestAbort:
                 engine.step()
             engine.require_no_leak()
             assert not engine.host.requests
-            # While there are any, Megatron finishes every step of the decode loop.
+            # While there are any, Megatron finishes every step of the overlap scheduler.
             assert not engine.host.stop_word_finished_request_ids
             results = [engine.results[number] for number in range(len(GOOD))]
             # A later request with its number is another one.

@@ -189,10 +189,10 @@ def test_exactly_these_keys(rollout, monkeypatch):
     ]
     layout = layouts(rollout)["thd_padded"]
     selections = training_selections([requests], [layout.packed_seq_params(world.device())])
-    over, seen = core_attention.OverChosen, []
+    over, seen = core_attention.TopKBackend, []
     monkeypatch.setattr(
         core_attention,
-        "OverChosen",
+        "TopKBackend",
         lambda sparse, keys: (seen.append(keys), over(sparse, keys))[1],
     )
     with replay_selections(rollout.model, selections):

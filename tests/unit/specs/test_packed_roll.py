@@ -118,7 +118,7 @@ def test_standard_specs_bring_it(spec, changes, monkeypatch):
 
 def test_a_megatron_without_it(monkeypatch):
     """Models without MTP do not need it."""
-    monkeypatch.setattr(packed_roll, "_megatrons_roll", None)
+    monkeypatch.delattr(host, "roll_tensor")
     get_absorbed_mla_decoder_block_spec(config_for(TINY), backend="local")
     hybrid_model("+-")
     with refusal("mtp_num_layers", "roll_tensor"):

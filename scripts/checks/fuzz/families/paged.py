@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels import operators
+from absorbed_mla.kernels.paged.call import PagedCall
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
 from checks.fuzz.families.latent import draw_heads
@@ -207,8 +208,8 @@ def _attend(kernel, config, draw, cached, scale, window, query, requests, own):
     arguments = *query, cached.cache, *tables
     made = {}
     if draw.flag():
-        made_of = (*arguments, *most, *window, config.invariant, kernel)
-        found = operators.paged_schedule(*made_of)
+        call = PagedCall(*arguments, cached.table[own], *most, scale, *window, config.invariant)
+        found = operators.paged_schedule(call, kernel)
         made = dict(zip(("tiles", "starts"), found))
     splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
     return operators.paged_attention_forward(

@@ -30,14 +30,14 @@ class Config(NamedTuple):
     vocabulary: int
     dtype: torch.dtype
     filters: bool
-    piece: int
+    block: int
 
 
 def _config(draw: Draw) -> Config:
     most = draw.limit(130000, 300)
-    piece = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
-    vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, piece, least=1))
-    return Config(min(vocabulary, most), draw.choice(BF16, BF16, FP16, FP32), draw.flag(0.7), piece)
+    block = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
+    vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, block, least=1))
+    return Config(min(vocabulary, most), draw.choice(BF16, BF16, FP16, FP32), draw.flag(0.7), block)
 
 
 def _logits(config: Config, draw: Draw, rows: int) -> Tensor:
@@ -72,12 +72,12 @@ def _most_likely(logits: Tensor) -> Tensor:
     return first.where(largest.squeeze(-1).isfinite(), -1)
 
 
-def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
+def _argmax(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.sampling.argmax import find_most_likely
 
     rows = draw.length(draw.limit(300, 9), 16, least=1)
     logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))
-    found = find_most_likely(_given(logits, draw), config.piece)
+    found = find_most_likely(_given(logits, draw), config.block)
     compare.same("tokens", found, _most_likely(logits))
 
 
@@ -104,7 +104,7 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     rows = max(1, min(rows, _NUMBERS // config.vocabulary))
     logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
     given = numbers if draw.flag() else numbers.contiguous()
-    found = draw_tokens(_given(logits, draw), given, filters=config.filters, piece=config.piece)
+    found = draw_tokens(_given(logits, draw), given, filters=config.filters, block=config.block)
     most_likely = _most_likely(logits)
     greedy = (numbers[5] == 0) | (most_likely < 0)
     compare.holds("tokens", greedy & (found != most_likely), found, most_likely)
@@ -174,22 +174,22 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
 
 
 _SAMPLING = "kernels.sampling"
-_PEAKS = f"{_SAMPLING}.argmax._peaks_kernel"
+_BLOCK_ARGMAX = f"{_SAMPLING}.argmax._block_argmax_kernel"
 FAMILIES = (
     Family(
         "most-likely",
-        (_PEAKS, f"{_SAMPLING}.argmax._most_likely_kernel"),
+        (_BLOCK_ARGMAX, f"{_SAMPLING}.argmax._argmax_kernel"),
         _config,
-        _peaks,
+        _argmax,
         share=0.5,
     ),
     Family(
         "draw-tokens",
         (
-            _PEAKS,
-            f"{_SAMPLING}.softmax_weights._weighing_kernel",
+            _BLOCK_ARGMAX,
+            f"{_SAMPLING}.softmax_weights._softmax_weights_kernel",
             f"{_SAMPLING}.thresholds._threshold_kernel",
-            f"{_SAMPLING}.inverse_cdf._place_kernel",
+            f"{_SAMPLING}.inverse_cdf._inverse_cdf_kernel",
         ),
         _config,
         _run,

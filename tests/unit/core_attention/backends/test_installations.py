@@ -8,16 +8,14 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4
+from absorbed_mla.core_attention.backends import flash_attention_4
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from tests.support.backends import attention_request, determinism, why_not
 from tests.support.fake_packages import transformer_engine
-from tests.support.fake_packages.flash_attention_3 import NAMESPACE, PACKAGE, VLLM, registered
 
 
 @pytest.fixture(autouse=True)
@@ -32,47 +30,6 @@ def no_metadata(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-
-
-class TestFlashAttention3:
-    @pytest.fixture(autouse=True)
-    def _fake(self, monkeypatch):
-        monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (NAMESPACE,))
-
-    def reason(self) -> str | None:
-        return why_not("flash_attention_3", attention_request("absorbed"))
-
-    @pytest.mark.parametrize("schema", [PACKAGE, VLLM], ids=["package", "vllm"])
-    def test_nothing_is_imported_where_an_operator_is_loaded(self, schema, monkeypatch):
-        monkeypatch.setitem(sys.modules, "flash_attn_3", None)
-        with registered(schema):
-            assert self.reason() is None
-
-    @pytest.mark.parametrize(
-        ("schema", "reason"),
-        [
-            (PACKAGE.replace("Tensor? q_v=None, ", ""), "has no q_v"),
-            (VLLM.replace("int cp_rank", "int cp_rank, int order"), "needs order"),
-        ],
-        ids=["older", "newer"],
-    )
-    def test_another_operator(self, schema, reason):
-        with registered(schema):
-            assert self.reason() == f"{NAMESPACE}.fwd.default {reason}"
-
-    @pytest.mark.parametrize("error", [ModuleNotFoundError("flash_attn_3._C"), OSError("libcuda")])
-    def test_not_installed(self, error, monkeypatch):
-        def fails(name):
-            raise error
-
-        monkeypatch.setattr(flash_attention_3.importlib, "import_module", fails)
-        reason = flash_attention_3.why_not_installed()
-        assert f"cannot be imported ({type(error).__name__}: {error})" in reason
-
-    def test_another_package_of_that_name(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "flash_attn_3", ModuleType("flash_attn_3"))
-        monkeypatch.delitem(sys.modules, "flash_attn_3._C", raising=False)
-        assert "flash_attn_3._C" in self.reason()
 
 
 FUNCTIONS = "def _flash_attn_fwd(): ...\ndef _flash_attn_bwd(): ...\n"

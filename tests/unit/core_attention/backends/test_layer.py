@@ -13,8 +13,7 @@ import torch
 
 from absorbed_mla.context_parallel import strategy
 from absorbed_mla.context_parallel.strategy import LocalKeys
-from absorbed_mla.core_attention.backends import flash_attention_3, hopper_expanded
-from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
+from absorbed_mla.core_attention.backends import hopper_expanded
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.key_source import KeyBlock
@@ -36,18 +35,6 @@ with triton_interpreter():
 
 # The first of every kernel.
 CASES = {case.core_attention_backend: case for case in reversed(kernel_cases())}
-
-
-@pytest.fixture
-def flash_attention_3_fake(monkeypatch):
-    """Forward by the operator, backward by the Triton kernels in the interpreter."""
-    fake = fake_packages.flash_attention_3
-    monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
-    backend = FlashAttention3Backend()
-    monkeypatch.setattr(flash_attention_3, "HOPPER", ATTENTION_BACKENDS["triton"])
-    with fake.registered(fake.VLLM) as calls:
-        yield backend
-    assert calls.sequences
 
 
 @pytest.fixture
@@ -77,7 +64,6 @@ def transformer_engine_fake(monkeypatch):
 
 
 FAKES = {
-    "flash_attention_3": "absorbed",
     "flash_attention_4": "expanded",
     "hopper_expanded": "expanded",
     "transformer_engine": "expanded",

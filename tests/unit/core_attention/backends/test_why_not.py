@@ -16,7 +16,7 @@ from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.context_parallel.strategy import LocalKeys
 from absorbed_mla.core_attention import module as latent_attention
 from absorbed_mla.core_attention import selection
-from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4, triton
+from absorbed_mla.core_attention.backends import flash_attention_4, triton
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.cost import Work
@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 DIMS = MLADims.from_config(config_for(TINY), 1)
 FUSED = ("cudnn", "transformer_engine", "flash_attention_4", "hopper_expanded")
 FORM = dict.fromkeys(FUSED, "expanded")
-FORM |= dict.fromkeys(("flash_attention_3", "hopper", "triton"), "absorbed")
+FORM |= dict.fromkeys(("hopper", "triton"), "absorbed")
 # The least compute capability, and whether newer GPUs will do.
-HOPPER_ONLY = ("flash_attention_3", "flash_attention_4", "hopper", "hopper_expanded")
+HOPPER_ONLY = ("flash_attention_4", "hopper", "hopper_expanded")
 CAPABILITY = dict.fromkeys(HOPPER_ONLY, ((9, 0), False))
 CAPABILITY |= dict.fromkeys(("cudnn", "transformer_engine"), ((9, 0), True))
 CAPABILITY["triton"] = (8, 0), True
@@ -67,15 +67,11 @@ WIDTHS["hopper_expanded"] = [
     ({"key_width": 256}, "widths 256 (keys) and 128 (values) are not among"),
     ({"value_width": 256}, "widths 192 (keys) and 256 (values) are not among"),
 ]
-WIDTHS["flash_attention_3"] = [
-    ({"key_width": 192, "value_width": 128}, "widths 128 (latent) and 64 (rope)"),
-    ({"key_width": 544}, "32 (rope) are not among (256, 512) and 64"),
-]
 REFUSED = [
     (name, changes, reason)
     for name, form in FORM.items()
     for changes, reason in [*ANY_KERNEL, OTHER_FORM[form], *WIDTHS[name]]
-] + [("flash_attention_3", {"max_logits": True}, "which 'hopper' does at no cost")]
+]
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +81,10 @@ def _hopper(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.6.0")
     # It asks for the shared memory of a real device.
     monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
-    fake = fake_packages.flash_attention_3
-    monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
     monkeypatch.setattr(flash_attention_4, "why_not_installed", lambda *widths: None)
     te.why_not_installed.cache_clear()
     fake_packages.transformer_engine.install(monkeypatch)
-    with fake.registered(), determinism(demanded=False):
+    with determinism(demanded=False):
         yield
     te.why_not_installed.cache_clear()
 
@@ -98,14 +92,10 @@ def _hopper(monkeypatch):
 def test_what_can_run():
     for form, expected in {
         "expanded": {*FUSED, "reference"},
-        "absorbed": {"flash_attention_3", "hopper", "triton", "reference"},
+        "absorbed": {"hopper", "triton", "reference"},
     }.items():
         runnable, _ = ATTENTION_BACKENDS.examine("auto", attention_request(form))
         assert {backend.name for backend in runnable} == expected
-    assert (
-        why_not("flash_attention_3", attention_request("absorbed", key_width=320, value_width=256))
-        is None
-    )
     assert [
         x.name for x in ATTENTION_BACKENDS.examine("reference", attention_request("expanded"))[0]
     ] == ["reference"]
@@ -193,13 +183,6 @@ def test_who_records_largest_scores():
             patch.setattr(selection, "machine_name", lambda device: "NVIDIA H200")
             chosen[small] = fastest(found, dims, work)[1].name
     assert chosen == {False: "flash_attention_4", True: "hopper_expanded"}
-
-
-def test_flash_attention_3_needs_its_backward(monkeypatch):
-    """Nothing of FlashAttention-3 needs Triton, but its gradients here do."""
-    monkeypatch.setattr("triton.__version__", "3.8.0")
-    reason = why_not("flash_attention_3", attention_request("absorbed"))
-    assert "3.8.0 is installed" in reason and "'hopper', which computes its backward" in reason
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""scripts/benchmarks/attention.py: a run on a CPU, what is compared with what, and the peers."""
+"""scripts/benchmarks/attention.py: its cases, what is compared with what, and the peers."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -17,23 +16,24 @@ from benchmarks.attention import (
     AttentionReport,
     LayerCase,
     Row,
-    cases,
     document_lengths,
 )
 from benchmarks.core_attention import CoreCase, attention_flops
-from benchmarks.kit import processes
-from benchmarks.kit.arguments import DIMS, dims_of
-from benchmarks.kit.report import Refused, Times
+from benchmarks.kit import DIMS, Refused, Times, dims_of, processes
 from benchmarks.peers.attention import PEERS
 from tests.support.numerics import relative_error
-from tests.support.programs import run_script
 
 parse_arguments = AttentionBenchmark.parse
-# Options for a CPU.
-TINY = ["--device", "cpu", "--form", "expanded", "--heads", "2", "--seq-lens", "48"]
-TINY += ["--seconds-per-row", "0.01", "--hidden-size", "32", "--q-lora-rank", "16"]
-TINY += ["--kv-lora-rank", "32", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"]
-TINY += ["--v-head-dim", "16"]
+TINY = ["out", "--quick", "--form", "expanded"]
+
+
+def cases(args) -> list:
+    """Those that are left of the command line's."""
+    return AttentionBenchmark.chosen(SimpleNamespace(args=args, cases=lambda: all_cases(args)))
+
+
+def all_cases(args) -> list:
+    return AttentionBenchmark.cases(SimpleNamespace(args=args))
 
 
 def times(seconds: float) -> Times:
@@ -70,47 +70,6 @@ def report(*rows: Row) -> AttentionReport:
 def changed(row: Row, **changes) -> Row:
     """A row of another case."""
     return dataclasses.replace(row, case=dataclasses.replace(row.case, **changes))
-
-
-class TestRun:
-    @pytest.fixture(scope="class")
-    def measured(self, tmp_path_factory) -> tuple[AttentionReport, str]:
-        """A real run on the CPU: its report and its output."""
-        folder = tmp_path_factory.mktemp("attention")
-        done = run_script(attention.__file__, folder, *TINY, GIT_COMMIT="abc")
-        assert done.returncode == 0, done.stderr
-        assert {path.suffix for path in folder.iterdir()} == {".json", ".png"}
-        return AttentionReport.read(folder / "attention.json"), done.stdout
-
-    def test_ours_is_measured_in_both_suites(self, measured):
-        found, output = measured
-        layers = [(r.case.recompute, r.case.layout) for r in found.of("layer")]
-        assert layers == [(True, "sbhd"), (True, "thd"), (False, "sbhd"), (False, "thd")]
-        assert {row.suite for row in found.rows[8:]} == {"core"}
-        assert {row.ran for row in found.of("layer")} == {"expanded, reference"}
-        cores = {(row.case.implementation, row.case.form) for row in found.of("core")}
-        assert cores == {("ours, reference", "expanded"), ("ours, reference", "absorbed")}
-        for row in [*found.of("layer"), *found.of("core")]:
-            assert 0 < row.forward.least <= row.forward.median <= row.forward.most
-            assert row.step.median > row.backward.median > 0
-            assert not row.error
-        [last] = json.loads(output.splitlines()[-1])
-        assert last["environment"]["commit"] == "abc" and len(last["rows"]) == len(found.rows)
-        versions = {*found.environment["versions"]}
-        assert {"triton", "flash-attn-4", "nvidia-cutlass-dsl"} < versions
-
-    def test_others_say_why_they_were_not_measured(self, measured):
-        found, output = measured
-        why = {row.case.implementation: row.error for row in found.rows if row.error}
-        assert "needs a GPU" in why["ours, cudnn"]
-        assert why["torch, cudnn"] == "this device has no such kernel"
-        assert "same last dimension" in why["torch, flash"]
-        assert why["megatron"] == (
-            "Megatron's standard MLA needs transformer-engine, not installed here"
-        )
-        for module in ("transformer_engine", "flash_attn_interface", "flash_attn"):
-            assert any(f"No module named '{module}'" in error for error in why.values())
-        assert "Not measured:" in output
 
 
 class TestCases:
@@ -153,7 +112,7 @@ class TestBench:
 
     @pytest.fixture
     def bench(self, monkeypatch) -> AttentionBenchmark:
-        monkeypatch.setattr(processes, "Processes", lambda seed: None)
+        monkeypatch.setattr(processes, "Processes", processes.Device)
         return AttentionBenchmark(parse_arguments(["out", "--time-limit", "240"]))
 
     def test_a_case_that_fails_is_a_row_and_the_next_is_measured(self, bench, monkeypatch):
@@ -189,21 +148,10 @@ class TestBench:
         assert bench.row(OURS.case).error.startswith(f"left out: {CORE.case} took the device away")
 
 
-def tiny_processes() -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(1)
-    return SimpleNamespace(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        on_gpu=False,
-        random=lambda *shape: torch.randn(shape, generator=generator),
-        synchronize=lambda: None,
-    )
-
-
 def measure_tiny(implementation: str, form: str) -> Row:
     case = CoreCase(implementation, form, 2, 8)
-    args = parse_arguments(["out", *TINY])
-    return Row(case=case, **core_attention.measure_core(case, args, tiny_processes()))
+    args = parse_arguments(TINY)
+    return Row(case=case, **core_attention.measure_core(case, args, processes.Device(1)))
 
 
 class FusedAttention(torch.nn.Module):
@@ -234,11 +182,11 @@ class TestPeers:
         sdpa = torch.nn.attention.sdpa_kernel
         math = [torch.nn.attention.SDPBackend.MATH]
         monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backends: sdpa(math))
-        args = parse_arguments(["out", *TINY])
+        args = parse_arguments(TINY)
         results = []
         for implementation in ("ours, reference", "torch, efficient"):
             case = CoreCase(implementation, form, 2, 48)
-            subject = core_attention.build_core(case, args, tiny_processes())
+            subject = core_attention.build_core(case, args, processes.Device(1))
             out = subject.forward()
             results.append((out, subject.backward(out)))
         (ours, grads), (theirs, their_grads) = results
@@ -254,12 +202,12 @@ class TestPeers:
         assert relative_error(their_grads[1], key) < 1e-5
 
     def test_nothing_is_joined_while_the_expanded_form_is_timed(self):
-        dims = dims_of(parse_arguments(["out", *TINY]))
+        dims = dims_of(parse_arguments(TINY))
         case = CoreCase("", "expanded", 2, 8)
-        inputs = core_attention.random_inputs(case, dims, tiny_processes())
+        inputs = core_attention.random_inputs(case, dims, processes.Device(1))
         q, k, v = inputs.as_multi_head()
         assert q is inputs.q_content and k is inputs.k_content and v is inputs.value
-        assert [x.shape for x in (q, k, v)] == [(8, 1, 2, 24), (8, 1, 2, 24), (8, 1, 2, 16)]
+        assert [x.shape for x in (q, k, v)] == [(8, 1, 2, 32), (8, 1, 2, 32), (8, 1, 2, 16)]
 
     def test_transformer_engine_computes_fused_or_is_refused(self, monkeypatch):
         """Its output is [S, B, N * V], and its settings are left as they were."""
@@ -285,10 +233,10 @@ class TestPeers:
         assert row.error.startswith("backward: RuntimeError:")
 
     def test_the_reference_is_for_small_sizes(self):
-        processes = SimpleNamespace(random=lambda *shape: torch.empty(1, 1, 576))
+        device = SimpleNamespace(random=lambda *shape: torch.empty(1, 1, shape[-1]))
         case = CoreCase("ours, reference", "absorbed", 128, 8192)
         with pytest.raises(Refused, match="small sizes only"):
-            core_attention.measure_core(case, parse_arguments(["out"]), processes)
+            core_attention.measure_core(case, parse_arguments(["out"]), device)
 
 
 class TestReport:

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/context_parallel.py: its cases, two processes, and like compared with like."""
+"""scripts/benchmarks/context_parallel*.py: their cases, and like compared with like."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import context_parallel
-from benchmarks.context_parallel import Case, CPBenchmark, CPReport, Row, build, cases
-from benchmarks.kit import layers
-from tests.support.programs import run_script
+from benchmarks import context_parallel_compute as compute
+from benchmarks.context_parallel import CPBenchmark, CPReport, RingCase, Row
+from benchmarks.decode_context_parallel import Row as SharedRow
+from benchmarks.decode_context_parallel import SharedCase, SharedReport
+from benchmarks.kit import Times, layers
+from benchmarks.kit.works import Measured
 
-parse_arguments = CPBenchmark.parse
 OURS = Row(
-    case=Case("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1, "none"),
+    case=RingCase("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1, "none"),
     cp_size=2,
     forward_seconds=[0.02, 0.01, 0.06],
     step_seconds=[0.06, 0.05, 0.1],
@@ -29,7 +30,7 @@ OURS = Row(
 )
 MEGATRON = dataclasses.replace(
     OURS,
-    case=Case("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1, "none"),
+    case=RingCase("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1, "none"),
     step_seconds=[0.04],
     kept_bytes=2**30,
     forward_sent_bytes=8192 * 80000,
@@ -40,13 +41,22 @@ MEGATRON = dataclasses.replace(
 FAILED = Row(case=MEGATRON.case, cp_size=2, error="rank 1: OutOfMemoryError: CUDA out\nof memory")
 
 
+def cases(argv: list[str], benchmark=CPBenchmark) -> list:
+    return benchmark.cases(SimpleNamespace(args=benchmark.parse(argv)))
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
 def report(*rows: Row) -> CPReport:
     return CPReport({}, list(rows))
 
 
 def test_cases():
     argv = ["out", "--sizes", "1k,16", "--heads", "2", "--layouts", "sbhd,thd", "--documents", "2"]
-    found = cases(parse_arguments(argv), 2)
+    found = cases(argv)
     assert [case.tokens for case in found] == [16] * 6 + [1024] * 6
     assert [(c.implementation, c.cp_comm_type) for c in found[:3]] == [
         ("ours", "all_gather"),
@@ -59,7 +69,7 @@ def test_cases():
 
 def test_both_layers_recompute():
     argv = ["out", "--sizes", "16", "--heads", "2", "--cp-comm-types", "p2p"]
-    found = cases(parse_arguments([*argv, "--recompute", "none,mla_up_proj"]), 2)
+    found = cases([*argv, "--recompute", "none,mla_up_proj"])
     expected = [(i, r) for r in ("none", "mla_up_proj") for i in ("ours", "megatron")]
     assert [(case.implementation, case.recompute) for case in found] == expected
     assert str(found[3]) == "megatron p2p expanded recompute mla_up_proj sbhd S=16 n=2"
@@ -86,9 +96,12 @@ def test_the_layer_is_told_what_its_case_recomputes(
         raise InterruptedError
 
     monkeypatch.setattr(layers, "layer_config", layer_config)
-    case = Case(implementation, "p2p", "expanded", 16, 2, "sbhd", 1, recompute)
+    case = RingCase(implementation, "p2p", "expanded", 16, 2, "sbhd", 1, recompute)
     with pytest.raises(InterruptedError):
-        build(case, parse_arguments(["out"]), SimpleNamespace(size=2))
+        benchmark = SimpleNamespace(
+            args=CPBenchmark.parse(["out"]), processes=SimpleNamespace(size=2)
+        )
+        CPBenchmark.build(benchmark, case)
     assert told == [(expected, "p2p")]
 
 
@@ -131,37 +144,39 @@ class TestReport:
         assert CPReport.read(path).rows == [dataclasses.replace(OURS, ran="")]
 
 
-def test_two_processes(tmp_path):
-    """Bytes are of [latent | k_rope] of 48 + 8 numbers in float32, of 32 tokens."""
-    command = [context_parallel.__file__, tmp_path]
-    command += ["--seconds-per-row", "0.01", "--sizes", "64", "--heads", "4"]
-    command += ["--layouts", "sbhd,thd", "--documents", "2"]
-    command += ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "48"]
-    command += ["--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
-    command += ["--recompute", "none,mla_up_proj"]
-    done = run_script(*command, ranks=2, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    json.loads(done.stdout.splitlines()[-1])
-    found = CPReport.read(tmp_path / "context_parallel.json")
-    assert found.environment["command"].startswith("torchrun --nproc-per-node=2 ")
-    assert len(found.rows) == 12
-    for row in found.rows:
-        if row.case.implementation == "megatron":
-            assert "transformer" in row.error.lower()
-            continue
-        assert not row.error and row.ran == "expanded, reference"
-        assert row.cp_size == 2 and len(row.step_seconds) >= 1
-        assert all(0 < f < s for f, s in zip(row.forward_seconds, row.step_seconds))
-        floats = {
-            what: sum(r["bytes"] for r in row.traffic[what] if r["dtype"] == "float32")
-            for what in ("forward", "backward")
-        }
-        around = row.case.cp_comm_type == "p2p"
-        # The ring's backward sends latents again, recomputed or not.
-        gathers_again = row.case.recompute == "mla_up_proj" and not around
-        exchanges = 1 + around + gathers_again
-        assert floats == {"forward": 32 * 56 * 4, "backward": exchanges * 32 * 56 * 4}
-        assert row.backward_sent_bytes == floats["backward"]
-        operations = {r["operation"] for r in row.traffic["backward"]}
-        expected = {"reduce-scatter"} | ({"all-gather"} if gathers_again else set())
-        assert operations == ({"send"} if around else expected)
+class TestCompute:
+    """One rank's computation."""
+
+    def test_cases(self):
+        argv = ["--heads", "16", "--seq-lens", "8k,4k", "--cp-sizes", "2,4"]
+        found = cases(argv, compute.ComputeBenchmark)
+        first, last = compute.RankCase(2, "sbhd", 4096, 16), compute.RankCase(4, "thd", 8192, 16)
+        assert found[0] == first and found[-1] == last and len(found) == 8
+        assert found[1].lengths == [1280, 256, 1024, 512, 1024]
+
+    def test_ratio(self):
+        """Of the longer one of host and GPU, whose copies do not count."""
+
+        def work(name: str, step: float, host: float) -> Measured:
+            of = [Times(x, x, x, 1) for x in (step / 3, step, step, host)]
+            return Measured(name, "", of[0], of[1], of[2], of[3])
+
+        works = [work("p2p:cudnn", 2e-3, 6e-3), work("megatron", 4e-3, 1e-3)]
+        messages = {"p2p:cudnn": (2**20, 1e-4), "megatron": (2**30, 1e-3)}
+        row = compute.Row(case=compute.RankCase(2, "sbhd", 64, 2), works=works, messages=messages)
+        report = compute.ComputeReport({}, [row])
+        assert report.figures(row)["p2p:cudnn ratio"] == 2
+        assert "p2p:cudnn 6.0 ms (2.00), megatron 3.0 ms" in report.line(row)
+
+
+def test_table_of_decode():
+    """The fastest of those that ran, and the rate of as many requests as the memory of tp holds."""
+    seconds = {("tp", 4): 1.0, ("tp", 8): 1.0, ("shared", 8): 0.8, ("own", 8): 0.5}
+    rows = [
+        SharedRow(case=SharedCase(layout, 1024, batch), seconds=s, cache_bytes=1, cache_tokens=1)
+        for (layout, batch), s in seconds.items()
+    ]
+    rows.append(SharedRow(case=SharedCase("shared", 1024, 4), error="RuntimeError: no"))
+    _, _, four, eight = SharedReport({"ranks": 2}, rows).table()
+    assert four == "| 1k | 4 | 4 |  |  | tp |  |"
+    assert eight == "| 1k | 8 | 8 | 10 | 16 | own | 4 |"

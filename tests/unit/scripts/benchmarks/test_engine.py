@@ -1,29 +1,15 @@
-"""scripts/benchmarks/engine.py: a run on the CPU, and its verdict on an engine that is wrong."""
+"""scripts/benchmarks/engine.py: its verdict on an engine that is wrong, and its requests."""
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from absorbed_mla.serving.request_results import Result
 from absorbed_mla.serving.statistics import Statistics
-from benchmarks import engine
-from benchmarks.engine import (
-    Case,
-    EngineBenchmark,
-    EngineReport,
-    Row,
-    cases,
-    errors,
-    missing,
-    tie,
-)
+from benchmarks.engine import EngineBenchmark, EngineCase, EngineReport, Row, errors, missing, tie
 from benchmarks.engine_requests import (
     Comparison,
     Request,
@@ -33,51 +19,10 @@ from benchmarks.engine_requests import (
     workload,
 )
 from tests.support.engine import by_whole_forwards, generating_model, prompt
-from tests.support.forked_python import forks_python
-
-DIMS = shlex.split(
-    "--hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-    "--v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 --vocab-size 128"
-)
-SMALL = shlex.split(
-    "--requests 12 --longest-prompt 160 --shared-prefix 70 --longest-output 40 --max-requests 8 "
-    "--max-tokens 128"
-)
 
 
 def arguments(*more: str):
-    return EngineBenchmark.parse([*DIMS, *SMALL, *more])
-
-
-class TestOnTheCpu:
-    @pytest.fixture(scope="class")
-    def report(self, tmp_path_factory) -> dict:
-        file = tmp_path_factory.mktemp("engine") / "report.json"
-        command = [sys.executable, engine.__file__, *DIMS, *SMALL]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command += ["--device", "cpu", "--json", str(file)]
-        with forks_python():
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        [last] = json.loads(done.stdout.splitlines()[-1])
-        assert json.loads(file.read_text()) == last
-        return last
-
-    def test_ours(self, report):
-        for row in report["rows"]:
-            if row["case"]["implementation"] != "ours":
-                continue
-            assert row["ok"] and not row["missing"]
-            assert row["generated"] == report["environment"]["asked_for"]
-            assert row["comparison"]["equal"] == report["environment"]["requests"] == 12
-            assert row["tokens_per_second"] > 0
-            graphs = row["engine"]["graph_steps"]
-            assert graphs == (row["engine"]["steps"] if row["case"]["graphs"] else 0)
-
-    def test_standard_has_its_error(self, report):
-        """Megatron's needs kernels for a GPU."""
-        standard = [r for r in report["rows"] if r["case"]["implementation"] == "standard"]
-        assert len(standard) == 2 and all(row["error"] for row in standard)
+    return EngineBenchmark.parse(["--quick", *more])
 
 
 class TestComparison:
@@ -121,7 +66,7 @@ def test_what_is_a_tie(flags, dtype, expected):
 
 
 class TestRow:
-    CASE = Case("ours", graphs=True)
+    CASE = EngineCase("ours", graphs=True)
     RUN = Statistics(steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
 
     @pytest.mark.parametrize(
@@ -135,7 +80,7 @@ class TestRow:
         ],
     )
     def test_ok(self, changes, ok):
-        row = Row(self.CASE, seconds=2.0, generated=10, **changes)
+        row = Row(case=self.CASE, seconds=2.0, generated=10, **changes)
         found = EngineReport({}, [row])
         assert row.ok is ok and found.as_json(row)["ok"] is ok
         assert row.tokens_per_second == 5
@@ -145,7 +90,7 @@ class TestRow:
         assert missing(self.RUN, self.CASE) == ("preemption",)
         idle = Statistics()
         assert len(missing(idle, self.CASE)) == 5
-        assert "graph steps" not in missing(idle, Case("ours", graphs=False))
+        assert "graph steps" not in missing(idle, EngineCase("ours", graphs=False))
 
     def test_errors(self):
         assert errors([Result([1])]) == ""
@@ -171,6 +116,9 @@ class TestWorkload:
 
 
 def test_cases():
-    found = cases(arguments("--implementations", "ours"))
+    def cases(*more: str) -> list:
+        return EngineBenchmark.cases(SimpleNamespace(args=arguments(*more)))
+
+    found = cases("--implementations", "ours")
     assert [str(case) for case in found] == ["ours, eager", "ours, CUDA graphs"]
-    assert len(cases(arguments("--num-cuda-graphs", "0"))) == 2
+    assert len(cases("--num-cuda-graphs", "0")) == 2

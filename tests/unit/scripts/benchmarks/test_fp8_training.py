@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.fp8_training import Case, Row, TrainingBenchmark, TrainingReport
+from benchmarks.fp8_training import Row, TrainingBenchmark, TrainingCase, TrainingReport
 from tests.support import needs
 
 TINY = """
@@ -38,7 +38,8 @@ def test_tolerance(loss, close):
     """1 % of the mean, in either direction."""
 
     def row(precision: str, last: float) -> Row:
-        return Row(Case("absorbed", precision), [last] * 4, 2.0, [1.0] * 4, 100)
+        case, more = TrainingCase("absorbed", precision), {"seconds": [1.0] * 4, "tokens": 100}
+        return Row(case=case, losses=[last] * 4, validation=2.0, **more)
 
     plain, fp8 = row("bf16", 2.0), row("delayed", loss)
     report = TrainingReport({}, [plain, fp8])

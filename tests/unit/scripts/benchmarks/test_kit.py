@@ -13,13 +13,15 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import kit
 from benchmarks.kit import provenance, run, timing
-from benchmarks.kit.arguments import add_common, parse_sizes, use_device
+from benchmarks.kit.arguments import parse_sizes, use_device
 from benchmarks.kit.overlap import covered_fraction, kernels, merged
 from benchmarks.kit.plot import Panel, collected, draw
-from benchmarks.kit.processes import CaseError, Processes
+from benchmarks.kit.processes import CaseError, Device, Processes
 from benchmarks.kit.report import Refused, Report, Times, not_measured, reason
 from benchmarks.kit.tables import shortened, tokens_text
+from benchmarks.kit.works import Work, attempts, measure_together
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 ENVIRONMENT = {
@@ -65,12 +67,13 @@ class SomeReport(Report):
 
 
 class SomeBenchmark(run.Benchmark):
-    script = "it.py"
     report = SomeReport
+    options = kit.declare("render json", heads="128", seed=1, dims=kit.DIMS)
+    quick = "--seed 2"
+    recorded = ("dims", "seed")
 
-    @classmethod
-    def add_options(cls, parser):
-        add_common(parser, render=None, json=None)
+    def prepare(self):
+        pass
 
 
 TIMES = Times(0.0123456, 0.01, 0.02, 3)
@@ -132,6 +135,13 @@ class TestReport:
         assert about.startswith("Measured on 2026-01-01 by `python it.py` at abc: a device, bf")
         assert about.endswith("; kv-lora-rank 512; link 5.55e+10; torch 2.")
         assert row == f"{GOOD.case} (expanded, cudnn): ms 12.35"
+
+    def test_quick_options_are_tiny_and_others_take_precedence(self):
+        args = SomeBenchmark.parse(["--quick", "--kv-lora-rank", "24"])
+        assert args.heads == [2] and args.seed == 2
+        assert kit.dims_of(args)["kv-lora-rank"] == 24 and args.hidden_size == 64
+        assert SomeBenchmark(args).about() == {"dims": kit.dims_of(args), "seed": 2}
+        assert SomeBenchmark.parse([]).heads == [128]
 
     def test_nothing_to_draw(self, tmp_path):
         assert not draw([], tmp_path / "a.png")
@@ -264,3 +274,32 @@ class TestProvenance:
         monkeypatch.setattr(torch.backends.cudnn, "version", refuses)
         expected = "9.14.0 (PyTorch was compiled against 9.19.0)"
         assert provenance.cudnn_of_torch() == expected
+
+
+def test_works_take_turns():
+    """And what cannot run leaves the others as they are."""
+    order = []
+    a, b = (timing.Repeated(lambda name=name: order.append(name), on_gpu=False) for name in "ab")
+    assert [len(steps) for steps in timing.in_turns([a, b], 4)] == [4, 4]
+    # Three to see how long the host takes, then there and back.
+    assert order == list("ab" * 3 + "abba" * 2)
+
+
+def test_a_work_that_fails_is_an_error_of_its_own():
+    def work(name: str, value: float, **more) -> Work:
+        return Work(lambda: torch.full((3,), value), outputs=lambda x: (x,), name=name, **more)
+
+    def fail() -> None:
+        raise ValueError("no such thing")
+
+    works = [
+        *attempts({"unbuilt": fail, "broken": lambda: Work(fail)}),
+        work("first", 2.0),
+        work("second", 3.0, traffic=(8, 4)),
+    ]
+    unbuilt, broken, first, second = measure_together(works, Device(1), 0.001)
+    assert unbuilt.error == broken.error == "ValueError: no such thing"
+    assert first.difference == 0 and second.difference == pytest.approx(0.5)
+    numbers = second.numbers()
+    assert numbers["forward_tbps"] * numbers["forward_us"] == pytest.approx(8e-6)
+    assert "forward_tbps" not in first.numbers()

@@ -15,12 +15,7 @@ import torch
 from benchmarks import megatron_log, pretraining
 from benchmarks.kit.command import run_to_log
 from benchmarks.megatron_log import Iteration
-from benchmarks.pretraining import (
-    PretrainingBenchmark,
-    PretrainingReport,
-    Run,
-    megatron_arguments,
-)
+from benchmarks.pretraining import PretrainingBenchmark, PretrainingReport, Run, megatron_arguments
 from tests.support.forked_python import forks_python
 
 parse_arguments = PretrainingBenchmark.parse

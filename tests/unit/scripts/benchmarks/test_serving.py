@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.option_flags import given_options
 from absorbed_mla.serving.server import cli
 from benchmarks import serving as serving_script
 from benchmarks.served import contenders, engines, profiling, streams
@@ -462,9 +463,8 @@ class TestSettings:
         made = self.made("--rows", "3x64/8", *more)
         assert made.prefill_graph_tokens == captured and Settings.read(made.text()) == made
         command = contenders._server_command("ours-server", made, 8123, "model")
-        args = cli._parser().parse_args(command[command.index("-m") + 2 :])
-        given = {name: value for name, value in vars(args).items() if hasattr(LLMOptions, name)}
-        options = LLMOptions(**{k: v for k, v in given.items() if v is not None})
+        args = cli.build_parser().parse_args(command[command.index("-m") + 2 :])
+        options = LLMOptions(**given_options(args, LLMOptions))
         assert options.cuda_graphs and not options.enable_prefix_caching
         assert options.prefill_graph_tokens == captured
         assert options.cache_tokens == made.cache_tokens and options.max_num_seqs == 3
@@ -475,7 +475,7 @@ def test_table():
     def row(name: str, requests: int, rate: float, ttft: float) -> Row:
         case = Case(name, Size(requests, 1024, 256), 0.0)
         rates = {"decode_tokens_per_second": rate, "prefill_tokens_per_second": 2 * rate}
-        return Row(case, ttft_ms=ttft, ttft_p90_ms=ttft, **rates)
+        return Row(case=case, ttft_ms=ttft, ttft_p90_ms=ttft, **rates)
 
     rows = [row("ours", 32, 3000, 10), row("vllm", 32, 2000, 40), row("vllm-server", 1, 5, 6)]
     # A server is compared with a server.
@@ -492,7 +492,9 @@ def test_table():
 def test_traffic_table():
     def row(name: str, rate: float) -> Row:
         times = {"ttft_ms": 100.0, "ttft_p90_ms": 10 * rate, "token_ms": 8.0, "token_p90_ms": 9.25}
-        return Row(Case(name, Size(64, 1024, 256, 4), 0.0), output_tokens_per_second=rate, **times)
+        return Row(
+            case=Case(name, Size(64, 1024, 256, 4), 0.0), output_tokens_per_second=rate, **times
+        )
 
     report = ServingReport({}, [row("ours", 3000), row("vllm", 2000)])
     assert table(report) == ""
@@ -508,7 +510,7 @@ class TestParityTables:
         """Of requests at once, one without the default mode; and of traffic."""
 
         def row(name: str, size: Size, **figures: float) -> Row:
-            return Row(Case(name, size, 0.0), **figures)
+            return Row(case=Case(name, size, 0.0), **figures)
 
         def rates(prefill: float, decode: float) -> dict[str, float]:
             return {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from generation.arguments import parse_arguments
+from generation.arguments import parse_arguments, with_model
 from generation.model import check_graphs
-from training.model_options import resolve_model
 
 DENSE = ("--num-experts", "0")
 
 
 def parsed(*words: str, processes: int = 1):
     """Arguments of a command line and the model that they describe."""
-    args = parse_arguments(["--load", "x", "--preset", "tiny", *words], processes)
-    return args, resolve_model(args)
+    return with_model(parse_arguments(["--load", "x", "--preset", "tiny", *words], processes))
 
 
 @pytest.fixture
@@ -26,8 +24,8 @@ def gpu(monkeypatch):
 def test_no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match="--cuda-graphs needs a GPU"):
-        check_graphs(*parsed("--cuda-graphs"))
-    check_graphs(*parsed("--form", "expanded"))
+        check_graphs(parsed("--cuda-graphs"))
+    check_graphs(parsed("--form", "expanded"))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +37,7 @@ def test_no_gpu(monkeypatch):
 )
 def test_refused(gpu, words, error):
     with pytest.raises(ValueError, match=error):
-        check_graphs(*parsed("--cuda-graphs", *words))
+        check_graphs(parsed("--cuda-graphs", *words))
 
 
 @pytest.mark.parametrize(
@@ -53,4 +51,4 @@ def test_refused(gpu, words, error):
     ],
 )
 def test_accepted(gpu, words, processes):
-    check_graphs(*parsed("--cuda-graphs", *words, processes=processes))
+    check_graphs(parsed("--cuda-graphs", *words, processes=processes))

@@ -203,6 +203,14 @@ class TestOptionsOfTheEngine:
         assert done.rows[0]["error"] == "the prompt has 66 tokens, a step without chunks 65"
 
 
+def test_a_prefix_cache_that_outlives_the_process(run, tmp_path):
+    """An option of ``LLM`` that the command knows by its declaration alone."""
+    words = ("--prompt", "x" * 150, *GREEDY, "--prefix-cache-dir", tmp_path)
+    [first, _], files = run(*words).rows, list(tmp_path.rglob("*.safetensors"))
+    assert files and all(file.stat().st_size for file in files)
+    assert run(*words).rows[0] == first
+
+
 def test_parity_mode_changes_no_token(run):
     prompts = ("--prompt", "def f(x):", "--prompt", "y" * 90)
     expected, found = (
@@ -264,8 +272,14 @@ class TestFaults:
     @pytest.mark.parametrize(
         "words, error",
         [
-            ("--num-tokens-to-generate 0", "--num-tokens-to-generate must be at least 1, got 0"),
-            ("--num-tokens-to-generate -3", "--num-tokens-to-generate must be at least 1, got -3"),
+            (
+                "--num-tokens-to-generate 0",
+                "--num-tokens-to-generate must be an integer of at least 1, got 0",
+            ),
+            (
+                "--num-tokens-to-generate -3",
+                "--num-tokens-to-generate must be an integer of at least 1, got -3",
+            ),
             ("--temperature -1", "--temperature must be at least 0"),
             ("--top-k -2", "--top-k must be an integer of at least 1"),
             ("--top-p 2", "--top-p must be above 0 and at most 1"),

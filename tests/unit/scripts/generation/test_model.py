@@ -9,22 +9,25 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import command_line
-from generation.arguments import parse_arguments
+from generation.arguments import parse_arguments, with_model
 from generation.model import check_model
-from training.model_options import resolve_model
 
 
 @pytest.mark.parametrize(
     ("sizes", "error"),
     [
         ({"num_attention_heads": 3}, "num_attention_heads 3 cannot be divided by"),
-        ({"vocab_size": 257}, "vocab_size 257 cannot be divided by the number of processes 2. Pad"),
+        (
+            {"padded_vocab_size": 257},
+            "vocab_size 257 cannot be divided by the number of processes 2. Pad",
+        ),
     ],
     ids=["heads", "vocabulary"],
 )
 def test_refused(sizes, error):
-    args = parse_arguments(["--load", "a folder", "--preset", "tiny"], 2)
+    args = with_model(parse_arguments(["--load", "a folder", "--preset", "tiny"], 2))
+    vars(args).update({"padded_vocab_size": 320, **sizes})
     with pytest.raises(ValueError, match=error) as refused:
-        check_model(args, resolve_model(args).replace(**sizes))
+        check_model(args)
     for command in re.findall(r"absorbed-mla-convert (.+);", str(refused.value)):
         assert command_line.parse_arguments(shlex.split(command)).source == Path("a folder")

@@ -19,14 +19,15 @@ from rollout.entry import main
 from rollout.gap import measure, runs
 from rollout.gap_entry import CASES, require_parity
 from rollout.loop import RolloutTrainer
-from rollout.policy import build_policy_model, token_log_probs
+from rollout.policy import build_policy, token_log_probs
 from rollout.rewards import REWARDS, group_advantages
 from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.programs import run_script
-from training import distributed
+from training import megatron_loop
+from training.arguments import set_vocabulary
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
 SMALL = (
@@ -38,7 +39,7 @@ SMALL = (
 def trainer_of(options: str) -> RolloutTrainer:
     """A run in this process."""
     args = parse_arguments(options.split(), 1)
-    distributed.seed(args.seed)
+    megatron_loop.seed(args.seed)
     forget_auxiliary_losses()
     return build_trainer(args, world.device())
 
@@ -96,8 +97,8 @@ class TestRun:
         with (
             mock.patch("rollout.run.build_trainer", return_value=trainer),
             mock.patch("rollout.run.count_parameters", return_value=1),
-            mock.patch.object(distributed, "initialize", return_value=world.device()),
-            mock.patch.object(distributed, "finish"),
+            mock.patch.object(megatron_loop, "initialize", return_value=world.device()),
+            mock.patch.object(megatron_loop, "finish"),
         ):
             code = main(["--batch-invariant", "--num-experts", "0"])
             assert main(["--num-experts", "0"]) == 0
@@ -144,9 +145,9 @@ class TestRun:
 def test_a_gap_in_bf16_is_that_of_roundings():
     """Logits of one forward and of a forward for every token, in bf16; see rollout_gap.py."""
     args = parse_arguments(f"{SMALL} --bf16 --init-method-std 0.2".split(), 1)
-    args.model = args.model.replace(vocab_size=320)
-    distributed.seed(args.seed)
-    model = build_policy_model(args, world.device())
+    set_vocabulary(args, 257)
+    megatron_loop.seed(args.seed)
+    model, _, _ = build_policy(args, world.device())
     gap = measure(
         model, [[*range(start, start + 40)] for start in range(4)], args, "", world.device()
     )

@@ -12,8 +12,7 @@ import torch
 from sparse.entry import main
 from sparse.plot import table
 from sparse.stages import Settings, stages
-from tests.support import world
-from training import distributed
+from training import megatron_loop
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 SMALL = {
@@ -29,19 +28,10 @@ SMALL = {
 WORDS = [str(word) for pair in SMALL.items() for word in pair]
 
 
-def joined(args) -> torch.device:
-    """In place of joining the process group, which the tests have done."""
-    distributed.seed(args.seed)
-    return world.device()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("example") / "a folder"
-    with (
-        mock.patch.object(distributed, "initialize", joined),
-        mock.patch.object(distributed, "finish", lambda: None),
-    ):
+    with mock.patch.object(megatron_loop, "finish", lambda: None):
         assert main(["--output", str(folder), *WORDS]) == 0
     return folder
 

@@ -5,27 +5,23 @@ If these fail, a model learns something else under context parallelism.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 
-from training import loop
-from training.batch import BatchSource, ContextParallelPart, make_batch
-from training.data import Windows
+from training.batch import ContextParallelPart, make_batch, stage_padding
 
 CPU = torch.device("cpu")
 EOD = 9
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
 
 
-def _rows(seed: int, batch: int, seq_length: int) -> np.ndarray:
+def _rows(seed: int, batch: int, seq_length: int) -> torch.Tensor:
     """Random windows int32 [b, s + 1] in which documents end often, and some are empty."""
     rows = np.random.default_rng(seed).integers(0, EOD, size=(batch, seq_length + 1))
     ends = np.random.default_rng(seed + 1).random(rows.shape) < 0.2
-    return np.where(ends, EOD, rows).astype(np.int32)
+    return torch.from_numpy(np.where(ends, EOD, rows).astype(np.int32))
 
 
 def _chunks(cp: int, rank: int, values: list) -> list:
@@ -51,7 +47,7 @@ def test_a_window_that_does_not_divide_is_an_error():
         make_batch(_rows(0, 1, 6), CPU, part=ContextParallelPart(2, 0))
 
 
-def _padded_by_hand(rows: np.ndarray, cp: int, tp: int) -> list[list[dict]]:
+def _padded_by_hand(rows: torch.Tensor, cp: int, tp: int) -> list[list[dict]]:
     """Slots of (token, label, position, mask) of the whole pack, one token after the other."""
     tokens, labels = rows[0, :-1].tolist(), rows[0, 1:].tolist()
     slots: list[list[dict]] = [[]]
@@ -116,18 +112,6 @@ def test_without_context_parallelism_nothing_is_padded():
     assert batch.packed_seq_params.cu_seqlens_q_padded is None
 
 
-def test_context_parallel_ranks_read_the_same_windows():
-    windows = Windows(np.arange(1000, dtype=np.int32), 16, seed=0, name="training")
-    common = {"windows": windows, "micro_batch_size": 2, "global_batch_size": 8, "device": CPU}
-    sources = [
-        BatchSource(dp_rank=1, dp_size=2, packed_eod=None, part=part, **common)
-        for part in (ContextParallelPart(), ContextParallelPart(2, 0), ContextParallelPart(2, 1))
-    ]
-    for whole, early_and_late, middle in zip(*(source.iteration(3) for source in sources)):
-        together = torch.cat((early_and_late.tokens, middle.tokens), dim=1)
-        assert torch.equal(together.sort(dim=1).values, whole.tokens.sort(dim=1).values)
-
-
 @pytest.mark.parametrize(
     ("sequence_parallel", "first_stage", "expected"),
     [(False, False, [1, 0, 0, 1]), (True, True, [1, 0, 0, 1]), (True, False, [0, 1])],
@@ -138,7 +122,6 @@ def test_only_the_first_pipeline_stage_cuts_padding_itself(
     monkeypatch.setattr(parallel_state, "is_pipeline_first_stage", lambda: first_stage)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
-    config = SimpleNamespace(sequence_parallel=sequence_parallel)
     mask = torch.tensor([[1, 0, 0, 1]]).bool()
-    assert loop._stage_padding(mask, config).tolist() == [[bool(x) for x in expected]]
-    assert loop._stage_padding(None, config) is None
+    assert stage_padding(mask, sequence_parallel).tolist() == [[bool(x) for x in expected]]
+    assert stage_padding(None, sequence_parallel) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
@@ -20,38 +19,26 @@ from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 from tests.conversion.support import V2_LITE, tiny_config
 from tests.support.refusal import refusal
-from training.arguments import parse_arguments
-from training.checkpoint_args import checkpoint_args, preset_from_args
-from training.model import build_config, build_model, unwrap
-from training.model_options import (
-    NOT_WITH_CHECKPOINT_ARGS,
-    padded_vocab_size,
-    resolve_model,
-    vocab_size,
-)
-from training.options_named import flag_of
-from training.presets import PRESETS, ModelPreset, get_preset
-from training.start import load_model_args
+from tests.support.train_arguments import checked, resolved_from, saved
+from training.arguments import model_of, set_vocabulary
+from training.checkpoint import load_model_args
+from training.checkpoint_args import model_from_args
+from training.checks import validate_arguments
+from training.model import build_gpt, model_config
+from training.presets import PRESETS, get_preset
 
 _MODELS = [
-    *(["--preset", name] for name in PRESETS),
-    *(["--preset", name, "--scale-down", "16"] for name in PRESETS),
-    ["--num-experts", "0"],
-    ["--num-layers", "4", "--moe-layer-freq", "[1,1,0,0]", "--q-lora-rank", "0"],
-    ["--norm-epsilon", "1e-5", "--latent-norm-epsilon", "1e-4", "--rotary-base", "500000"],
+    *(f"--preset {name}" for name in PRESETS),
+    *(f"--preset {name} --scale-down 16" for name in PRESETS),
+    "--num-experts 0",
+    "--num-layers 4 --moe-layer-freq [1,1,0,0] --q-lora-rank 0",
+    "--norm-epsilon 1e-5 --latent-norm-epsilon 1e-4 --rotary-base 500000",
 ]
 
 
-def _saved(*argv: str) -> tuple[Namespace, object]:
-    args = parse_arguments(list(argv))
-    model = resolve_model(args)
-    return checkpoint_args(args, model, model.vocab_size), model
-
-
-@pytest.mark.parametrize("argv", _MODELS, ids=" ".join)
-def test_a_saved_model_is_restored_in_every_field(argv):
-    saved, model = _saved(*argv)
-    assert preset_from_args(saved) == model
+@pytest.mark.parametrize("line", _MODELS)
+def test_a_saved_model_is_restored_in_every_field(line):
+    assert model_from_args(saved(line)) == model_of(checked(line))
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -59,20 +46,18 @@ def test_a_converted_model_is_the_preset(name):
     args = to_megatron_args(
         ModelConfig.from_hugging_face({**RELEASED[name], "num_nextn_predict_layers": 0})
     )
-    preset = get_preset(name)
-    scale = preset.moe_router_topk_scaling_factor or 1.0
-    expected = preset.replace(moe_router_topk_scaling_factor=scale)
-    coefficient = expected.moe_aux_loss_coeff
-    assert preset_from_args(args).replace(moe_aux_loss_coeff=coefficient) == expected
+    model, preset = model_from_args(args), get_preset(name)
+    preset["moe_router_topk_scaling_factor"] = preset["moe_router_topk_scaling_factor"] or 1.0
+    assert model | {"moe_aux_loss_coeff": preset["moe_aux_loss_coeff"]} == preset
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_conversion_understands_what_is_saved(name):
-    saved, _ = _saved("--preset", name, "--bf16")
     expected = ModelConfig.from_hugging_face({**RELEASED[name], "num_nextn_predict_layers": 0})
-    config = from_megatron_args(saved)
+    config = from_megatron_args(saved(f"--preset {name} --bf16"))
     assert vars(config) == {
         **vars(expected),
+        "model": config.model,
         "model_type": config.model_type,
         "hugging_face": config.hugging_face,
     }
@@ -102,17 +87,19 @@ _V2_GROUPS = {
 def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, attention):
     """Into the model that is trained, and into what its training saves."""
     converted = to_megatron_args(tiny_config(**changes))
-    args, preset = _resolve_from(converted, monkeypatch, "--attention", attention)
-    wanted = dict(zip(ROUTER_OPTIONS, expected))
-    assert {name: getattr(preset, name) for name in wanted} == wanted
-    config = build_config(args, preset, torch.device("cpu"))
-    gpt = unwrap(build_model(args, config, preset, torch.device("cpu")))
+    args = resolved_from(converted, monkeypatch, f"--attention {attention}")
+    model, wanted = model_of(args), dict(zip(ROUTER_OPTIONS, expected))
+    assert {name: model[name] for name in wanted} == wanted
+    args.seq_length = args.max_position_embeddings
+    validate_arguments(args)
+    set_vocabulary(args, 1)
+    gpt = build_gpt(model_config(args), torch.device("cpu"))
     routers = [m for m in gpt.modules() if isinstance(m, TopKRouter)]
     assert len(routers) == 2
     for router in routers:
         assert type(router) is DeepSeekRouter
         assert {name: getattr(router.options, name) for name in wanted} == wanted
-    assert preset_from_args(checkpoint_args(args, preset, preset.vocab_size)) == preset
+    assert model_from_args(args) == model
 
 
 def test_a_routing_that_is_not_said():
@@ -125,59 +112,53 @@ def test_a_routing_that_is_not_said():
         "convert the original again",
         '"moe_router_group_score_topk" is 2',
     ):
-        preset_from_args(Namespace(**converted))
+        model_from_args(Namespace(**converted))
     said = tiny_config(**_V2_GROUPS, moe_router_group_score_topk=2)
-    preset = preset_from_args(to_megatron_args(said))
-    assert preset.moe_router_group_score_topk is None, "Megatron's choice, as it was trained"
+    model = model_from_args(to_megatron_args(said))
+    assert model["moe_router_group_score_topk"] is None, "Megatron's choice, as it was trained"
     # Megatron's own training, which knows no epsilon of latent norms either.
     del converted["latent_norm_epsilon"]
-    assert preset_from_args(Namespace(**converted)).moe_router_group_score_topk is None
+    assert model_from_args(Namespace(**converted))["moe_router_group_score_topk"] is None
 
 
-def _saved_vocabulary(args: Namespace, tokens: int) -> tuple[Namespace, tuple]:
-    """Of a training with a tokenizer of so many tokens."""
-    preset = args.model.replace(vocab_size=padded_vocab_size(args, args.model, tokens))
-    saved = checkpoint_args(args, preset, vocab_size(args, args.model, tokens))
+def _vocabulary(saved: Namespace) -> tuple:
     names = ("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size")
-    return saved, tuple(getattr(saved, name) for name in names)
+    return tuple(getattr(saved, name) for name in names)
 
 
 def test_padding_of_the_vocabulary_is_known():
     """The conversion drops it without being asked, but no row that is a token."""
-    args = parse_arguments([])
-    args.model = resolve_model(args)
-    saved, found = _saved_vocabulary(args, 257)
-    assert found == (None, 64, 320)
-    assert from_megatron_args(saved).vocab_size == 320, "without a config.json all rows count"
-    [note] = check_padding(257, 63, {}, vars(saved), drop_tokens=False)
+    there = checked("", tokens=257)
+    assert _vocabulary(there) == (None, 64, 320)
+    assert from_megatron_args(there).vocab_size == 320, "without a config.json all rows count"
+    [note] = check_padding(257, 63, {}, vars(there), drop_tokens=False)
     assert note == "63 rows of padding after the vocabulary are dropped"
     with refusal("70 rows", "padding to a multiple of 64"):
-        check_padding(250, 70, {}, vars(saved), drop_tokens=False)
-    saved, found = _saved_vocabulary(args, 320)
-    assert found == (320, 64, 320)
+        check_padding(250, 70, {}, vars(there), drop_tokens=False)
+    there = checked("", tokens=320)
+    assert _vocabulary(there) == (320, 64, 320)
     with refusal("63 rows", "arguments have a vocab_size of 320"):
-        check_padding(257, 63, {}, vars(saved), drop_tokens=False)
+        check_padding(257, 63, {}, vars(there), drop_tokens=False)
 
 
 @pytest.mark.parametrize("padded", [64, 128])
 def test_the_vocabulary_of_a_loaded_checkpoint(monkeypatch, padded):
     """Training changes nothing of what it says."""
     converted = to_megatron_args(tiny_config(vocab_size=64), padded_vocab_size=padded)
-    args, model = _resolve_from(converted, monkeypatch)
-    args.model = model
-    assert _saved_vocabulary(args, 60)[1] == (64, None, padded)
+    args = resolved_from(converted, monkeypatch)
+    set_vocabulary(args, 60)
+    assert _vocabulary(args) == (64, None, padded)
 
 
 def test_megatrons_own_models_have_one_epsilon():
-    saved, _ = _saved("--norm-epsilon", "1e-5")
-    del saved.latent_norm_epsilon
-    assert preset_from_args(saved).latent_norm_eps == 1e-5
+    there = saved("--norm-epsilon 1e-5")
+    del there.latent_norm_epsilon
+    assert model_from_args(there)["latent_norm_epsilon"] == 1e-5
 
 
 def test_balancing_as_megatrons_command_line_gives_it():
-    saved, _ = _saved()
-    saved.moe_aux_loss_coeff = [0.01]
-    assert preset_from_args(saved).moe_aux_loss_coeff == 0.01
+    there = saved(moe_aux_loss_coeff=[0.01])
+    assert model_from_args(there)["moe_aux_loss_coeff"] == 0.01
 
 
 @pytest.mark.parametrize(
@@ -194,80 +175,36 @@ def test_balancing_as_megatrons_command_line_gives_it():
     ],
 )
 def test_models_that_cannot_be_trained(change, message):
-    saved, _ = _saved()
     with pytest.raises(ValueError) as error:
-        preset_from_args(Namespace(**{**vars(saved), **change}))
+        model_from_args(saved(**change))
     assert message in str(error.value)
 
 
-def _resolve_from(saved: Namespace, monkeypatch, *argv: str):
-    monkeypatch.setattr("training.start.load_model_args", lambda folder: saved)
-    args = parse_arguments(["--use-checkpoint-args", "--load", "there", *argv])
-    return args, resolve_model(args)
-
-
 def test_the_checkpoint_says_what_the_model_is(monkeypatch):
-    saved, model = _saved("--preset", "moonlight", "--scale-down", "16", "--num-layers", "5")
-    saved.padded_vocab_size = 999
-    args, restored = _resolve_from(saved, monkeypatch)
-    assert restored == model.replace(vocab_size=999)
-    assert padded_vocab_size(args, restored, 257) == 999
-    with pytest.raises(ValueError, match="at least the tokenizer's 1000, got 999"):
-        padded_vocab_size(args, restored, 1000)
+    line = "--preset moonlight --scale-down 16 --num-layers 5"
+    there = saved(line, padded_vocab_size=999)
+    restored = model_of(resolved_from(there, monkeypatch))
+    assert restored == model_of(checked(line)) | {"vocab_size": 999}
 
 
 def test_what_is_no_part_of_the_model_may_be_given(monkeypatch):
-    saved, model = _saved()
-    options = {"max_position_embeddings": 8192, "moe_aux_loss_coeff": 0.5, "latent_norm_eps": 0.1}
+    there = saved()
     flags = "--max-position-embeddings 8192 --moe-aux-loss-coeff .5 --latent-norm-epsilon .1"
-    _, restored = _resolve_from(saved, monkeypatch, *flags.split())
-    assert restored == model.replace(**options)
+    own = {
+        "max_position_embeddings": 8192,
+        "moe_aux_loss_coeff": 0.5,
+        "latent_norm_epsilon": 0.1,
+    }
+    assert model_of(resolved_from(there, monkeypatch, flags)) == model_of(there) | own
     with pytest.raises(ValueError, match="--max-position-embeddings must be above 0"):
-        _resolve_from(saved, monkeypatch, "--max-position-embeddings", "0")
+        resolved_from(there, monkeypatch, "--max-position-embeddings 0")
 
 
 def test_more_experts_per_token_than_experts(monkeypatch):
-    saved, _ = _saved()
-    saved.moe_router_topk = 9
     with pytest.raises(
         ValueError, match="at most num_experts of the checkpoint in --load, 4, got 9"
     ):
-        _resolve_from(saved, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--preset", "tiny"],
-        ["--scale-down", "1"],
-        ["--hidden-size", "128"],
-        ["--q-lora-rank", "0"],
-        ["--vocab-size", "320"],
-        ["--make-vocab-size-divisible-by", "64"],
-        ["--rope-type", "rope"],
-        ["--num-experts", "0"],
-        ["--moe-layer-freq", "1"],
-    ],
-    ids=" ".join,
-)
-def test_the_model_cannot_be_said_twice(argv):
-    with pytest.raises(ValueError) as error:
-        parse_arguments(["--use-checkpoint-args", "--load", "x", *argv])
-    assert f"--use-checkpoint-args takes the model from --load and excludes {argv[0]};" in str(
-        error.value
-    )
-
-
-def test_options_that_go_with_a_checkpoints_model():
-    flags = {flag_of(field.name) for field in dataclasses.fields(ModelPreset)}
-    assert flags - set(NOT_WITH_CHECKPOINT_ARGS) == {
-        *("--max-position-embeddings", "--moe-aux-loss-coeff", "--latent-norm-epsilon")
-    }
-
-
-def test_checkpoint_args_need_a_checkpoint():
-    with pytest.raises(ValueError, match="--use-checkpoint-args needs --load"):
-        parse_arguments(["--use-checkpoint-args"])
+        resolved_from(saved(moe_router_topk=9), monkeypatch)
 
 
 def _save_checkpoint(folder: Path, **common: object) -> None:
@@ -277,11 +214,13 @@ def _save_checkpoint(folder: Path, **common: object) -> None:
 
 
 def test_arguments_are_read_from_a_checkpoint(tmp_path):
-    saved, _ = _saved()
+    there = checked("--seq-length 64")
+    plain = ("num_layers", "hidden_size", "moe_layer_freq")
+    there = Namespace(**{name: getattr(there, name) for name in plain})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    _save_checkpoint(tmp_path / "release", args=saved)
-    assert load_model_args(str(tmp_path)) == saved
-    assert load_model_args(str(tmp_path / "release")) == saved
+    _save_checkpoint(tmp_path / "release", args=there)
+    assert load_model_args(str(tmp_path)) == there
+    assert load_model_args(str(tmp_path / "release")) == there
 
 
 def test_a_checkpoint_without_arguments(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -19,13 +20,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from tests.support.generate import generate, train
-from training.arguments import parse_arguments
-from training.checkpoint_args import checkpoint_args
-from training.checkpoint_folder import find_checkpoint
+from tests.support.train_arguments import checked, saved, start_of
+from training.arguments import model_of
+from training.checkpoint import Start, find_checkpoint, read_start, require_same_run
 from training.checkpoint_model import require_same_model, sizes_of_model, sizes_of_tensors
-from training.model_options import resolve_model
 from training.presets import PRESETS, get_preset
-from training.start import Start, read_start, require_same_run, run_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 
@@ -35,16 +34,8 @@ SMALL = (
 )
 
 
-def start_of(*argv: str) -> Start:
-    """A checkpoint that describes a model."""
-    args = parse_arguments(list(argv))
-    model = resolve_model(args)
-    return Start(Path("there"), checkpoint_args(args, model, model.vocab_size), None)
-
-
 def compare(start: Start, *argv: str, script: str = "train.py") -> None:
-    args = parse_arguments(list(argv))
-    require_same_model(args, start, resolve_model(args), script)
+    require_same_model(checked(["--vocab-size", "320", *argv]), start, script)
 
 
 @contextlib.contextmanager
@@ -52,8 +43,8 @@ def building_is_a_mistake() -> Iterator[None]:
     """Fail if a model is built, which could have hundreds of gigabytes."""
     with (
         mock.patch("generation.run.load_model", side_effect=AssertionError),
-        mock.patch("training.run.build_config", side_effect=AssertionError),
-        mock.patch("training.run.build_model", side_effect=AssertionError),
+        mock.patch("training.run.training_config", side_effect=AssertionError),
+        mock.patch("training.run.megatron_loop.pretrain", side_effect=AssertionError),
     ):
         yield
 
@@ -61,12 +52,12 @@ def building_is_a_mistake() -> Iterator[None]:
 class TestDescribed:
     @pytest.mark.parametrize("name", PRESETS)
     def test_the_same(self, name, capsys):
-        compare(start_of("--preset", name), "--preset", name)
+        require_same_model(checked(f"--preset {name}"), start_of(f"--preset {name}"), "train.py")
         assert capsys.readouterr().err == ""
 
     def test_all_that_differs_in_one_line(self):
         with pytest.raises(ValueError) as error:
-            compare(start_of(), "--preset", "deepseek-v3")
+            compare(start_of(), "--preset", "deepseek-v3", "--vocab-size", "129280")
         text = str(error.value)
         assert "\n" not in text
         assert text.startswith(
@@ -105,15 +96,15 @@ class TestDescribed:
             compare(start_of(), "--moe-layer-freq", "[0,1,1]")
 
     def test_the_same_weights_and_another_function_are_a_warning(self, capsys):
-        compare(start_of(), "--rotary-base", "5e5", "--moe-router-topk", "1")
+        compare(start_of(), "--rotary-base", "500000", "--moe-router-topk", "1")
         assert capsys.readouterr().err == (
-            "train.py: warning: the model in there has other options: --rotary-base 10000.0 in the "
-            "checkpoint, 500000.0 requested; --moe-router-topk 2 in the checkpoint, 1 requested\n"
+            "train.py: warning: the model in there has other options: --rotary-base 10000 in the "
+            "checkpoint, 500000 requested; --moe-router-topk 2 in the checkpoint, 1 requested\n"
         )
 
     def test_what_may_be_chosen(self, capsys):
         """The length, the balancing, and YaRN's fields without YaRN."""
-        free = "--max-position-embeddings 9 --moe-aux-loss-coeff 1 --rotary-scaling-factor 9"
+        free = "--max-position-embeddings 256 --moe-aux-loss-coeff 1 --rotary-scaling-factor 9"
         compare(start_of(), *free.split())
         assert capsys.readouterr().err == ""
 
@@ -138,9 +129,7 @@ class TestTensors:
         return {name: tuple(tensor.global_shape) for name, tensor in found.items()}
 
     def test_sizes(self, saved):
-        args = parse_arguments(SMALL)
-        model = resolve_model(args).replace(vocab_size=320)
-        assert sizes_of_tensors(self.shapes(saved)) == sizes_of_model(model)
+        assert sizes_of_tensors(self.shapes(saved)) == sizes_of_model(model_of(checked([*SMALL])))
 
     def test_stacked_layers(self, saved):
         """Megatron writes one tensor for all layers where all layers are alike."""
@@ -150,23 +139,23 @@ class TestTensors:
             for name, shape in self.shapes(saved).items()
             if not name.startswith("decoder.layers.1.")
         }
-        dense = get_preset("tiny").replace(
-            num_layers=7,
-            hidden_size=32,
-            ffn_hidden_size=64,
-            num_moe_experts=None,
-            moe_layer_freq=(),
-        )
+        dense = get_preset("tiny") | {
+            "num_layers": 7,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_experts": None,
+            "moe_layer_freq": 1,
+        }
         assert sizes_of_tensors(stacked) == sizes_of_model(dense)
 
     def test_without_arguments(self, saved):
-        start = Start(saved / "run" / "iter_0000001", None, None)
+        start = Start(saved / "run" / "iter_0000001", None)
         compare(start, *SMALL)
         with pytest.raises(ValueError) as error:
             compare(
                 start, *SMALL, "--kv-lora-rank", "64", "--num-experts", "8", "--num-layers", "2"
             )
-        assert str(error.value).endswith("--num-experts 4 in the checkpoint, 8 requested")
+        assert "; --num-experts 4 in the checkpoint, 8 requested; " in str(error.value)
         with pytest.raises(ValueError, match=r"--num-attention-heads x \(--qk-head-dim \+ --v-he"):
             compare(start, *SMALL, "--num-attention-heads", "8")
 
@@ -177,6 +166,12 @@ class TestTensors:
         compare(start, *SMALL)
         with pytest.raises(ValueError, match="--hidden-size 32 in the checkpoint, 128 requested"):
             compare(start)
+
+    def test_a_run_is_resumed_from_its_own_folder(self, saved, tmp_path):
+        assert read_start(str(saved / "run" / "iter_0000001"), finetune=False).iteration == 1
+        shutil.copytree(saved / "run" / "iter_0000001", tmp_path / "mine")
+        with pytest.raises(ValueError, match=r"mine must be called .*iter_0000001 to be resumed"):
+            read_start(str(tmp_path / "mine"), finetune=False)
 
     @pytest.mark.parametrize("run", [generate, train])
     def test_nothing_is_built(self, saved, run):
@@ -198,13 +193,10 @@ class TestTensors:
 
 
 def test_other_data_is_another_run():
-    args = parse_arguments([])
-    args.split_percent = 95.0
-    model = resolve_model(args)
-    run = run_options(args, model, "ab")
-    require_same_run(Start(Path("there"), None, {"run": run}), run)
+    start = Start(Path("there"), saved(), 5)
+    require_same_run(start, saved())
     with pytest.raises(ValueError, match=r"this one: the data \(--data, --tokenizer\)\. To resume"):
-        require_same_run(Start(Path("there"), None, {"run": run}), {**run, "data": "cd"})
+        require_same_run(start, saved(data_fingerprint="other"))
 
 
 class TestOtherFormats:

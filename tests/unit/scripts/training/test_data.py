@@ -5,11 +5,13 @@ If these fail, a resumed run trains on other text than the interrupted run would
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from training.batch import BatchSource, make_batch
+from training.batch import make_batch
 from training.data import Windows, find_files, read_corpus, split_corpus
 from training.tokenizers import ByteTokenizer, build_tokenizer
 
@@ -111,18 +113,27 @@ def test_too_little_text_is_an_error():
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_a_global_batch_is_the_same_at_every_data_parallel_size(dp_size, micro_batch_size):
+    """As Megatron's sampler asks for it, also in a resumed run."""
+    # Imported after what makes it importable.
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
     windows = Windows(np.arange(1001, dtype=np.int32), 10, seed=1, name="training")
-    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": 8, "dp_size": dp_size}
-    device = {"device": torch.device("cpu"), "packed_eod": None}
     seen = []
     for rank in range(dp_size):
-        source = BatchSource(windows, dp_rank=rank, **sizes, **device)
-        seen += [row for batch in source.iteration(5) for row in batch.tokens.tolist()]
-    assert sorted(seen) == sorted(windows[index][:-1].tolist() for index in range(40, 48))
+        sampler = MegatronPretrainingSampler(len(windows), 40, micro_batch_size, rank, dp_size)
+        for microbatch in itertools.islice(sampler, 8 // (micro_batch_size * dp_size)):
+            seen += [windows[index].tolist() for index in microbatch]
+    assert sorted(seen) == sorted(windows[index].tolist() for index in range(40, 48))
+
+
+def test_validation_begins_again_with_its_first_window():
+    tokens = np.arange(101, dtype=np.int32)
+    windows = Windows(tokens, 10, seed=0, name="validation", period=3)
+    assert all(np.array_equal(windows[index], windows[index % 3]) for index in range(9))
 
 
 def test_labels_are_the_next_tokens():
-    batch = make_batch(np.array([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=np.int32), torch.device("cpu"))
+    batch = make_batch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.device("cpu"))
     assert batch.tokens.tolist() == [[1, 2, 3], [5, 6, 7]]
     assert batch.labels.tolist() == [[2, 3, 4], [6, 7, 8]]
     assert batch.loss_mask.sum() == 6
@@ -130,7 +141,7 @@ def test_labels_are_the_next_tokens():
 
 
 def test_packed_documents_are_sequences_of_their_own():
-    row = np.array([[5, 6, 9, 7, 9, 9, 8]], dtype=np.int32)
+    row = torch.tensor([[5, 6, 9, 7, 9, 9, 8]])
     batch = make_batch(row, torch.device("cpu"), packed_eod=9)
     assert batch.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5, 6]
     assert batch.packed_seq_params.max_seqlen_q == 3

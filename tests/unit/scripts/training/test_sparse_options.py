@@ -6,40 +6,24 @@ learn.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
-import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from training.arguments import parse_arguments
-from training.checkpoint_args import checkpoint_args, preset_from_args
+from tests.support.train_arguments import checked, resolved_from, saved, start_of
+from training.arguments import model_of
+from training.checkpoint import Start, require_same_run
+from training.checkpoint_args import model_from_args
 from training.checkpoint_model import require_same_model
-from training.model import build_config
-from training.model_options import resolve_model
-from training.presets import get_preset
-from training.sparse_options import FIELDS
-from training.sparse_stage import stage_fields, stage_model
-from training.start import Start, require_same_run, run_options
-from training.validation import validate_arguments
+from training.model import model_config
 
 INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16"
 DSA = f"--experimental-attention-variant dsa {INDEXER}"
 
 
-def checked(line: str) -> argparse.Namespace:
-    """A command line with its model, as train.py has it before work begins."""
-    args = parse_arguments(line.split())
-    args.model = resolve_model(args)
-    validate_arguments(args, 1)
-    return args
-
-
 def config_of(line: str) -> MLATransformerConfig:
-    args = checked(line)
-    model = stage_model(args, args.model)
-    return build_config(args, model, torch.device("cpu"), **stage_fields(args, model))
+    return model_config(checked(line)).transformer
 
 
 class TestConfig:
@@ -73,10 +57,6 @@ class TestConfig:
         assert getattr(usual, f"dsa_indexer_{field}") != value
         assert getattr(config, f"dsa_indexer_{field}") == value
 
-    def test_every_field_of_the_model_has_an_option(self):
-        args = vars(parse_arguments([]))
-        assert {name for name in FIELDS if name not in args} == set()
-
     @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
     @pytest.mark.parametrize("factor", [2, 8, 32])
     def test_a_scaled_model_has_a_choice(self, name, factor):
@@ -89,9 +69,8 @@ class TestConfig:
     def test_without_the_indexer_of_a_preset(self):
         config = config_of("--preset deepseek-v3.2 --experimental-attention-variant none")
         assert config.experimental_attention_variant is None
-        dense = resolve_model(parse_arguments(["--preset", "deepseek-v3"]))
         line = "--preset deepseek-v3.2 --experimental-attention-variant none"
-        assert resolve_model(parse_arguments(line.split())) == dense
+        assert model_of(checked(line)) == model_of(checked("--preset deepseek-v3"))
 
     def test_the_warm_up(self):
         """Dense attention and its loss; the model keeps its top-k for what follows."""
@@ -99,7 +78,7 @@ class TestConfig:
         config = config_of(line)
         assert config.dsa_indexer_topk == 128
         assert config.dsa_indexer_use_sparse_loss is False
-        assert checked(line).model.dsa_indexer_topk == 16
+        assert checked(line).dsa_indexer_topk == 16
 
 
 @pytest.mark.parametrize(
@@ -153,15 +132,8 @@ def test_refused(line, message):
     assert message in str(error.value)
 
 
-def start_of(line: str) -> Start:
-    """A checkpoint that describes a model."""
-    args = checked(line)
-    return Start(Path("there"), checkpoint_args(args, args.model, args.model.vocab_size), None)
-
-
 def compare(start: Start, line: str) -> None:
-    args = parse_arguments(line.split())
-    require_same_model(args, start, resolve_model(args), "train.py")
+    require_same_model(checked(line), start, "train.py")
 
 
 class TestCheckpoint:
@@ -188,14 +160,11 @@ class TestCheckpoint:
 
     def test_of_a_checkpoint_that_describes_its_model(self, monkeypatch):
         def resolve(there: str, more: str):
-            saved = start_of(there).args
-            monkeypatch.setattr("training.start.load_model_args", lambda folder: saved)
-            line = f"--load there --use-checkpoint-args {more}"
-            return resolve_model(parse_arguments(line.split()))
+            return model_of(resolved_from(saved(there), monkeypatch, more))
 
         sparse = resolve("", f"--new-indexer {INDEXER}")
-        assert (sparse.experimental_attention_variant, sparse.dsa_indexer_topk) == ("dsa", 16)
-        assert resolve("", "").experimental_attention_variant is None
+        assert (sparse["experimental_attention_variant"], sparse["dsa_indexer_topk"]) == ("dsa", 16)
+        assert resolve("", "")["experimental_attention_variant"] is None
         with pytest.raises(ValueError, match="in --load there has an indexer; leave the option"):
             resolve(DSA, f"--new-indexer {INDEXER}")
         with pytest.raises(ValueError, match="excludes --dsa-indexer-topk"):
@@ -204,23 +173,12 @@ class TestCheckpoint:
             resolve(DSA, "--no-dsa-indexer-scoring-relu")
 
     def test_the_warm_up_saves_the_models_own_top_k(self):
-        saved = start_of(f"{DSA} --train-only indexer").args
-        assert preset_from_args(saved).dsa_indexer_topk == 16
+        there = saved(f"{DSA} --train-only indexer")
+        assert model_from_args(there)["dsa_indexer_topk"] == 16
 
     def test_another_stage_is_another_run(self):
         """The optimizer's state is of other parameters."""
-
-        def run(line: str) -> dict:
-            args = checked(line)
-            return run_options(args, args.model, "data")
-
-        there = Start(Path("there"), None, {"run": run(f"{DSA} --train-only indexer")})
-        require_same_run(there, run(f"{DSA} --train-only indexer"))
+        there = Start(Path("there"), saved(f"{DSA} --train-only indexer"), 5)
+        require_same_run(there, saved(f"{DSA} --train-only indexer"))
         with pytest.raises(ValueError, match=r"--train-only indexer there, None here. To resume"):
-            require_same_run(there, run(DSA))
-
-    def test_a_dense_run_from_before_these_options_goes_on(self):
-        here = checked("")
-        saved = run_options(here, here.model, "data")
-        assert not [name for name in saved if name.startswith("dsa_")]
-        assert get_preset("tiny").dsa_indexer_topk is None
+            require_same_run(there, saved(DSA))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
@@ -18,12 +19,10 @@ from absorbed_mla.dsa.warm_up import INDEXER
 from counting import count_from
 from tests.support import world
 from tests.support.generate import Done, train
-from training import distributed
-from training.arguments import parse_arguments
-from training.checkpoint_folder import find_checkpoint
+from tests.support.train_arguments import checked
+from training.checkpoint import find_checkpoint
 from training.metrics import read_metrics, series
-from training.model import build_config, build_model, unwrap
-from training.model_options import resolve_model
+from training.model import build_gpt, model_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 LENGTH, TOPK = 32, 4
@@ -48,8 +47,6 @@ def run(folder: Path, name: str, line: str, load: str | None = None) -> Done:
     usual = f"--seq-length {LENGTH} --micro-batch-size 2 --eval-iters 1 --log-interval 1"
     argv = [*usual.split(), "--data", folder / "text.txt", *line.split()]
     argv += ["--save", folder / name, "--metrics", folder / f"{name}.jsonl"]
-    # Which a process of its own does when it joins the others.
-    distributed.seed(1234)
     return train(*argv, *(["--load", folder / load] if load else []))
 
 
@@ -140,18 +137,17 @@ def test_a_dense_checkpoint_is_not_taken_silently(folder):
     assert "--new-indexer gives a dense model an indexer with initial weights" in done.err
 
 
+def gpt_of(folder: Path, name: str, line: str = "") -> GPTModel:
+    """The model of a checkpoint, with random weights."""
+    load = f"--load {folder / name} --use-checkpoint-args --form absorbed"
+    return build_gpt(model_config(checked(f"{load} {line}")), world.device())
+
+
 def logits_of(folder: Path, line: str) -> Tensor:
     """Of the dense checkpoint in a model of ``line``, [2, LENGTH, vocabulary]."""
-    argv = ["--load", str(folder / "dense"), "--use-checkpoint-args", "--form", "absorbed"]
-    args = parse_arguments([*argv, *line.split()])
-    model = resolve_model(args)
-    config = build_config(args, model, world.device())
-    gpt = unwrap(build_model(args, config, model, world.device())).eval()
-    load_model_weights(
-        gpt,
-        find_checkpoint(str(folder / "dense")),
-        initial=(INDEXER,) if args.new_indexer else (),
-    )
+    gpt = gpt_of(folder, "dense", line).eval()
+    initial = (INDEXER,) if "--new-indexer" in line else ()
+    load_model_weights(gpt, find_checkpoint(str(folder / "dense")), initial=initial)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(256, (2, LENGTH), generator=generator)
     positions = torch.arange(LENGTH).expand_as(tokens)
@@ -169,11 +165,7 @@ def test_without_a_choice_the_sparse_model_is_the_dense_one(folder):
 def test_what_is_initial_must_be_absent(folder):
     """Otherwise weights that were learned would be dropped."""
     ran(folder, "two", f"{NEW} --train-iters 1", "dense")
-    argv = ["--load", str(folder / "two"), "--use-checkpoint-args"]
-    args = parse_arguments(argv)
-    model = resolve_model(args)
-    config = build_config(args, model, world.device())
-    gpt = unwrap(build_model(args, config, model, world.device()))
+    gpt = gpt_of(folder, "two")
     with pytest.raises(ValueError, match=r"indexer\.linear_wk\.weight .* has no place in th"):
         load_model_weights(gpt, find_checkpoint(str(folder / "two")), initial=(INDEXER,))
 

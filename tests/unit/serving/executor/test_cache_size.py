@@ -134,7 +134,7 @@ def test_tokens_of_graphs_of_prompts(captured, options, tokens):
 
 def test_graphs_of_prompts_need_graphs(captured):
     assert graph_tokens(captured, cuda_graphs=False) == (0, False)
-    with pytest.raises(ValueError, match="cuda_graphs must be True with prefill_graph_tokens"):
+    with pytest.raises(ValueError, match="prefill_graph_tokens needs cuda_graphs=True, got False"):
         graph_tokens(captured, cuda_graphs=False, prefill_graph_tokens=64)
 
 

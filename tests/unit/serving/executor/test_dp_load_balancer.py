@@ -6,8 +6,8 @@ import pytest
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.executor.dp_load_balancer import Front
-from absorbed_mla.serving.executor.local import Abort, Add
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -127,12 +127,15 @@ def test_llm():
     "given, error",
     [
         ({"tensor_parallel_size": 1}, "needs tensor_parallel_size of at least 2, got 1"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 with .* got 2"),
-        ({"decode_context_parallel": True}, "decode_context_parallel must be False with"),
-        ({"num_speculative_tokens": 1}, "num_speculative_tokens must be 0 with .* got 1"),
-        ({"host_cache_tokens": 64}, "host_cache_tokens must be 0 with .* got 64"),
-        ({"prefix_cache_dir": "x"}, "prefix_cache_dir must be None with .* got 'x'"),
-        ({"parity": True}, "parity must be False with"),
+        ({"pipeline_parallel_size": 2}, "needs pipeline_parallel_size=1, got 2"),
+        (
+            {"decode_context_parallel": True},
+            "data_parallel_attention needs decode_context_parallel=False or 'auto', got True",
+        ),
+        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
+        ({"host_cache_tokens": 64}, "needs host_cache_tokens=0, got 64"),
+        ({"prefix_cache_dir": "x"}, "needs prefix_cache_dir=None, got 'x'"),
+        ({"parity": True}, "needs parity=False, got True"),
     ],
 )
 def test_refused(given, error):

@@ -27,6 +27,9 @@ def events(monkeypatch) -> list[str]:
         def capture(self):
             done.append("capture")
 
+        def execute(self, commands):
+            return []
+
     monkeypatch.setattr(local, "Engine", Recorded)
     return done
 

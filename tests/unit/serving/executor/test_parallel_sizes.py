@@ -91,7 +91,7 @@ def test_tensor_parallel_size(given, count, expected):
         (
             {"pipeline_parallel_size": 2, "cuda_graphs": True},
             None,
-            "cuda_graphs needs pipeline_parallel_size 1, got 2",
+            "cuda_graphs needs pipeline_parallel_size=1, got 2",
         ),
         (
             {"decode_context_parallel": True},
@@ -101,12 +101,12 @@ def test_tensor_parallel_size(given, count, expected):
         (
             {"decode_context_parallel": True, "tensor_parallel_size": 2, "parity": True},
             None,
-            "parity needs decode_context_parallel False, got True",
+            "parity needs decode_context_parallel=False or 'auto', got True",
         ),
         (
             {"expert_parallel_size": 2, "cuda_graphs": True},
             None,
-            "cuda_graphs needs expert_parallel_size 1, got 2",
+            "cuda_graphs needs expert_parallel_size=1, got 2",
         ),
     ],
 )

@@ -311,14 +311,6 @@ def test_refused_without_experts():
             spec(config_for(TINY), backend="local", options=AbsorbedMLAOptions(**MEGATRONS))
 
 
-def test_a_release_of_megatron_with_another_router(monkeypatch):
-    from absorbed_mla import deepseek_router
-
-    monkeypatch.setattr(deepseek_router, "_CHOICE", "renamed")
-    with pytest.raises(ValueError, match="do not work with this release of Megatron"):
-        router_of(*KINDS["V2"])
-
-
 def test_defaults_of_megatrons_arguments(monkeypatch):
     """Also of those that must be given by name, which a later release may have."""
 

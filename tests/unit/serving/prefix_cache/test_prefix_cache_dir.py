@@ -525,9 +525,12 @@ class TestRefused:
                         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO
                     }
                 },
-                "prefix_cache_dir needs prefix_caching_eviction_policy",
+                "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU",
             ),
-            ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be at least 1, got 0"),
+            (
+                {"prefix_cache_bytes": 0},
+                "prefix_cache_bytes must be an integer of at least 1, got 0",
+            ),
         ],
     )
     def test_options(self, changes, error):

@@ -10,9 +10,15 @@ import itertools
 import pytest
 import torch
 
-from absorbed_mla.serving.request_results import Progress, Result
-from absorbed_mla.serving.sampling.non_finite_logits import MESSAGE, Failures
+from absorbed_mla.serving.request_results import (
+    NON_FINITE_LOGITS,
+    Failures,
+    Progress,
+    Result,
+)
+from absorbed_mla.serving.sampling.device_sampler import SampledRequest
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row
 from tests.support.engine import engine_of, generating_model, prompt
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 9, 7, 12))]
@@ -68,7 +74,7 @@ def test_tokens_until_the_failure(engine, params):
             assert one.tokens == expected.tokens
             continue
         length = expected.tokens.index(bad) + 1
-        assert (one.finish, one.error) == ("error", MESSAGE)
+        assert (one.finish, one.error) == ("error", NON_FINITE_LOGITS)
         assert one.tokens == expected.tokens[:length]
         assert len(one.log_probs) == len(one.top_log_probs) == length
         torch.testing.assert_close(one.log_probs, expected.log_probs[:length])
@@ -122,7 +128,7 @@ def test_a_failure_in_the_first_step(changes, ahead):
     [right] = engine_of(model).generate(PROMPTS[:1], sampling)
     assert BAD not in right.tokens
     engine = engine_of(model)
-    engine.decode_loop.launches_ahead = ahead
+    engine.scheduler.launches_ahead = ahead
     with engine:
         running = engine.add_request(PROMPTS[0], sampling)
         for _ in range(4):
@@ -134,8 +140,20 @@ def test_a_failure_in_the_first_step(changes, ahead):
         results = engine.results
         engine.require_no_leak()
     assert (results[failing].finish, results[failing].tokens) == ("error", [])
-    assert results[failing].error == MESSAGE
+    assert results[failing].error == NON_FINITE_LOGITS
     assert (results[running].finish, results[running].tokens) == ("length", right.tokens)
+
+
+def test_flags_that_the_scheduler_asks_for(monkeypatch):
+    """They stay on the device; the CPU gets them with the tokens, and the engine's are others."""
+    sampler, logits = RequestSampler(), torch.tensor([[0.5, 1.0], [torch.nan, 1.0]])
+    rows = [_Row(SampledRequest(PARAMS["greedy"], 0, [], number=i), 0) for i in range(2)]
+    with sampler.missing_on_device() as missing, monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", None)
+        assert sampler._drawn(logits, rows).tolist() == [1, 0]
+    assert [flags.tolist() for flags in missing] == [[False, True]] and not sampler.failed()
+    sampler._drawn(logits, rows)
+    assert sampler.failed() == {1: 0} and not sampler.failed()
 
 
 def test_an_engine_goes_on():
@@ -177,5 +195,5 @@ class TestFailures:
         result = Result([9, 9, 9, 1, 2, 3, 4], finish="length")
         found = failures.cut(Progress(7, [4], result=result), 6)
         assert found.tokens == [] and found.result.tokens == [9, 9, 9, 1, 2]
-        assert (found.result.finish, found.result.error) == ("error", MESSAGE)
+        assert (found.result.finish, found.result.error) == ("error", NON_FINITE_LOGITS)
         assert not failures.numbers

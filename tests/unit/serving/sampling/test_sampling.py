@@ -7,18 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from absorbed_mla.serving.sampling.draw import draw_by_numbers, most_likely, weigh
-from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.sampling.sampler import (
-    RequestSampler,
+from absorbed_mla.serving.sampling.device_sampler import (
     SampledRequest,
-    _Row,
     derive_seed,
-    draw,
+    draw_by_numbers,
+    most_likely,
     uniform,
+    weigh,
 )
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row, draw
 from tests.support import world
-from tests.support.decode_loop import LRU
 from tests.support.drawing import drawn, table_of
 from tests.support.engine import (
     Request,
@@ -28,6 +27,7 @@ from tests.support.engine import (
     prompt,
 )
 from tests.support.models import VOCAB
+from tests.support.overlap_scheduler import LRU
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
 DRAWS = 20_000
@@ -56,8 +56,11 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
         ({"stop": ["a", ""]}, "stop must be a string or several, none of them empty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids must be token ids"),
-        ({"logprobs": 101}, "logprobs must be from 0 to 100"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 100"),
+        ({"logprobs": 101}, "logprobs must be an integer from 0 to 100, or None, got 101"),
+        (
+            {"prompt_logprobs": -1},
+            "prompt_logprobs must be an integer from 0 to 100, or None, got -1",
+        ),
     ],
 )
 def test_refused(changes, error):
@@ -267,8 +270,8 @@ def test_random_numbers():
 def test_penalties_count_the_drafts_before_a_token():
     """A step verifies them together, each place after other tokens."""
     sampler = RequestSampler(2)
-    sampler.add(5, SamplingParams(temperature=0, presence_penalty=0.5), 0, [9, 8])
-    sampler.extend(5, [7])
+    params = SamplingParams(temperature=0, presence_penalty=0.5)
+    sampler.requests[5] = SampledRequest(params, 0, [9, 8], [7], number=5)
     table = {"request_ids": 5, "request_kv_length_offsets": 2, "request_query_lengths": 3}
     context = SimpleNamespace(
         paused_request_count=0,

@@ -11,8 +11,8 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from absorbed_mla import LLM
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from tests.support.decode_loop import count_calls
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.overlap_scheduler import count_calls
 
 LRU = {
     "prefix_caching": True,
@@ -96,12 +96,12 @@ def test_llm(model):
         assert llm.statistics().prefix_blocks == found + 1
 
 
-def test_the_decode_loop_goes_on(model):
+def test_the_overlap_scheduler_goes_on(model):
     """Cached blocks are no reason to leave a step to Megatron's scheduler."""
     with engine_of(model, blocks=3, max_requests=1, **LRU) as engine:
         for request in CROSSING[:3]:
             generate(engine, [request])
-            assert engine.decode_loop.last is not None
+            assert engine.scheduler.last is not None
         finished = count_calls(engine)
         run = generate(engine, CROSSING[3:4])
         assert finished and not any(finished)
@@ -157,15 +157,15 @@ def random_case(seed: int) -> tuple[dict, list[Request]]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_traces(model, drafting, seed):
-    """Twice the same requests: by Megatron's scheduler, by the decode loop and ahead of it."""
+    """The same requests by Megatron's scheduler, by the overlap scheduler, and ahead of it."""
     options, requests = random_case(seed)
     drafts = options["num_speculative_tokens"]
     of = drafting if drafts else model
     expected = tokens_without_sharing(of, requests)
     for loop, ahead in ((False, False), (True, False), (True, True)):
         with engine_of(of, **options, decode_loop=loop) as engine:
-            if engine.decode_loop is not None:
-                engine.decode_loop.launches_ahead = ahead
+            if engine.scheduler is not None:
+                engine.scheduler.launches_ahead = ahead
             for _ in range(2):
                 assert generate(engine, requests).tokens == expected
         if drafts:

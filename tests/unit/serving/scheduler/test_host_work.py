@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
-from absorbed_mla.inference.chunked_context import ChunkedContext
+from absorbed_mla.inference.row_groups import ChunkedContext
 from absorbed_mla.rope import RotaryTable
+from absorbed_mla.serving.sampling.device_sampler import Randoms, uniform
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.sampling.sampler import Randoms, uniform
 from absorbed_mla.serving.tokenizers.detokenizer import HuggingFaceStream
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
 from tests.support.engine import engine_of, generating_model, prompt

@@ -1,7 +1,7 @@
 """Steps without Megatron's scheduler leave, one after the other, what its own steps leave.
 
-Two engines get the same requests, one with the decode loop and one without. After every step their
-reports, Megatron's tables, the blocks and their latents are compared, bit by bit.
+Two engines get the same requests, one with the overlap scheduler and one without. After every step
+their reports, Megatron's tables, the blocks and their latents are compared, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import nn
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.device_sampler import Kind
-from absorbed_mla.serving.scheduler import waiting_queue
+from absorbed_mla.serving.scheduler import requests
 from absorbed_mla.serving.scheduler.full_cuda_graphs import (
-    StepGraphs,
+    FullCudaGraphs,
     _without_layer_graphs,
     clear_all,
 )
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
-from tests.support.decode_loop import (
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.models import MIXED as EXPERTS
+from tests.support.overlap_scheduler import (
     CASES,
     GREEDY,
     LRU,
     check,
     check_ahead,
-    count_flights,
+    count_in_flight,
     parity_model,
 )
-from tests.support.dsa_models import generating_fields
-from tests.support.engine import engine_of, generating_model, prompt
-from tests.support.models import MIXED as EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_launched_ahead(invariant, case):
 def test_padded_steps(invariant, name, kinds, monkeypatch):
     """A step that is kept, and run again with other numbers, as a graph is."""
     monkeypatch.setattr(
-        StepGraphs, "_captured", lambda self, step, larger: SimpleNamespace(replay=step)
+        FullCudaGraphs, "_captured", lambda self, step, larger: SimpleNamespace(replay=step)
     )
-    graphs = StepGraphs(invariant)
+    graphs = FullCudaGraphs(invariant)
     with batch_invariant_mode():
         check_ahead(invariant, CASES[name], graphs=graphs)
     found = {kind for _, kind in graphs._graphs}
@@ -77,9 +77,9 @@ def test_padded_steps(invariant, name, kinds, monkeypatch):
 def test_aborted_while_its_prompt_is_read(model):
     """By a step that was launched ahead; the others go on."""
     engine = engine_of(model)
-    engine.decode_loop.launches_ahead = True
+    engine.scheduler.launches_ahead = True
     expected = engine.generate([prompt(20), prompt(30)], GREEDY)
-    _, joined = count_flights(engine)
+    _, joined = count_in_flight(engine)
     with engine:
         numbers = [engine.add_request(prompt(length), GREEDY) for length in (20, 30)]
         for _ in range(3):
@@ -100,13 +100,13 @@ BURSTS = {"blocks": 40, "chunked_prefill": True, "step_tokens": 192, "max_reques
 
 def prompts_read(engine, prompts) -> list[int]:
     """How many of these prompts each step reads, until all requests have ended."""
-    engine.decode_loop.launches_ahead = True
+    engine.scheduler.launches_ahead = True
     for text in prompts:
         engine.add_request(text, GREEDY)
     read = []
     while engine.is_busy():
         engine.step()
-        read.append(engine.decode_loop.last.sizes.prefill_req_count)
+        read.append(engine.scheduler.last.sizes.prefill_req_count)
     return read
 
 
@@ -122,7 +122,7 @@ def prompts_read(engine, prompts) -> list[int]:
 )
 def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
     """How many of them each step reads: first tokens come sooner by shorter steps."""
-    monkeypatch.setattr(waiting_queue, "_AT_LEAST", 90)
+    monkeypatch.setattr(requests, "_AT_LEAST", 90)
     engine = engine_of(model, **BURSTS)
     with engine:
         read = prompts_read(engine, [prompt(length, i) for i, length in enumerate(lengths)])
@@ -133,7 +133,7 @@ def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
 @pytest.mark.parametrize(("cached", "expected"), [(True, [2, 2, 1]), (False, [1, 1, 1, 2])])
 def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
     """Steps are shortened by what has to be computed: here 8 of 72 tokens, or all of them."""
-    monkeypatch.setattr(waiting_queue, "_AT_LEAST", 90)
+    monkeypatch.setattr(requests, "_AT_LEAST", 90)
     engine = engine_of(model, **BURSTS, prefix_caching=True, inference_config=LRU)
     shared = 64 if cached else 0
     with engine:
@@ -145,7 +145,7 @@ def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
 def test_time_to_the_first_token(model):
     """Megatron's record of a request says how long its first token took, as in its own steps."""
     engine = engine_of(model)
-    engine.decode_loop.launches_ahead = True
+    engine.scheduler.launches_ahead = True
     with engine:
         engine.add_request(prompt(20), GREEDY)
         engine.step()
@@ -169,7 +169,7 @@ def test_layers_run_without_graphs_of_their_own():
 
 def test_graphs_of_weights_that_move():
     model = nn.Linear(2, 2)
-    graphs = StepGraphs(model)
+    graphs = FullCudaGraphs(model)
     graphs.keep_if_weights_stay()
     graphs._graphs["step"] = None
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_graphs_of_buffers_that_move():
     """Such as the router's bias of experts."""
     model = nn.Linear(2, 2)
     model.register_buffer("expert_bias", torch.zeros(2))
-    graphs = StepGraphs(model)
+    graphs = FullCudaGraphs(model)
     graphs.keep_if_weights_stay()
     graphs._graphs["step"] = None
     model.expert_bias.add_(1)
@@ -226,12 +226,12 @@ def test_experts():
     ],
 )
 def test_left_to_megatron(model, options):
-    assert engine_of(model, **options).decode_loop is None
+    assert engine_of(model, **options).scheduler is None
 
 
 def test_drafts_are_left_to_megatron():
     model = generating_model(mtp_num_layers=1)
-    assert engine_of(model, num_speculative_tokens=1).decode_loop is None
+    assert engine_of(model, num_speculative_tokens=1).scheduler is None
 
 
 def test_weights_that_change(model):

@@ -12,15 +12,15 @@ from megatron.core.inference import utils as inference_utils
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from tests.oracle_dsa import OracleDSA
 from tests.support import needs
 from tests.support.cases import WIDE
 from tests.support.decode_graphs import FEW_GRAPHS, check_captured, decode_graphs, made  # noqa: F401
-from tests.support.decode_loop import CASES, GREEDY, check, sampled
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
+from tests.support.overlap_scheduler import CASES, GREEDY, check, sampled
 
 pytestmark = [needs.gpu, pytest.mark.usefixtures("decode_graphs")]
 
@@ -51,7 +51,7 @@ def test_memory_of_steps_that_grow():
         for _ in range(2):
             made[:] = [torch.ones(size * 16 * mib, dtype=torch.uint8, device="cuda")]
 
-    graphs = StepGraphs(torch.nn.Linear(2, 2))
+    graphs = FullCudaGraphs(torch.nn.Linear(2, 2))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for size in sizes:
@@ -80,7 +80,7 @@ def test_prompts():
         results += [engine.generate(prompts, [GREEDY.replace(logprobs=0)] * 5) for _ in range(2)]
         if model is ours:
             assert engine.statistics.graph_steps == engine.statistics.steps
-            keys = engine.decode_loop.graphs._graphs
+            keys = engine.scheduler.runner.graphs._graphs
             kinds = {whole for size, whole in keys if size.prefill_req_count}
             assert kinds == {True, False}, "whole prompts apart, and chunks"
         engine.close()
@@ -122,17 +122,17 @@ def test_weights_that_change():
     requests = [prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]
     engine = engine_of(model, **SIZES)
     results = [engine.generate(*requests)]
-    captured = dict(engine.decode_loop.graphs._graphs)
+    captured = dict(engine.scheduler.runner.graphs._graphs)
     assert captured
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     results.append(engine.generate(*requests))
-    assert dict(engine.decode_loop.graphs._graphs) == captured
+    assert dict(engine.scheduler.runner.graphs._graphs) == captured
     for parameter in model.output_layer.parameters():
         parameter.data = parameter.data * 1.5
     results.append(engine.generate(*requests))
-    assert dict(engine.decode_loop.graphs._graphs) != captured
+    assert dict(engine.scheduler.runner.graphs._graphs) != captured
     assert results[0] != results[1] != results[2]
     fresh = made(graphs=False)
     fresh.load_state_dict(model.state_dict())
@@ -144,9 +144,9 @@ def test_deleted():
     """Sleeping frees the graphs of all engines."""
     engine = engine_of(made(graphs=True), **SIZES)
     engine.generate([prompt(20)], [GREEDY])
-    assert engine.decode_loop.graphs._graphs
+    assert engine.scheduler.runner.graphs._graphs
     delete_graphs()
-    assert not engine.decode_loop.graphs._graphs
+    assert not engine.scheduler.runner.graphs._graphs
 
 
 def test_the_host_waits_for_tokens_only():

@@ -26,8 +26,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler import prefill_graphs
-from absorbed_mla.serving.scheduler.full_cuda_graphs import StepGraphs
-from absorbed_mla.serving.scheduler.overlap_scheduler import DecodeLoop
+from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.prefill_graphs import (
     MOST_PAIRS,
     PrefillGraphs,
@@ -60,7 +59,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 BATCHES = [(20,), (100,), (30, 7, 50), (120,), (90,), (1, 2, 3, 4, 5, 6), (61,), (150, 20)]
 
 
-class Recorded(StepGraphs):
+class Recorded(FullCudaGraphs):
     """Graphs that raise at what waits for a GPU, and are operators run again."""
 
     def __init__(self, model):
@@ -90,11 +89,11 @@ def all_keys(self, cache, decode, table, last, max_keys):
 
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[Recorded]:
-    """Of prompts only: a decode step's wait in pinned memory, and are tested with the loop."""
+    """Of prompts only: a decode step's wait in pinned memory, and are tested with the scheduler."""
     own = []
     monkeypatch.setattr(reference._Keys, "__init__", all_keys)
 
-    def made(host, model, loop, most):
+    def made(host, model, of_decode, most):
         if not most:
             return None
         controller = host.controller
@@ -176,7 +175,7 @@ def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
 def test_captured_before_traffic(graphs, tiles, monkeypatch):
     """All sizes, the largest first; then only those of other rows than whole prompts."""
     engine, runs = engine_of(generating_model(), **OPTIONS), []
-    context, run_step = engine.host.context, StepGraphs.run
+    context, run_step = engine.host.context, FullCudaGraphs.run
     with engine:
         with monkeypatch.context() as patch:
 
@@ -184,7 +183,7 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
                 runs.append(has_whole_prompts(context))
                 run_step(*args)
 
-            patch.setattr(StepGraphs, "run", run)
+            patch.setattr(FullCudaGraphs, "run", run)
             engine.capture()
         assert runs == [True] * len(graphs[0]._graphs), "another one reads what is not there"
         sizes = prefill_sizes(MOST, 8)
@@ -235,7 +234,7 @@ def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
 
     engine = engine_of(generating_model(), **OPTIONS)
     with engine:
-        monkeypatch.setattr(StepGraphs, "run", refuse)
+        monkeypatch.setattr(FullCudaGraphs, "run", refuse)
         with pytest.raises(RuntimeError, match="no memory"):
             engine.capture()
         assert engine.host.context.total_request_count == 0
@@ -301,7 +300,7 @@ def test_graphs_of_other_tables():
         SimpleNamespace(memory_buffer=cache, gpu_view=SimpleNamespace(_buf=torch.zeros(2)))
         for _ in range(2)
     )
-    graphs = StepGraphs(torch.nn.Linear(2, 2))
+    graphs = FullCudaGraphs(torch.nn.Linear(2, 2))
     graphs.keep_for(first)
     graphs._graphs["step"] = None
     graphs.keep_for(first)
@@ -553,13 +552,11 @@ def test_why_none_of_the_process(captures, monkeypatch):
 )
 def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs):
     host = engine_of(generating_model(), **OPTIONS).host
-    model, loop = captures(AbsorbedMLAOptions(**options)), DecodeLoop.__new__(DecodeLoop)
-    loop.graphs = None
-    for none in (None, loop):
-        assert prefill_graphs.prefill_graphs(host, model, none, MOST) is None
-    loop.graphs = StepGraphs(model)
-    assert prefill_graphs.prefill_graphs(host, model, loop, 0) is None
-    assert prefill_graphs.prefill_graphs(host, model, loop, MOST)._most_pairs == most_pairs
+    model = captures(AbsorbedMLAOptions(**options))
+    graphs = FullCudaGraphs(model)
+    assert prefill_graphs.prefill_graphs(host, model, None, MOST) is None
+    assert prefill_graphs.prefill_graphs(host, model, graphs, 0) is None
+    assert prefill_graphs.prefill_graphs(host, model, graphs, MOST)._most_pairs == most_pairs
 
 
 @pytest.mark.parametrize(
@@ -615,10 +612,10 @@ def test_reason_is_logged_once(caplog):
     [
         ({"prefill_graph_tokens": 4096}, "from 0 to step_tokens 2048, got 4096"),
         ({"prefill_graph_tokens": -1}, "got -1"),
-        ({"num_cuda_graphs": None}, "got num_cuda_graphs=None"),
-        ({"decode_loop": False}, "got decode_loop=False"),
-        ({"num_speculative_tokens": 1}, "got num_speculative_tokens=1"),
-        ({"decode_context_parallel": True}, "got decode_context_parallel=True"),
+        ({"num_cuda_graphs": None}, "needs num_cuda_graphs, got None"),
+        ({"decode_loop": False}, "needs decode_loop=True or None, got False"),
+        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
+        ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
     ],
 )
 def test_options_of_the_engine(changes, message):
@@ -631,10 +628,13 @@ def test_options_of_the_engine(changes, message):
     [
         ({"prefill_graph_tokens": 4096}, "at most max_num_batched_tokens 2048, got 4096"),
         ({"prefill_graph_tokens": -1}, "prefill_graph_tokens must be an integer of at least 0"),
-        ({"cuda_graphs": False}, "cuda_graphs must be True with prefill_graph_tokens, got False"),
-        ({"num_speculative_tokens": 1}, "num_speculative_tokens must be 0"),
-        ({"decode_context_parallel": True}, "decode_context_parallel must be False"),
-        ({"data_parallel_attention": True}, "data_parallel_attention must be False"),
+        ({"cuda_graphs": False}, "prefill_graph_tokens needs cuda_graphs=True, got False"),
+        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
+        (
+            {"decode_context_parallel": True},
+            "needs decode_context_parallel=False or 'auto', got True",
+        ),
+        ({"data_parallel_attention": True}, "needs data_parallel_attention=False, got True"),
     ],
 )
 def test_options_of_the_front(changes, message):

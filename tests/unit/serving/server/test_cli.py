@@ -18,6 +18,7 @@ import pytest
 from openai import OpenAI
 
 from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.serving.option_flags import given_options
 from absorbed_mla.serving.server import cli
 from tests.support import needs
 from tests.support.llm import tiny_folder, until
@@ -47,21 +48,30 @@ class TestOptions:
         *lines, last = done.stdout.splitlines()
         assert last == "set()", done.stderr
         shown = " ".join(" ".join(lines).split())
-        assert "usage: absorbed-mla-serve" in shown and "(default: this machine only)" in shown
+        assert (
+            "usage: absorbed-mla-serve" in shown
+            and "this machine only, 0.0.0.0: all (default: 127.0.0.1)" in shown
+        )
         assert "requests that run together; others wait (default: 64)" in shown
 
     def test_defaults(self, monkeypatch):
-        args = cli._parser().parse_args(["folder"])
+        args = cli.build_parser().parse_args(["folder"])
         assert (args.host, args.port, args.enable_prefix_caching) == ("127.0.0.1", 8000, True)
 
     @pytest.mark.parametrize(
         ("words", "error"),
         [
             (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1, got 0"),
-            (["--parity", "--form", "expanded"], "parity needs form 'absorbed' or 'auto'"),
-            (["--prefill-graph-tokens", "64"], "cuda_graphs must be True with prefill_graph_token"),
+            (
+                ["--parity", "--form", "expanded"],
+                "parity needs form='absorbed' or 'auto', got 'expanded'",
+            ),
+            (
+                ["--prefill-graph-tokens", "64"],
+                "prefill_graph_tokens needs cuda_graphs=True, got False",
+            ),
             (["--api-key", " "], "--api-key (or $ABSORBED_MLA_API_KEY) must not be empty"),
-            (["--port", "70000"], "--host 127.0.0.1 --port 70000: "),
+            (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
             (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
             (["--port", "0"], "model must be a folder with a checkpoint, and there is no nowhere"),
         ],
@@ -102,14 +112,18 @@ class TestOptions:
 
     def test_key(self, monkeypatch):
         """From the option, or else from the environment."""
-        parse = cli._parser().parse_args
-        assert cli._api_key(parse(["folder"])) is None
+
+        def key(*words: str) -> str | None:
+            args = cli.build_parser().parse_args(["folder", *words])
+            return cli.ServerOptions(**given_options(args, cli.ServerOptions)).key
+
+        assert key() is None
         monkeypatch.setenv("ABSORBED_MLA_API_KEY", "secret")
-        assert cli._api_key(parse(["folder"])) == "secret"
-        assert cli._api_key(parse(["folder", "--api-key", "other"])) == "other"
+        assert key() == "secret"
+        assert key("--api-key", "other") == "other"
         monkeypatch.setenv("ABSORBED_MLA_API_KEY", "")
         with pytest.raises(ValueError, match="must not be empty"):
-            cli._api_key(parse(["folder"]))
+            key()
 
 
 @needs.no_gpu

@@ -74,7 +74,7 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids must be token ids"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed must be an integer of 64 bits"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop must be a string or several"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 1000}, "logprobs must be from 0 to 100"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 1000}, "logprobs must be an integer from 0 to 100"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs needs an engine"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "needs stream false"),
     (COMPLETIONS, {"prompt": "a", "echo": True}, "echo: Input should be False"),

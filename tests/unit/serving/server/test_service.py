@@ -9,8 +9,7 @@ import pytest
 
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.metrics import Metrics
-from absorbed_mla.serving.server.service import Service
+from absorbed_mla.serving.server.service import Metrics, Service
 
 
 class CountingLLM:
@@ -53,10 +52,10 @@ def running():
 
 
 async def collect(service, *prompts):
-    ticket = service.submit([lambda llm, one=one: one for one in prompts], SamplingParams())
+    stream = service.submit([lambda llm, one=one: one for one in prompts], SamplingParams())
     found = []
-    while not ticket.is_over:
-        found.extend(await ticket.next())
+    while not stream.is_over:
+        found.extend(await stream.next())
     return found
 
 
@@ -79,14 +78,14 @@ def test_a_step_wakes_the_loop_once():
     """However many requests have grown."""
 
     async def collect_all(service):
-        tickets = [service.submit([lambda llm: "a"], SamplingParams()) for _ in range(8)]
+        streams = [service.submit([lambda llm: "a"], SamplingParams()) for _ in range(8)]
         loop, woken = asyncio.get_running_loop(), []
         call = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: (woken.append(args), call(*args))
         service.start()
-        for ticket in tickets:
-            assert [update.finished for update in (await ticket.next()).values()] == [True]
-            assert ticket.is_over
+        for stream in streams:
+            assert [update.finished for update in (await stream.next()).values()] == [True]
+            assert stream.is_over
         return woken
 
     service = Service(CountingLLM(), Metrics(), pytest.fail)
@@ -99,10 +98,10 @@ def test_a_caller_that_leaves():
     """Aborts what runs, once; what has ended is not aborted."""
 
     async def leave(service):
-        ticket = service.submit([lambda llm: "a", lambda llm: "b"], SamplingParams())
-        ticket.close()
-        ticket.close()
-        assert ticket.is_over
+        stream = service.submit([lambda llm: "a", lambda llm: "b"], SamplingParams())
+        stream.close()
+        stream.close()
+        assert stream.is_over
         over = service.submit([lambda llm: "c"], SamplingParams())
         service.start()
         await over.next()

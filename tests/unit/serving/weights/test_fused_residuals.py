@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from absorbed_mla.full_cuda_graph import full_cuda_graph
+from absorbed_mla.caching import full_cuda_graph
 from absorbed_mla.serving.weights import fused_residuals
 from absorbed_mla.serving.weights.fused_residuals import NormedSum, fuse_residuals
 from tests.support import needs, world

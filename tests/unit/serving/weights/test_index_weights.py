@@ -12,11 +12,11 @@ from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.weights.load import load_model, open_model
-from checkpoint_conversion.indexer import HEAD_WEIGHTS
 from tests.conversion.support import V32, random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 
 BIAS = "e_score_correction_bias"
+HEAD_WEIGHTS = "indexer.weights_proj.weight"
 
 
 @pytest.fixture(scope="module")

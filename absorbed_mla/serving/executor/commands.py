@@ -1,0 +1,23 @@
+"""Commands of ``LLM`` to the engines of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+
+
+@dataclass(frozen=True)
+class Add:
+    """Command: queue a request. Requests are numbered from 0 in the order of these commands."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Command: end a request."""
+
+    number: int

@@ -1,0 +1,234 @@
+"""Model types of config.json: what sets each apart from the others, as data.
+
+Each file of ``models/`` declares one, found by its name. Whatever a declaration leaves out is as in
+DeepSeek-V3, whose names of fields and tensors are those of the converter's tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from absorbed_mla.registry import Registry
+from checkpoint_conversion.config_fields import Fields
+
+
+class Only(NamedTuple):
+    """The one value that a field may have.
+
+    Attributes:
+        value: None: the field must be left out.
+        why: What other values would mean; None where the value says it.
+    """
+
+    value: object
+    why: str | None = None
+
+    @property
+    def accepted(self) -> str:
+        """How an error says it."""
+        value = "left out" if self.value is None else repr(self.value)
+        return f"{value}: {self.why}" if self.why else value
+
+
+# Other values add tensors or change what tensors mean, in every model.
+_ONLY = {
+    "attention_bias": Only(False),
+    "mlp_bias": Only(False),
+    "hidden_act": Only("silu"),
+    "rope_interleave": Only(True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention:
+    """The indexer of a model type.
+
+    Attributes:
+        interleaved: Whether its rotated channels are pairs of neighbours, or two halves.
+        shared: Whether layers may share the selection of an earlier one.
+    """
+
+    interleaved: bool
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """A model type that can be converted.
+
+    Attributes:
+        name: As config.json has it; the name of the file.
+        summary: What it is, for the table of models in the documentation.
+        released: Checkpoints of it.
+        architectures: Accepted in config.json, the first one is written. It begins with the name
+            that the classes of transformers have.
+        fields: DeepSeek-V3's names of fields -> those of this config.json, where they differ.
+        defaults: Values of fields that config.json leaves out, as transformers has them.
+        only: Fields of which one value can be converted, beside those of every model. A dot
+            separates the name of a section from that of its field.
+        rope_types: Accepted in ``rope_parameters``. Without ``"default"`` it must be there.
+        rotary_part_of_head: Whether ``partial_rotary_factor`` counts all channels of a query's
+            head, or those of the rotary part alone.
+        lists_layers: Whether ``mlp_layer_types`` may say which layers are mixtures of experts.
+        scoring_func: Of the router: ``"sigmoid"`` or ``"softmax"``.
+        topk_methods: Accepted ways of choosing experts, the default first. With ``"noaux_tc"``
+            there is an ``e_score_correction_bias``.
+        ignores_norm_topk_prob: What to say where config.json has ``norm_topk_prob``, if
+            transformers ignores it and never divides scores by their sum; None: it reads it.
+        sparse: The indexer; None for dense attention.
+        layer: What begins the names of a layer's tensors; ``{layer}`` is its number.
+        tensors: The table's names of tensors (``mapping_table.py``, after ``layer``) -> those of
+            this model's files, where they differ.
+        stacks: Tensors with all experts of a layer -> the table's names of those of one expert.
+        from_arguments: Whether Megatron's arguments without a config.json become this one, if
+            router and indexer fit.
+    """
+
+    name: str
+    summary: str
+    released: tuple[str, ...] = ()
+    architectures: tuple[str, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    only: Mapping[str, Only] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("yarn", "default")
+    rotary_part_of_head: bool = False
+    lists_layers: bool = False
+    scoring_func: str = "sigmoid"
+    topk_methods: tuple[str, ...] = ("noaux_tc",)
+    ignores_norm_topk_prob: str | None = None
+    sparse: SparseAttention | None = None
+    layer: str = "model.layers.{layer}."
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    from_arguments: bool = False
+
+    @property
+    def all_only(self) -> dict[str, Only]:
+        """``only``, with what no model may have otherwise."""
+        return {**_ONLY, **self.only}
+
+    @property
+    def transformers_class(self) -> str:
+        """What begins the names of its classes in transformers."""
+        return self.architectures[0].removesuffix("ForCausalLM")
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether routers have an ``e_score_correction_bias``."""
+        return "noaux_tc" in self.topk_methods
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAndImages:
+    """A model type of text and images, of which the text model can be converted.
+
+    Attributes:
+        name: As config.json has it; the name of the file.
+        summary: What it is, for the table of models in the documentation.
+        released: Checkpoints of it.
+        text_model: Model type of a ``text_config`` that does not say it.
+        prefix: What begins the names of the text model's tensors.
+        images: What begins those of all others.
+        renamed: Beginnings of names after ``prefix`` -> what the text model alone calls them.
+    """
+
+    name: str
+    summary: str
+    released: tuple[str, ...] = ()
+    text_model: str
+    prefix: str
+    images: tuple[str, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def text_name(self, name: str) -> str:
+        """The name of a text model's tensor in a file that holds the text model alone."""
+        if not name.startswith(self.prefix):
+            return name
+        name = name.removeprefix(self.prefix)
+        for stored, alone in self.renamed.items():
+            if name.startswith(stored):
+                return alone + name.removeprefix(stored)
+        return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A model type with a latent attention that cannot be converted.
+
+    Attributes:
+        name: As config.json has it; the name of the file.
+        has: What it has that Megatron's multi-latent attention lacks, for the error.
+        released: Checkpoints of it.
+    """
+
+    name: str
+    has: str
+    released: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """For the table of models in the documentation."""
+        return f"refused: {self.has}"
+
+
+MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
+    "model_type", "checkpoint_conversion.models"
+)
+
+
+def declared(name: object) -> ModelType | TextAndImages | Refused | None:
+    """The declaration of a model type; None if there is none of that name."""
+    return MODELS[name] if isinstance(name, str) and name in MODELS.names() else None
+
+
+def convertible() -> dict[str, ModelType]:
+    """The model types that can be converted, by name."""
+    return {model.name: model for model in MODELS if isinstance(model, ModelType)}
+
+
+@functools.cache
+def model_of(name: str) -> ModelType:
+    """The model type of a model that is known to be convertible."""
+    model = declared(name)
+    assert isinstance(model, ModelType), name
+    return model
+
+
+def model_fields(model: ModelType, config: Mapping[str, object]) -> Fields:
+    """Fields of a config.json of this model type, under DeepSeek-V3's names."""
+    return Fields(config, [], names=model.fields, defaults=model.defaults)
+
+
+def of_arguments(scoring_func: str, interleaved: bool | None) -> ModelType:
+    """The model type of Megatron's arguments without a config.json.
+
+    Args:
+        scoring_func: Of the router.
+        interleaved: Whether an indexer rotates pairs of neighbours; None without an indexer.
+    """
+    return next(
+        model
+        for model in convertible().values()
+        if model.from_arguments
+        and (model.sparse and model.sparse.interleaved) == interleaved
+        and (model.sparse or model.scoring_func == scoring_func)
+    )
+
+
+def text_names(model: object, names: Iterable[str]) -> dict[str, str | None]:
+    """What a file with the text model alone calls each tensor; None for those of images.
+
+    Args:
+        model: Of :func:`declared`.
+        names: Of the stored tensors.
+    """
+    names = list(names)
+    if not isinstance(model, TextAndImages):
+        return {name: name for name in names}
+    # Files without the prefix hold the text model alone.
+    images = model.images if any(name.startswith(model.prefix) for name in names) else ()
+    return {name: None if name.startswith(images) else model.text_name(name) for name in names}

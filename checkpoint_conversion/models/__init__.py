@@ -1,0 +1,1 @@
+"""Model types, one file each: ``deepseek_v3.py`` declares the ``model_type`` ``"deepseek_v3"``."""

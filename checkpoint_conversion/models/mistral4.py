@@ -1,0 +1,33 @@
+"""Mistral 4: experts are chosen by softmax scores, and those of a layer are one tensor."""
+
+from __future__ import annotations
+
+from checkpoint_conversion.model_type import ModelType, Only
+
+_GROUPS = Only(1, "Megatron ranks Mistral 4's groups of experts otherwise")
+
+ENTRY = ModelType(
+    name="mistral4",
+    summary=(
+        "softmax router, experts of a layer in one tensor; where `llama_4_scaling_beta` is 0: "
+        "Mistral Small 4 has 0.1, which Megatron's MLA lacks"
+    ),
+    architectures=("Mistral4ForCausalLM",),
+    defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    only={
+        "n_group": _GROUPS,
+        "topk_group": _GROUPS,
+        "quantization_config": Only(None, "Mistral 4's FP8 is not that of DeepSeek"),
+        "rope_parameters.llama_4_scaling_beta": Only(
+            0, "it scales queries by their position, which Megatron's MLA cannot"
+        ),
+    },
+    rope_types=("yarn",),
+    rotary_part_of_head=True,
+    scoring_func="softmax",
+    topk_methods=("greedy",),
+    stacks={
+        "mlp.experts.gate_up_proj": "mlp.experts.{expert}.[gate|up]_proj.weight",
+        "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+    },
+)

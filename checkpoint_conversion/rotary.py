@@ -1,0 +1,147 @@
+"""The rotary embedding of a model: config.json and Megatron's arguments, and back.
+
+``rope_theta`` and ``rope_scaling`` are transformers 4's names; transformers 5 has both in
+``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkpoint_conversion.config_fields import MOST, MOST_POSITIONS, Fields, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """A rotary embedding; fields are named like Megatron's options.
+
+    Without YaRN ``rotary_scaling_factor`` is 1 and the fields after it have no effect.
+
+    Attributes:
+        rope_type: ``"rope"`` or ``"yarn"``.
+        mscale: Scales cosine and sine, together with ``mscale_all_dim``.
+        mscale_all_dim: Scales the softmax.
+    """
+
+    rotary_base: float
+    rope_type: str = "rope"
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def hugging_face(self) -> dict[str, object]:
+        """The fields of config.json, in transformers 4's style, which all releases read."""
+        scaling = None
+        if self.rope_type == "yarn":
+            scaling = {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "factor": self.rotary_scaling_factor,
+                "original_max_position_embeddings": self.original_max_position_embeddings,
+                "beta_fast": self.beta_fast,
+                "beta_slow": self.beta_slow,
+                "mscale": self.mscale,
+                "mscale_all_dim": self.mscale_all_dim,
+            }
+        return {"rope_theta": self.rotary_base, "rope_scaling": scaling}
+
+
+def read_rotary(
+    fields: Fields, types: Sequence[str] = ("yarn", "default"), part: float = 1.0
+) -> Rotary:
+    """Read the rotary embedding from config.json.
+
+    Args:
+        fields: Fields of the whole file.
+        types: Accepted values of ``rope_type``. Without ``"default"`` there must be
+            ``rope_parameters``, since that is not what transformers takes otherwise.
+        part: Value that ``partial_rotary_factor`` must have if it is given.
+    """
+    _check_part(fields, part)
+    if "default" not in types and not fields.given("rope_parameters"):
+        accepted = " or ".join(map(repr, types))
+        fields.wrong("rope_parameters", f"an object, with rope_type {accepted}")
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    found = [_read_scaling(fields, one, types, part) for one in (new, old) if one is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        fields.problems.append(
+            "rope_parameters and rope_scaling must agree, got "
+            f"{shown(fields.raw('rope_parameters'))} and {shown(fields.raw('rope_scaling'))}"
+        )
+    return found[0] if found else Rotary(rotary_base=_base(fields))
+
+
+def _check_part(fields: Fields, part: float) -> None:
+    """Record a ``partial_rotary_factor`` that leaves some of the rotary channels as they are."""
+    fields.only("partial_rotary_factor", part, f"{part:g}")
+
+
+def _read_scaling(fields: Fields, section: Fields, types: Sequence[str], part: float) -> Rotary:
+    _check_part(section, part)
+    base = _base(section if section.given("rope_theta") else fields)
+    kind = "rope_type" if section.given("rope_type") else "type"
+    if section.choice(kind, types, "default" if "default" in types else None) == "default":
+        return Rotary(rotary_base=base)
+    # Transformers has these for YaRN; Megatron's MLA does not.
+    for name, neutral in (("attention_factor", None), ("truncate", True)):
+        section.only(name, neutral, "left out: Megatron's MLA has no such option")
+    mscale_all_dim = section.number("mscale_all_dim", 0.0, MOST, default=0.0)
+    if mscale_all_dim:
+        mscale = section.number("mscale", 1e-6, MOST)
+    else:
+        # Transformers ignores mscale unless mscale_all_dim is there too.
+        section.number("mscale", 0.0, MOST, default=1.0)
+        mscale = 1.0
+    return Rotary(
+        rotary_base=base,
+        rope_type="yarn",
+        rotary_scaling_factor=section.number("factor", 1.0, MOST),
+        original_max_position_embeddings=section.integer(
+            "original_max_position_embeddings", MOST_POSITIONS
+        ),
+        # Transformers takes the default for 0.
+        beta_fast=section.number("beta_fast", 1e-6, MOST, default=32.0),
+        beta_slow=section.number("beta_slow", 1e-6, MOST, default=1.0),
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+    )
+
+
+def _base(fields: Fields) -> float:
+    return fields.number("rope_theta", 1e-6, MOST, default=10000.0)
+
+
+def read_rotary_args(fields: Fields) -> Rotary:
+    """Read the rotary embedding; what is missing has the default of MLATransformerConfig."""
+    return Rotary(
+        rope_type=fields.choice("rope_type", ("rope", "yarn"), "yarn"),
+        rotary_base=fields.number("rotary_base", 1e-6, MOST, default=10000),
+        rotary_scaling_factor=fields.number("rotary_scaling_factor", 1.0, MOST, default=40.0),
+        original_max_position_embeddings=fields.integer(
+            "original_max_position_embeddings", MOST_POSITIONS, default=4096
+        ),
+        beta_fast=fields.number("beta_fast", 1e-6, MOST, default=32.0),
+        beta_slow=fields.number("beta_slow", 1e-6, MOST, default=1.0),
+        mscale=fields.number("mscale", 0.0, MOST, default=1.0),
+        mscale_all_dim=fields.number("mscale_all_dim", 0.0, MOST, default=0.0),
+    )
+
+
+def check_scaling(fields: Fields, rotary: Rotary) -> None:
+    """Record arguments whose rotary embedding no model of transformers has."""
+    if rotary.rotary_scaling_factor <= 1:
+        return
+    if rotary.rope_type == "rope" and rotary.mscale_all_dim:
+        # Megatron scales the softmax all the same, transformers does not.
+        fields.wrong("mscale_all_dim", f"0 with rope_type 'rope' and {_scaling(rotary)}")
+    if rotary.rope_type == "yarn" and not rotary.mscale_all_dim and rotary.mscale != 1:
+        # Transformers heeds mscale only if both are there.
+        fields.wrong("mscale", f"1 with mscale_all_dim 0 and {_scaling(rotary)}")
+
+
+def _scaling(rotary: Rotary) -> str:
+    return f"rotary_scaling_factor {rotary.rotary_scaling_factor:g}"

@@ -1,0 +1,201 @@
+"""The options of train.py that Megatron does not have, and its help."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.machinery
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
+from console.parser import Parser
+from training.presets import PRESETS
+
+# Megatron's options with a default of ours.
+DEFAULTS: dict[str, object] = {
+    "seq_length": 128,
+    "train_iters": 200,
+    "lr": 2e-3,
+    "lr_warmup_iters": 10,
+    "lr_decay_style": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "make_vocab_size_divisible_by": 64,
+    "cp_comm_type": ["all_gather"],
+    "split": "95,5",
+    "eval_interval": 100,
+    "eval_iters": 4,
+    "log_interval": 10,
+}
+_EPILOG = """\
+All else are Megatron's arguments, of any part of its loop; --help-megatron lists them. Often used:
+  the model        --num-layers --hidden-size --num-experts ... instead of the preset's value
+  parallelism      --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size
+                   --context-parallel-size --cp-comm-type --expert-model-parallel-size
+  batches          --seq-length --micro-batch-size --global-batch-size --train-iters
+  optimizer        --lr --min-lr --lr-warmup-iters --lr-decay-style --weight-decay --clip-grad
+                   --optimizer (adam, muon, ...) --qk-clip --log-max-attention-logit
+  precision        --bf16 --fp16 --fp8-format --fp8-recipe --transformer-impl
+  memory           --recompute-granularity --recompute-modules --use-distributed-optimizer
+  checkpoints      --load --save --save-interval --finetune --use-checkpoint-args --exit-interval
+  reports          --eval-interval --eval-iters --log-interval
+Defaults that are not Megatron's:
+{}
+--micro-batch-size is 8 (packed: 1), --global-batch-size that x data-parallel ranks x pipeline
+stages, --min-lr a tenth of --lr, --lr-decay-iters --train-iters, --save-interval --train-iters."""
+_SWITCHES = (
+    ("dsa_indexer_rope_interleaved", "rotate neighbouring channels of the indexer (GLM-5)"),
+    ("dsa_indexer_rotate_activation", "multiply its queries and keys by the Hadamard matrix"),
+    ("dsa_indexer_scoring_relu", "pass the products of the indexer through a ReLU"),
+)
+# Options of the model that have the name of no argument of Megatron's.
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon", "fp8": "--fp8-format"}
+
+
+def own_parser(script: str = "train.py") -> argparse.ArgumentParser:
+    """A parser of our own options, whose help tells of Megatron's."""
+    shown = [f"{flag_of(name)} {_words(value)}" for name, value in DEFAULTS.items()]
+    rows = [shown[i : i + 3] for i in range(0, len(shown), 3)]
+    table = "\n".join("  " + "".join(f"{x:<34}" for x in row).rstrip() for row in rows)
+    text = "Train a GPT with multi-head latent attention through Megatron's loop; by torchrun."
+    parser = Parser(script, text, _EPILOG.format(table))
+    add_options(parser)
+    return parser
+
+
+def _words(value: object) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add our own options, in groups."""
+    parser.add_argument(
+        "--help-megatron", action="store_true", help="list Megatron's arguments (default: off)"
+    )
+    _add_model(parser.add_argument_group("model").add_argument)
+    _add_indexer(parser.add_argument_group("sparse attention (DSA)").add_argument)
+    add = parser.add_argument_group("data").add_argument
+    text = "text file, or folder of them (default: the sources of Python's standard library)"
+    add("--data", metavar="PATH", help=text)
+    text = "Hugging Face tokenizer (default: every byte is a token)"
+    add("--tokenizer", metavar="FOLDER", help=text)
+    text = "make each document a sequence of its own, packed as thd"
+    add("--packed", action="store_true", help=text)
+    add = parser.add_argument_group("reports").add_argument
+    add("--metrics", metavar="FILE", help="write one JSON line per iteration to this file")
+    add("--plot", metavar="FILE", help="draw the losses into this PNG")
+
+
+def _add_model(add) -> None:
+    add("--preset", default="tiny", help=f"the model: {', '.join(PRESETS)}")
+    text = (
+        "divide the widths, layers and experts of the preset by N, and the top-k of an indexer, "
+        "which becomes at most a quarter of --seq-length"
+    )
+    add("--scale-down", type=int, default=1, metavar="N", help=text)
+    text = "epsilon of the RMS norms inside the attention (default: the preset's)"
+    add("--latent-norm-epsilon", type=float, metavar="X", help=text)
+    text = "absorbed: this package's; standard: Megatron's MLASelfAttention, to compare with"
+    add("--attention", choices=("absorbed", "standard"), default="absorbed", help=text)
+    text = "form in which absorbed MLA is computed; auto: the one estimated to be fastest"
+    add("--form", choices=FORMS, default="auto", help=text)
+    text = "whether tensor-parallel ranks hold copies of the down-projections or split them"
+    add("--down-projection", choices=DOWN_PROJECTIONS, default="duplicated", help=text)
+
+
+def _add_indexer(add) -> None:
+    add(
+        "--experimental-attention-variant",
+        choices=("dsa", "none"),
+        help="dsa: an indexer of --dsa-indexer-n-heads, --dsa-indexer-head-dim, ... chooses the "
+        "--dsa-indexer-topk keys that a query attends to (default: the preset's)",
+    )
+    for name, text in _SWITCHES:
+        switch = argparse.BooleanOptionalAction
+        add(flag_of(name), action=switch, help=f"{text} (default: the preset's)")
+    add(
+        "--dsa-indexer-use-sparse-loss",
+        action=argparse.BooleanOptionalAction,
+        help="compare the indexer with the attention over the chosen keys, not over all that a "
+        "query sees (default: on, and off with --train-only)",
+    )
+    add(
+        "--train-only",
+        choices=("indexer",),
+        help="the warm-up of a new indexer: no other parameter changes, and the attention is over "
+        "all keys (default: all parameters are trained)",
+    )
+    add(
+        "--new-indexer",
+        action="store_true",
+        help="take the weights of a dense model from --load, as --finetune does, and give it an "
+        "indexer with initial weights",
+    )
+
+
+def require_known(argv: Iterable[str]) -> None:
+    """Refuse misspelt options at once: Megatron's are read from its sources, not imported.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    own = {flag for action in own_parser()._actions for flag in action.option_strings}
+    rest = given_options(argv) - own
+    unknown = sorted(rest - _megatron_flags()) if rest else []
+    if unknown:
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)} (--help lists all options)")
+
+
+@functools.cache
+def _megatron_flags() -> set[str]:
+    """What may be an option of Megatron's: literals, and fields of its configs."""
+    found = importlib.machinery.PathFinder.find_spec("megatron")
+    flags: set[str] = set()
+    for root in map(Path, found.submodule_search_locations or () if found else ()):
+        files = [root / "training" / "arguments.py", *root.glob("training/config/*.py")]
+        files += [*root.glob("core/**/*_config.py"), root / "core" / "fault_injector.py"]
+        for file in filter(Path.is_file, files):
+            text = file.read_text("utf-8")
+            names = re.findall(r"""["']--([\w-]+)["']""", text)
+            names += re.findall(r"^    (\w+) *:", text, re.MULTILINE)
+            for name in names:
+                flag = name.replace("_", "-")
+                flags.update((f"--{name}", f"--{flag}", f"--no-{flag}", f"--disable-{flag}"))
+    return flags
+
+
+def flag_of(name: str) -> str:
+    """The option that sets ``name``, an attribute of the command line."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def flags_of(name: str) -> tuple[str, str]:
+    """The options that set ``name`` if it is a switch: on, and off."""
+    return flag_of(name), f"--no-{flag_of(name).removeprefix('--')}"
+
+
+def given_options(argv: Iterable[str]) -> frozenset[str]:
+    """The options on a command line, which must not be abbreviated."""
+    return frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))
+
+
+def name_of(args: argparse.Namespace, name: str) -> str:
+    """``"--num-layers"``, or ``"num_layers of the preset tiny"`` if it is not on the command line.
+
+    Args:
+        args: The command line, with ``given``, its options.
+        name: An attribute of it that describes the model.
+    """
+    if flag_of(name) in args.given:
+        return flag_of(name)
+    source = "checkpoint in --load" if args.use_checkpoint_args else f"preset {args.preset}"
+    return f"{name} of the {source}"
+
+
+def own_name_of(args: argparse.Namespace, name: str) -> str:
+    """``"--seq-length"``, or ``"the default seq_length"``."""
+    return flag_of(name) if flag_of(name) in args.given else f"the default {name}"

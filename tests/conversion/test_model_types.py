@@ -1,0 +1,237 @@
+"""Declarations of model types: sound as they are, and one file is all that a new one needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint_conversion.models
+from checkpoint_conversion.cli import DONE, main
+from checkpoint_conversion.convert import convert
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.inspection import inspect_checkpoint
+from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES
+from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.model_type import MODELS, convertible, of_arguments
+from tests.conversion.support import (
+    assert_same_tensors,
+    hugging_face_config,
+    load_all,
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+)
+from tests.support.refusal import refusal
+
+TABLE = {row.hugging_face for row in (*MODEL, *LAYER, *MTP)} | MTP_DUPLICATES.keys()
+
+
+class TestDeclarations:
+    """What the files of ``checkpoint_conversion/models`` say."""
+
+    @pytest.mark.parametrize("model", convertible().values(), ids=lambda model: model.name)
+    def test_names_are_those_of_the_table(self, model):
+        assert {*model.tensors, *model.stacks.values()} <= TABLE
+        for name, own in model.tensors.items():
+            assert name.count("|") == own.count("|") and ("{expert}" in name) == ("{expert}" in own)
+        assert "{layer}" in model.layer
+
+    @pytest.mark.parametrize("interleaved", [None, False, True])
+    @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+    def test_arguments_become_one_model_type(self, scores, interleaved):
+        """Another file cannot change which one, unless it asks for it."""
+        model = of_arguments(scores, interleaved)
+        same = [
+            other.name
+            for other in convertible().values()
+            if other.from_arguments
+            and (other.sparse and other.sparse.interleaved) == interleaved
+            and (other.scoring_func == model.scoring_func)
+        ]
+        assert same == [model.name]
+        assert model.scoring_func == (scores if interleaved is None else "sigmoid")
+
+
+FOO = """
+from dataclasses import replace
+
+from checkpoint_conversion.model_type import Only
+from checkpoint_conversion.models.deepseek_v3 import ENTRY as DEEPSEEK_V3
+
+ENTRY = replace(
+    DEEPSEEK_V3,
+    name="foo_v3",
+    summary="whole",
+    released=("Foo-V3",),
+    architectures=("FooV3ForCausalLM",),
+    fields={
+        "num_hidden_layers": "depth",
+        "n_routed_experts": "num_experts",
+        "num_nextn_predict_layers": "mtp_depth",
+    },
+    defaults={**DEEPSEEK_V3.defaults, "routed_scaling_factor": 7.5, "first_k_dense_replace": 1},
+    only={"value_gate": Only(False, "Megatron has none"), "rope_scaling.offset": Only(0)},
+    layer="transformer.blocks.{layer}.",
+    tensors={
+        "model.embed_tokens.weight": "transformer.wte.weight",
+        "lm_head.weight": "output.weight",
+        "self_attn.kv_a_proj_with_mqa.weight": "attn.kv_a.weight",
+        "self_attn.kv_b_proj.weight": "attn.kv_b.weight",
+        "self_attn.o_proj.weight": "attn.dense.weight",
+        "mlp.[gate|up]_proj.weight": "ffn.[w1|w3].weight",
+        "mlp.down_proj.weight": "ffn.w2.weight",
+        "mlp.gate.e_score_correction_bias": "moe.bias",
+        "mlp.experts.{expert}.[gate|up]_proj.weight": "moe.{expert}.[w1|w3].weight",
+        "mlp.experts.{expert}.down_proj.weight": "moe.{expert}.w2.weight",
+        "enorm.weight": "mtp.enorm.weight",
+        "embed_tokens.weight": "mtp.wte.weight",
+    },
+)
+"""
+# The same names once more, apart from the declaration.
+_RENAMED = [
+    (r"^model\.embed_tokens", "transformer.wte"),
+    (r"^lm_head", "output"),
+    (r"^model\.layers\.", "transformer.blocks."),
+    (r"\.self_attn\.kv_a_proj_with_mqa\.", ".attn.kv_a."),
+    (r"\.self_attn\.kv_b_proj\.", ".attn.kv_b."),
+    (r"\.self_attn\.o_proj\.", ".attn.dense."),
+    (r"\.mlp\.gate\.e_score_correction_bias", ".moe.bias"),
+    (r"\.mlp\.experts\.(\d+)\.gate_proj", r".moe.\1.w1"),
+    (r"\.mlp\.experts\.(\d+)\.up_proj", r".moe.\1.w3"),
+    (r"\.mlp\.experts\.(\d+)\.down_proj", r".moe.\1.w2"),
+    (r"\.mlp\.gate_proj", ".ffn.w1"),
+    (r"\.mlp\.up_proj", ".ffn.w3"),
+    (r"\.mlp\.down_proj", ".ffn.w2"),
+    (r"(\d)\.enorm", r"\1.mtp.enorm"),
+    (r"(\d)\.embed_tokens", r"\1.mtp.wte"),
+]
+_FIELDS = {
+    "num_hidden_layers": "depth",
+    "n_routed_experts": "num_experts",
+    "num_nextn_predict_layers": "mtp_depth",
+}
+
+
+def foo_name(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def foo_config(**changes) -> dict:
+    """The tiny DeepSeek-V3 of the other tests as a ``foo_v3``."""
+    fields = hugging_face_config(num_nextn_predict_layers=1, **changes)
+    fields |= {"model_type": "foo_v3", "architectures": ["FooV3ForCausalLM"]}
+    return {_FIELDS.get(name, name): value for name, value in fields.items()}
+
+
+@pytest.fixture
+def foo_v3(tmp_path, monkeypatch):
+    """One file beside the others, as its author would put it there."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "foo_v3.py").write_text(FOO)
+    path = checkpoint_conversion.models.__path__
+    path.append(str(folder))
+    monkeypatch.delitem(vars(MODELS), "_files", raising=False)
+    yield
+    path.remove(str(folder))
+    vars(MODELS).pop("_files", None)
+
+
+def write_both(tmp_path: Path) -> tuple[Path, Path]:
+    """The checkpoint of a ``foo_v3``, and that of the DeepSeek-V3 with the same values."""
+    deepseek = tiny_config(num_nextn_predict_layers=1)
+    tensors = random_tensors(deepseek)
+    config = ModelConfig.from_hugging_face(foo_config())
+    renamed = {foo_name(name): tensor for name, tensor in tensors.items()}
+    assert sum(a != b for a, b in zip(renamed, tensors)) > 50
+    foo = write_hugging_face(tmp_path / "foo", config, renamed)
+    return foo, write_hugging_face(tmp_path / "deepseek", deepseek, tensors)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_all(dict(open_checkpoint(folder).stored))
+
+
+class TestNewModelType:
+    """A fictitious model type with other names of fields and tensors."""
+
+    @pytest.mark.parametrize("to", ["megatron", "absorbed"])
+    def test_both_ways(self, foo_v3, tmp_path, to, capsys):
+        """Megatron's weights are those of the same DeepSeek-V3, and every bit comes back."""
+        foo, deepseek = write_both(tmp_path)
+        assert main(["convert", str(foo), str(tmp_path / "there"), "--to", to]) == DONE
+        convert(deepseek, tmp_path / "same", to)
+        assert_same_tensors(stored(tmp_path / "there"), stored(tmp_path / "same"))
+        assert main(["convert", str(tmp_path / "there"), str(tmp_path / "back"), "--to", "hf"]) == 0
+        assert_same_tensors(stored(tmp_path / "back"), stored(foo))
+        fields = [
+            json.loads((folder / "config.json").read_text()) for folder in (foo, tmp_path / "back")
+        ]
+        assert fields[0] == fields[1]
+        verify = ["verify", str(foo), str(tmp_path / "there"), "--no-logits", "--json"]
+        capsys.readouterr()
+        assert main(verify) == DONE and json.loads(capsys.readouterr().out)["equal"]
+
+    def test_fields(self, foo_v3):
+        config = ModelConfig.from_hugging_face(foo_config(routed_scaling_factor=None))
+        assert (config.num_layers, config.num_experts, config.mtp_layers) == (3, 4, 1)
+        assert config.fields.number("routed_scaling_factor", 0.0, 9.0) == 7.5
+        assert config.with_mtp_layers(0).hugging_face["mtp_depth"] == 0
+
+    def test_fp8_and_dtype(self, foo_v3, tmp_path):
+        """The same weights are quantised, or kept in their dtype, as in DeepSeek-V3."""
+        folders = write_both(tmp_path)
+        for options in (TargetOptions(fp8="float"), TargetOptions(dtype=torch.float16)):
+            found = []
+            for folder in folders:
+                target = tmp_path / f"{folder.name}-{options.fp8}"
+                convert(folder, target, "hf", options)
+                found.append({n: t.dtype for n, t in open_checkpoint(target).stored.items()})
+            assert found[0] == {foo_name(name): dtype for name, dtype in found[1].items()}
+            assert len(set(found[0].values())) > 1
+
+    def test_without_mtp_layers(self, foo_v3, tmp_path):
+        foo, _ = write_both(tmp_path)
+        assert inspect_checkpoint(foo).model["mtp_layers"] == 1
+        report = convert(foo, tmp_path / "without", "megatron", exclude_mtp=True)
+        assert {name.split(".")[2] for name in report.plan.left_out} == {"3"}
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"depth": None}, "depth is missing"),
+            ({"num_experts": 0}, "num_experts must be an integer from 1"),
+            ({"value_gate": True}, "value_gate must be False: Megatron has none, got True"),
+            ({"rope_scaling": {"offset": 1}}, "rope_scaling.offset must be 0, got 1"),
+            ({"architectures": ["DeepseekV3ForCausalLM"]}, "must be ['FooV3ForCausalLM']"),
+        ],
+    )
+    def test_refused_fields(self, foo_v3, changes, message):
+        with refusal(message):
+            ModelConfig.from_hugging_face({**foo_config(), **changes})
+
+    def test_refused_tensors(self, foo_v3, tmp_path):
+        """Messages have the names in the files."""
+        config = ModelConfig.from_hugging_face(foo_config())
+        tensors = {foo_name(n): t for n, t in random_tensors(tiny_config()).items()}
+        tensors["transformer.blocks.0.attn.kv_c.weight"] = tensors.pop(
+            "transformer.blocks.0.attn.kv_b.weight"
+        )
+        folder = write_hugging_face(tmp_path / "foo", config, tensors)
+        with refusal(
+            "transformer.blocks.0.attn.kv_b.weight is missing",
+            "attn.kv_c.weight of shape (128, 24) is unknown; the nearest known name is",
+        ):
+            convert(folder, tmp_path / "out", "absorbed")
+
+    def test_gone_again(self):
+        with refusal("model_type must be 'deepseek_v2'"):
+            ModelConfig.from_hugging_face(foo_config())
