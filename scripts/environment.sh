@@ -21,6 +21,7 @@ REQUIREMENTS=(
   'setuptools>=77'
   'safetensors>=0.5' 'transformers>=5' xxhash rich
   starlette uvicorn httptools uvloop 'pydantic>=2' prometheus-client openai
+  'mkdocs-material>=9.6'
 )
 # megatron-core 0.19 imports triton unconditionally; a CPU build of torch does not bring it.
 TRITON=triton==3.7.1

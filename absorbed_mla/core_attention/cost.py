@@ -118,7 +118,7 @@ def seconds(form: str, backend: Rated, dims: MLADims, work: Work, machine: str) 
     return 2e-12 * (products + count.forward / forward + count.backward / backward)
 
 
-# Of the scores that are computed again for the largest ones (docs/kernels/qk_clip.json).
+# Of the scores that are computed again for the largest ones (measurements/kernels/qk_clip.json).
 _SEARCH_RATES = {"NVIDIA H200": 510.0}
 
 

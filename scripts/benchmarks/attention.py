@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure MLA on one GPU: whole layers beside Megatron's own, and attention beside its peers.
 
-    $ python scripts/benchmarks/attention.py docs/attention
+    $ python scripts/benchmarks/attention.py docs/measurements/attention
     $ python scripts/benchmarks/attention.py /tmp/quick --suite layer --layouts sbhd --seq-lens 4k
     $ python scripts/benchmarks/attention.py /tmp/absorbed --form absorbed --heads 16 --seq-lens 8k
-    $ python scripts/benchmarks/attention.py docs/attention --render one.json other.json
+    $ python scripts/benchmarks/attention.py RESULTS --render one.json other.json
 
 Suite "layer": AbsorbedMLASelfAttention, with and without recomputation of mla_up_proj, beside
 Megatron's MLASelfAttention of TransformerEngine's layers: time of forward and of a step, memory

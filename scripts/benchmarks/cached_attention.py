@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure attention over cached latents on one device: chunked prefill, and offloaded contexts.
 
-    $ python scripts/benchmarks/cached_attention.py docs/inference
+    $ python scripts/benchmarks/cached_attention.py docs/measurements/inference
     $ python scripts/benchmarks/cached_attention.py /tmp/quick --suites offload --heads 16 \
           --contexts 32k
-    $ python scripts/benchmarks/cached_attention.py docs/inference --render cached.json
+    $ python scripts/benchmarks/cached_attention.py docs/measurements/inference --render cached.json
 
 Suite "prefill": some hundreds or thousands of new tokens over a long context, whose keys and values
 are expanded in chunks, beside attention alone over keys and values that are expanded already. One

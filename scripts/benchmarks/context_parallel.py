@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure one attention layer under context parallelism, ours beside Megatron's own.
 
-    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py docs/context-parallel \
+    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py RESULTS \
           --profile
     $ python scripts/benchmarks/context_parallel.py /tmp/both --render two.json four.json
 

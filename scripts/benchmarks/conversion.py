@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure memory and throughput of the checkpoint conversion, beside cp.
 
-    $ python scripts/benchmarks/conversion.py docs/conversion --work-folder /scratch
+    $ python scripts/benchmarks/conversion.py docs/measurements/conversion --work-folder /scratch
     $ python scripts/benchmarks/conversion.py /tmp/quick --sizes 0.2GB
 
 For every size it makes a synthetic checkpoint with DeepSeek-V3's names and shapes, copies it with

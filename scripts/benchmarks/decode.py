@@ -10,7 +10,7 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
     $ python scripts/benchmarks/decode.py --kv 8k --block-sizes 64 \
           --implementations "ours, hopper, parity;ours, hopper, fp8, parity"
-    $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
+    $ python scripts/benchmarks/decode.py --render docs/measurements/decode/decode.json
 
 The requests of a batch have so many keys as --lengths says:
 

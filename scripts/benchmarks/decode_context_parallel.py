@@ -2,7 +2,7 @@
 """Measure decode steps of a model over all processes: plain, with a shared cache, requests apart.
 
     $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py \
-          --json docs/inference/decode-context-parallel-2.json
+          --json docs/measurements/inference/decode-context-parallel-2.json
 
 For every context and number of requests, Megatron's engine reads random prompts and decodes, in
 three layouts of the same model:

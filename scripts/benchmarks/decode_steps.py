@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a decode step of the engine takes on the host and on the device, in its loop and without.
 
-    $ python scripts/benchmarks/decode_steps.py --json docs/generation/decode-steps.json
+    $ python scripts/benchmarks/decode_steps.py --json decode-steps.json
 
 A model of random weights generates for some requests at once, none of which ends while steps are
 timed: by Megatron's scheduler with a CUDA graph for each layer ("megatron"), and in the decode loop

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what drawing a token for each request takes, our kernels beside PyTorch's functions.
 
-    $ python scripts/benchmarks/drawing.py --json docs/generation/drawing.json
+    $ python scripts/benchmarks/drawing.py --json docs/measurements/generation/drawing.json
     $ python scripts/benchmarks/drawing.py --draws min_p,both --logits peaked --requests 64
 
 greedy   the most likely token

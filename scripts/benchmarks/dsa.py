@@ -3,7 +3,7 @@
 
     $ python scripts/benchmarks/dsa.py --json dsa.json
     $ python scripts/benchmarks/dsa.py --only "backward n=128"
-    $ python scripts/benchmarks/dsa.py --render docs/dsa/kernels.json
+    $ python scripts/benchmarks/dsa.py --render docs/measurements/dsa/kernels.json
 
 Implementations of one input are repeated in turns. Indices are random, or shared by neighbours: a
 key keeps its random number for 8 queries, so that two neighbours share 7/8 of their keys or more;

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measure decode with DeepSeek Sparse Attention beside dense decode: one new token per request.
 
-    $ python scripts/benchmarks/dsa_decode.py --json docs/dsa/decode.json
+    $ python scripts/benchmarks/dsa_decode.py --json docs/measurements/dsa/decode.json
     $ python scripts/benchmarks/dsa_decode.py --heads 16 --kv 8k --only sparse
-    $ python scripts/benchmarks/dsa_decode.py --render docs/dsa/decode.json
+    $ python scripts/benchmarks/dsa_decode.py --render docs/measurements/dsa/decode.json
 
 Latents and index keys lie in blocks of a cache in random order. Sparse decode is what a layer does
 for every token beside its projections: scores of all index keys of the request ("select" is their

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measure a training step of an attention layer with DeepSeek Sparse Attention beside others.
 
-    $ python scripts/benchmarks/dsa_layer.py --json docs/dsa/layer.json
+    $ python scripts/benchmarks/dsa_layer.py --json docs/measurements/dsa/layer.json
     $ python scripts/benchmarks/dsa_layer.py --seq-lens 32k --works sparse,dense
-    $ python scripts/benchmarks/dsa_layer.py --render docs/dsa/layer.json
+    $ python scripts/benchmarks/dsa_layer.py --render docs/measurements/dsa/layer.json
 
 One whole layer, forward and backward, DeepSeek-V3.2's widths, in turns over the same input:
 

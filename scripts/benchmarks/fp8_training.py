@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train one model in bf16 and with linear layers in FP8, and compare the losses.
 
-    $ python scripts/benchmarks/fp8_training.py docs/fp8
-    $ python scripts/benchmarks/fp8_training.py docs/fp8 --gpus 2          # two runs at a time
-    $ python scripts/benchmarks/fp8_training.py docs/fp8 --render old/fp8_training.json
+    $ python scripts/benchmarks/fp8_training.py docs/measurements/fp8
+    $ python scripts/benchmarks/fp8_training.py RESULTS --gpus 2          # two runs at a time
+    $ python scripts/benchmarks/fp8_training.py docs/measurements/fp8 --render old/fp8_training.json
 
 Each run is scripts/train.py on one GPU with the sources of Python's standard library, byte by byte.
 The model has DeepSeek-V3's attention with 16 heads, 8 layers and 656 M parameters. First it is

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what standard MLA fuses, RoPE and the down-projections of query and K/V, beside ours.
 
-    $ python scripts/benchmarks/fusions.py --json docs/attention/fusions.json
+    $ python scripts/benchmarks/fusions.py --json docs/measurements/attention/fusions.json
     $ python scripts/benchmarks/fusions.py --cases query,keys --heads 128 --block-heads 4,8,16,32,64
 
 Megatron's options are apply_rope_fusion and mla_down_proj_fusion.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the parts of a layer of grouped experts, our kernels beside PyTorch's operators.
 
-    $ python scripts/benchmarks/grouped_experts.py --json docs/generation/grouped-experts.json
+    $ python scripts/benchmarks/grouped_experts.py --json grouped-experts.json
     $ python scripts/benchmarks/grouped_experts.py --cases into,out_of --tokens 1,32,128
 
 choose      experts of every token, by Megatron's function and in one launch

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure parity mode's matrix product beside PyTorch's and Megatron's batch-invariant one.
 
-    $ python scripts/benchmarks/invariant_products.py --json docs/inference/products.json
+    $ python scripts/benchmarks/invariant_products.py --json products.json
     $ python scripts/benchmarks/invariant_products.py --works proj --rows 32 --tiles 64x64x4x5
     $ python scripts/benchmarks/invariant_products.py --rows 1k,8k --tiles 128x128x8x4,128x256x12x3
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure attention over the latent, beside FlashAttention-3's, whose forward takes it too.
 
-    $ python scripts/benchmarks/latent_attention.py --json docs/kernels/latent.json
+    $ python scripts/benchmarks/latent_attention.py --json docs/measurements/kernels/latent.json
     $ python scripts/benchmarks/latent_attention.py --heads 16 --seq-lens 8k --seconds-per-row 0.5
 
 One causal sequence, one key [latent | k_rope] for all heads. Implementations of an input are

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time to the first token after a long prefix: computed, in the cache, in host memory, on disk.
 
-    $ python scripts/benchmarks/prefix_tiers.py --json docs/inference/tiers.json
+    $ python scripts/benchmarks/prefix_tiers.py --json docs/measurements/inference/tiers.json
 
 One request at a time, whose prompt is a prefix and --suffix other tokens, to a model with random
 weights. The prefix is computed by an engine with prefix_cache_dir, found in its cache, and written

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Pretrain one small model through Megatron's own loop, with its MLA and with ours.
 
-    $ python scripts/benchmarks/pretraining.py docs/pretraining
+    $ python scripts/benchmarks/pretraining.py docs/measurements/pretraining
     $ python scripts/benchmarks/pretraining.py /tmp/quick --iterations 20 --layers 2 --skip 5
-    $ python scripts/benchmarks/pretraining.py docs/pretraining --render old/pretraining.json
+    $ python scripts/benchmarks/pretraining.py RESULTS --render old/pretraining.json
 
 Each run is scripts/benchmarks/pretrain_gpt.py in processes of its own, which calls
 megatron.training.pretrain with mock data; all runs begin with the same weights. The model's MLA has

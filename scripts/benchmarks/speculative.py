@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speculative decoding with MTP layers: are the tokens the same, and how much faster do they come?
 
-    $ python scripts/benchmarks/speculative.py --json docs/inference/speculative.json
+    $ python scripts/benchmarks/speculative.py --json docs/measurements/inference/speculative.json
 
 A model with two multi-token-prediction (MTP) layers is trained on the bytes of Python's standard
 library, so that drafts are right as often as a small model's are. Then the live model continues

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure training steps of a transformer layer in Megatron's CUDA graphs, ours beside Megatron's.
 
-    $ python scripts/benchmarks/training_graphs.py --json docs/attention/graphs.json
+    $ python scripts/benchmarks/training_graphs.py --json docs/measurements/attention/graphs.json
 
 A layer with attention and a MLP of --ffn-hidden-size, in Megatron's DDP: forward and backward of a
 sequence, without optimizer. Layers are of TransformerEngine where it is installed, and Megatron's

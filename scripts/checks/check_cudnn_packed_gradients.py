@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check whether the cuDNN that TransformerEngine loads computes right gradients for packs.
 
-    $ python scripts/checks/check_cudnn_packed_gradients.py docs/megatron
+    $ python scripts/checks/check_cudnn_packed_gradients.py docs/measurements/megatron
 
 Megatron's standard MLA pads its values from 128 to 192 numbers in packs, and cuDNN 9.14 computes
 wrong gradients for values that wide. This builds Megatron's MLASelfAttention of TransformerEngine's

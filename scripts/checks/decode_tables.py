@@ -1,4 +1,4 @@
-"""Tables of decode over a paged cache from the results under docs/decode."""
+"""Tables of decode over a paged cache from the results under docs/measurements/decode."""
 
 from __future__ import annotations
 

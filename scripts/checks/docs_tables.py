@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Write the tables in README.md and docs/*.md from measured data and from the package's registries.
+"""Write the tables of README.md and docs/ from measured data and from the package's registries.
 
     $ python scripts/checks/docs_tables.py            # after new JSON files, or a new backend
     $ python scripts/checks/docs_tables.py --check    # exit code 1 if a table is out of date
 
-The text between `<!-- table: NAME -->` and `<!-- end -->` is replaced. Layers are compared with
-layers of the same recomputation, as in the benchmarks' own reports. The tables "support ..." list
-the implementations in absorbed_mla (support_matrix.py), those of options what is declared in
-absorbed_mla/serving (option_tables.py).
+The text between `<!-- table: NAME -->` and `<!-- end -->` is replaced. The data are those of
+docs/measurements/. Layers are compared with layers of the same recomputation, as in the benchmarks'
+own reports. The tables "support ..." list the implementations in absorbed_mla (support_matrix.py),
+those of options what is declared in absorbed_mla/serving (option_tables.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from console.parser import Parser
 from console.script import run_script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+MEASUREMENTS = "measurements"  # under docs/: data, and the pages that say what was measured
 MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
 _BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -84,8 +85,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def pages(docs: Path) -> list[Path]:
-    """Every page of ``docs``, and the README beside it."""
-    return sorted([*docs.glob("*.md"), *docs.parent.glob("README.md")])
+    """Every page of ``docs`` and its measurements, and the README beside it."""
+    found = [*docs.glob("*.md"), *(docs / MEASUREMENTS).glob("*.md")]
+    return sorted([*found, *docs.parent.glob("README.md")])
 
 
 def filled(text: str, docs: Path) -> str:
@@ -94,7 +96,7 @@ def filled(text: str, docs: Path) -> str:
     Raises:
         KeyError: If a table is unknown.
     """
-    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]](docs)}\n{m[4]}", text)
+    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]](docs / MEASUREMENTS)}\n{m[4]}", text)
 
 
 def layer_table(docs: Path) -> str:

@@ -1,4 +1,4 @@
-"""The table of docs/generation.md with the time of drawing tokens."""
+"""The table of docs/measurements/serving.md with the time of drawing tokens."""
 
 from __future__ import annotations
 

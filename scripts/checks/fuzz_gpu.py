@@ -4,7 +4,7 @@
     $ python scripts/checks/fuzz_gpu.py --seconds 540 --output fuzz.json
     $ python scripts/checks/fuzz_gpu.py --only paged-hopper,_choice_kernel --seconds 60 --seed 7
     $ python scripts/checks/fuzz_gpu.py --only choose-experts --case 0.12.3   # one case again
-    $ python scripts/checks/fuzz_gpu.py --render docs/gpu-fuzz/h100.json
+    $ python scripts/checks/fuzz_gpu.py --render docs/measurements/gpu-fuzz/h100.json
 
 A process draws a configuration of a family of kernels (dtypes, widths, heads, block sizes: what
 kernels are compiled for), then runs cases with it: lengths, batches, packs, values. Processes

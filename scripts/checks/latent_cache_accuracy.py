@@ -3,7 +3,7 @@ r"""Measure what a latent cache in FP8 costs in accuracy, with a trained model, 
 
     $ bash scripts/quickstart.sh
     $ python scripts/checks/latent_cache_accuracy.py quickstart_output/trained \
-          --json docs/inference/latent-cache.json
+          --json docs/measurements/inference/latent-cache.json
 
 Every row has the same weights and the same texts; the first one is what the others are compared
 with: fp32, cached as computed. The texts are new cuts of what the quickstart's model is trained on,
@@ -241,7 +241,7 @@ def _figures(found: Found, first: Found, counting: Tensor) -> dict[str, float]:
 
 
 def table(docs: Path) -> str:
-    """The results in ``docs/inference/latent-cache.json``."""
+    """The results in ``docs/measurements/inference/latent-cache.json``."""
     rows = json.loads((docs / "inference" / "latent-cache.json").read_text())["rows"]
     lines = [
         [

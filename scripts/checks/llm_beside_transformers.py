@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """``LLM`` beside transformers, model by model: log-probabilities of every position.
 
-    $ python scripts/checks/llm_beside_transformers.py --json docs/accuracy/llm.json
+    $ python scripts/checks/llm_beside_transformers.py --json docs/measurements/accuracy/llm.json
     $ python scripts/checks/llm_beside_transformers.py --only dense           # without a GPU, too
 
 Small models with the routing of DeepSeek-V2, V2-Lite, V3 and V3.2, and with odd numbers of experts

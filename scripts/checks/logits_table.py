@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure how far converted models are from transformers, and what wrong conversions would do.
 
-    $ python scripts/checks/logits_table.py docs/conversion
-    $ torchrun --nproc-per-node 2 scripts/checks/logits_table.py docs/conversion
+    $ python scripts/checks/logits_table.py docs/measurements/conversion
+    $ torchrun --nproc-per-node 2 scripts/checks/logits_table.py docs/measurements/conversion
 
 Each run replaces the rows of its tensor-parallel size in logits.json, and prints them.
 """

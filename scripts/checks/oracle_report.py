@@ -2,7 +2,7 @@
 """Turn the error tables that the oracle tests write into a Markdown report, a summary and a plot.
 
     $ ABSORBED_MLA_ERROR_TABLE=errors.jsonl torchrun --nproc-per-node 2 -m pytest tests/distributed
-    $ python scripts/checks/oracle_report.py docs/accuracy errors.jsonl
+    $ python scripts/checks/oracle_report.py docs/measurements/accuracy errors.jsonl
 
 The tests append one JSON object per combination; see tests/support/error_table.py. An error is the
 relative Frobenius norm of the worst tensor among output, input gradient and the gradient of every

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/performance.md's tables and plot from the recorded results under docs/.
+"""Write the tables and the plot of docs/measurements/performance.md from the results beside it.
 
     $ python scripts/checks/performance_table.py            # exit code 1 if page or plot is old
     $ python scripts/checks/performance_table.py --write    # after new JSON files
@@ -18,25 +18,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from checks.docs_tables import DOCS, filled
+from checks.docs_tables import DOCS, MEASUREMENTS, filled
 from checks.performance import plot
 from console.parser import Parser
 from console.script import run_script
 
-PAGE, PLOT = "performance.md", "performance.png"
+PAGE, PLOT = f"{MEASUREMENTS}/performance.md", f"{MEASUREMENTS}/performance.png"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare page and plot with the data, or write them; returns the exit code."""
     parser = Parser("performance_table.py", __doc__)
     parser.add_argument("--write", action="store_true", help="write what differs")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page and its data")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
     return run_script("performance_table.py", lambda: _run(parser.parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
     page, png = args.docs / PAGE, args.docs / PLOT
-    text, bars = page.read_text(), plot.bars(args.docs)
+    text, bars = page.read_text(), plot.bars(args.docs / MEASUREMENTS)
     wanted = filled(text, args.docs)
     old = [PAGE] if wanted != text else []
     old += [PLOT] if plot.drawn(png) != plot.described(bars) else []

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Count the requests that run at once in the same memory, with latents in bf16 and in FP8.
+r"""Count the requests that run at once in the same memory, with latents in bf16 and in FP8.
 
-    $ python scripts/checks/resident_requests.py --json docs/inference/resident-requests.json
+    $ python scripts/checks/resident_requests.py \
+          --json docs/measurements/inference/resident-requests.json
 
 Our engine gets more requests than fit, of --tokens tokens each, and a buffer of --buffer-gb for its
 cache. It runs until a step has no more requests than the one before: the others wait for room. The

@@ -1,4 +1,4 @@
-"""The tables of docs/generation.md: ours beside vLLM's, and parity mode beside the default mode."""
+"""The tables of measurements/serving.md: ours beside vLLM's, and parity mode beside the default."""
 
 from __future__ import annotations
 

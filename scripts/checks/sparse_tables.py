@@ -1,4 +1,4 @@
-"""Tables of the sparse kernels from the results under docs/dsa."""
+"""Tables of the sparse kernels from the results under docs/measurements/dsa."""
 
 from __future__ import annotations
 

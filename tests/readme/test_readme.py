@@ -1,4 +1,4 @@
-"""The commands and the Python of README.md, as they stand, in a fresh checkout."""
+"""The commands and the Python of README.md and docs/, as they stand, in a fresh checkout."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import readme
+from tests.support import pages
 
 # Enough for checkpoints and losses; the text of the model is not looked at.
 _FEW_ITERATIONS = "bash scripts/quickstart.sh --train-iters 10 "
+# Pages of which something can run, after README.md, whose files they use.
+_GUIDES = [
+    page
+    for page in sorted(pages.DOCS.rglob("*.md"))
+    if any(block.runs for block in pages.blocks(page.read_text()))
+]
 
 
 @pytest.fixture(scope="module")
-def page() -> list[readme.Block]:
-    return readme.blocks((readme.ROOT / "README.md").read_text())
+def page() -> list[pages.Block]:
+    return pages.blocks((pages.ROOT / "README.md").read_text())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A fresh checkout, whose environment lacks the project."""
-    if reason := readme.missing_requirement():
+    if reason := pages.missing_requirement():
         pytest.skip(reason)
-    folder = readme.checkout(tmp_path_factory.mktemp("a new user") / "absorbed_mla")
-    readme.lend_packages(folder)
+    folder = pages.checkout(tmp_path_factory.mktemp("a new user") / "absorbed_mla")
+    pages.lend_packages(folder)
     return folder
 
 
@@ -35,7 +41,7 @@ def run(folder: Path, script: str) -> str:
         ["bash", "-c", script],
         stdin=subprocess.DEVNULL,
         cwd=folder,
-        env=readme.user_environment(),
+        env=pages.user_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,9 +53,9 @@ def run(folder: Path, script: str) -> str:
 
 @pytest.fixture(scope="module")
 def output(page, folder) -> str:
-    """Of all blocks, one after the other, in one shell."""
+    """Of all blocks of README.md, one after the other, in one shell."""
     script, count = re.subn(
-        r"^bash scripts/quickstart\.sh ", _FEW_ITERATIONS, readme.script(page), flags=re.MULTILINE
+        r"^bash scripts/quickstart\.sh ", _FEW_ITERATIONS, pages.script(page), flags=re.MULTILINE
     )
     assert count == 1
     return run(folder, script)
@@ -57,7 +63,7 @@ def output(page, folder) -> str:
 
 def test_every_block_runs(page, output):
     """A command that fails ends the shell: it did not, and reached the end of the page."""
-    executed = [block for block in page if block.kind in readme.EXECUTED]
+    executed = [block for block in page if block.runs]
     for block in executed:
         assert f"=== README.md:{block.line}\n" in output
     assert output.rstrip().endswith("=== README.md: end")
@@ -71,8 +77,15 @@ def test_what_the_page_promises(output):
     assert re.findall(r"log-prob gap max (\S+)", output) == ["0.0e+00"] * 2
 
 
+@pytest.mark.parametrize("guide", _GUIDES, ids=lambda page: page.stem)
+def test_every_block_of_a_guide_runs(guide, folder, output):
+    """In the shell that index.md tells to open, where README.md's commands have run."""
+    script = pages.script(pages.blocks(guide.read_text()), guide.name)
+    assert run(folder, f"source .venv/bin/activate\n{script}").rstrip().endswith(": end")
+
+
 def test_git_ignores_what_the_commands_leave(folder, output):
-    assert readme.new_files(folder) == []
+    assert pages.new_files(folder) == []
 
 
 def test_commands_of_the_quickstart_can_be_pasted(folder, output):

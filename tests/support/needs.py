@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -24,6 +26,11 @@ def gpu_with(what: str, refused: str | None = None) -> pytest.MarkDecorator:
     if HAS_GPU and refused:
         reason += f": {refused}"
     return pytest.mark.skipif(not HAS_GPU or refused is not None, reason=reason)
+
+
+def installed(module: str, package: str) -> pytest.MarkDecorator:
+    """Needs a package that CI has, and a machine with a GPU may not have."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"needs {package}")
 
 
 def processes(*counts: int) -> pytest.MarkDecorator:

@@ -50,7 +50,7 @@ def _with_sharing_chosen(model: GPTModel, options: LLMOptions, max_model_len: in
 
     A step over a shared cache has two exchanges per layer more and is slower for equally many
     requests; but where not all of ``max_num_seqs`` fit, as many times the requests as there are
-    ranks run together, which gains more (docs/inference.md).
+    ranks run together, which gains more (docs/parallel-serving.md).
     """
     if options.decode_context_parallel != "auto":
         return options

@@ -49,7 +49,7 @@ _MOST_ABSORBED = 1536
 # about 0.2 ms of an H100 for one prompt of 1,024 tokens, which are half a million pairs. One of
 # 1,400 tokens takes the device longer than its host, and a graph would only add to that.
 MOST_PAIRS = 1_000_000
-# Fewer new tokens after a long context attend absorbed without a graph, too (docs/inference.md).
+# Fewer new tokens after a long context attend absorbed without a graph, too (docs/latent-cache.md).
 _EXPANDED_FROM = 171
 _NO_WHOLE_STEPS = "no CUDA graph holds whole decode steps here"
 

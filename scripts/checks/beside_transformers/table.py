@@ -1,4 +1,4 @@
-"""The table of docs/accuracy.md with whole models beside transformers."""
+"""The table of docs/measurements/accuracy.md with whole models beside transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of ``fuzz_gpu.py --output`` as text, and the tables of docs/gpu-fuzz.md."""
+"""The results of ``fuzz_gpu.py --output`` as text, and the tables of measurements/gpu-fuzz.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NONE = "Not run yet."
 
 
 def page(docs: Path) -> str:
-    """What each file of docs/gpu-fuzz says: where it comes from, failures, families, kernels."""
+    """What each file of the results says: where it comes from, failures, families, kernels."""
     files = sorted((docs / "gpu-fuzz").glob("*.json"))
     return "\n\n".join(rendered(json.loads(file.read_text())) for file in files) or _NONE
 

@@ -1,4 +1,4 @@
-"""The plot of docs/performance.md: one bar per comparison, the peer at 1."""
+"""The plot of docs/measurements/performance.md: one bar per comparison, the peer at 1."""
 
 from __future__ import annotations
 

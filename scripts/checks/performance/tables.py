@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md."""
+"""The tables of docs/measurements/performance.md."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def runs_list(docs: Path) -> str:
 
 
 def present_command(command: str) -> str:
-    """A recorded command with the present path of a script that was moved since."""
-    return re.sub(r"scripts/bench_(\w+\.py)", r"scripts/benchmarks/\1", command)
+    """A recorded command with the present paths of a script and data that were moved since."""
+    command = re.sub(r"scripts/bench_(\w+\.py)", r"scripts/benchmarks/\1", command)
+    return re.sub(r" docs/(?!measurements/)", " docs/measurements/", command)
 
 
 def machine_list(docs: Path) -> str:

@@ -1,4 +1,4 @@
-"""What docs/*.md say was measured is what the data under docs/ say."""
+"""What the pages say was measured is what the data in docs/measurements/ say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from absorbed_mla.registry import Registry
 from benchmarks import drawing
 from benchmarks.kit.report import Times
 from checks import docs_tables, oracle_report, support_matrix
-from checks.docs_tables import DOCS
+from checks.docs_tables import DOCS, MEASUREMENTS
+
+DATA = DOCS / MEASUREMENTS
 
 
 def test_tables_are_what_their_data_say(capsys):
@@ -41,8 +43,9 @@ def test_every_table_is_in_a_page():
 
 @pytest.fixture
 def copied(tmp_path) -> Path:
+    """The folder of the data in a copy of the pages."""
     shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("*.png"))
-    return tmp_path / "docs"
+    return tmp_path / "docs" / MEASUREMENTS
 
 
 def test_a_table_that_differs_is_found_and_written(copied, capsys):
@@ -57,21 +60,22 @@ def test_a_table_that_differs_is_found_and_written(copied, capsys):
         [row] = [r for r in content["rows"] if r["case"] == case]
         row["step"]["median"], row["kept_bytes"] = milliseconds / 1e3, mebibytes * 2**20
     file.write_text(json.dumps(content))
-    assert docs_tables.main(["--docs", str(copied), "--check"]) == 1
-    assert docs_tables.main(["--docs", str(copied)]) == 0
+    docs = ["--docs", str(copied.parent)]
+    assert docs_tables.main([*docs, "--check"]) == 1
+    assert docs_tables.main(docs) == 0
     pages = "attention.md, performance.md"
     assert capsys.readouterr().out == f"Differ: {pages}\nWritten: {pages}\n"
     recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
     line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
     assert line in (copied / "attention.md").read_text()
-    assert docs_tables.main(["--docs", str(copied), "--check"]) == 0
+    assert docs_tables.main([*docs, "--check"]) == 0
 
 
 def test_an_unknown_table(copied):
     page = copied / "attention.md"
     page.write_text(page.read_text().replace("<!-- table: layers -->", "<!-- table: layer -->"))
     with pytest.raises(KeyError, match="layer"):
-        docs_tables.main(["--docs", str(copied)])
+        docs_tables.main(["--docs", str(copied.parent)])
 
 
 def ring(copied: Path, implementation: str, recompute: str) -> dict:
@@ -129,7 +133,7 @@ def test_drawing(tmp_path):
 
 def worst(machine: str, *, cp: bool, table: str = "module") -> float:
     """In float64 with the rotary table of the module, or of the oracle."""
-    rows = oracle_report.read_summary(DOCS / "accuracy" / machine / "summary.json")
+    rows = oracle_report.read_summary(DATA / "accuracy" / machine / "summary.json")
     return max(
         row["worst_relative_error"]
         for row in rows
@@ -140,11 +144,11 @@ def worst(machine: str, *, cp: bool, table: str = "module") -> float:
 
 
 def test_claims_about_float64():
-    """Of prose: docs/context-parallel.md, and the bound that docs/accuracy.md gives."""
-    page = (DOCS / "context-parallel.md").read_text()
+    """Of prose: context-parallel.md, and the bound that accuracy.md gives."""
+    page = (DATA / "context-parallel.md").read_text()
     [claimed] = re.findall(r"worst (\d\.\de-\d+), bound 1e-9", page)
     assert claimed == f"{max(worst('cpu', cp=True), worst('h200', cp=True)):.1e}"
-    accuracy = " ".join((DOCS / "accuracy.md").read_text().split())
+    accuracy = " ".join((DATA / "accuracy.md").read_text().split())
     assert "worst error is below 1e-14" in accuracy
     assert max(worst(m, cp=c) for m in ("cpu", "h200") for c in (False, True)) < 1e-14
     [claimed] = re.findall(r"in float64, the error is up to (\d\.\de-\d+)", accuracy)

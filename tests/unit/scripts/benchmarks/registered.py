@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.kit import Benchmark
 
 FOLDER = Path(__file__).resolve().parents[4] / "scripts/benchmarks"
-DOCS = FOLDER.parents[1] / "docs"
+DOCS = FOLDER.parents[1] / "docs" / "measurements"
 
 
 def _registered() -> dict[str, type[Benchmark]]:

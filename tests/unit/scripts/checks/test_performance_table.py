@@ -1,4 +1,4 @@
-"""docs/performance.md and its plot are what the recorded results say."""
+"""docs/measurements/performance.md and its plot are what the recorded results say."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from checks import performance_table
-from checks.docs_tables import DOCS
+from checks.docs_tables import DOCS, MEASUREMENTS
 from checks.performance import decoding, latent, layers, plot, rings, serving, sparse, tables
 from checks.performance.row import Row
 from checks.performance.sections import SECTIONS, Measured, Section
 
-FILE = "attention/layer.json"
+FILE = f"{MEASUREMENTS}/attention/layer.json"
 
 
 def test_page_and_plot_are_what_the_data_say(capsys):
@@ -26,7 +26,7 @@ def test_page_and_plot_are_what_the_data_say(capsys):
 def copied(tmp_path) -> Path:
     """Docs with one file of data, for speed, and a page that fits it."""
     docs = tmp_path / "docs"
-    (docs / "attention").mkdir(parents=True)
+    (docs / MEASUREMENTS / "attention").mkdir(parents=True)
     for name in (FILE, performance_table.PAGE):
         shutil.copy(DOCS / name, docs / name)
     pytest.importorskip("matplotlib")
@@ -52,21 +52,25 @@ def test_a_changed_number_is_found_and_written(copied, capsys):
     capsys.readouterr()
     assert performance_table.main(docs) == 1
     # It becomes the slowest of its group, so the plot shows it, too.
-    assert capsys.readouterr().out == "Differ: performance.md, performance.png\n"
+    assert (
+        capsys.readouterr().out == f"Differ: {performance_table.PAGE}, {performance_table.PLOT}\n"
+    )
     assert performance_table.main([*docs, "--write"]) == 0
     line = "| 128 heads, 64k, one sequence | 1500 ms | Megatron + TE | 1000 ms | **1.50** | - |"
-    assert line in (copied / "performance.md").read_text()
+    assert line in (copied / performance_table.PAGE).read_text()
     assert ["128 heads, 64k, one sequence  /  Megatron + TE", 1.5] in (
-        json.loads(plot.drawn(copied / "performance.png"))["Attention layer, forward and backward"]
+        json.loads(plot.drawn(copied / performance_table.PLOT))[
+            "Attention layer, forward and backward"
+        ]
     )
     assert performance_table.main(docs) == 0
 
 
 def test_a_missing_plot_is_found(copied, capsys):
-    (copied / "performance.png").unlink()
+    (copied / performance_table.PLOT).unlink()
     capsys.readouterr()
     assert performance_table.main(["--docs", str(copied)]) == 1
-    assert capsys.readouterr().out == "Differ: performance.png\n"
+    assert capsys.readouterr().out == f"Differ: {performance_table.PLOT}\n"
 
 
 def times(median: float, repetitions: int = 9) -> dict:
@@ -170,7 +174,9 @@ class TestReaders:
         assert ratios(layers.fp8_rows(file)) == fp8
 
     def test_a_ring_with_other_recomputation_is_named(self, tmp_path):
-        content = json.loads((DOCS / "context-parallel" / "h200-x2.json").read_text())
+        content = json.loads(
+            (DOCS / MEASUREMENTS / "context-parallel" / "h200-x2.json").read_text()
+        )
         ours, theirs = content["rows"][:2]
         ours["step_seconds"], theirs["step_seconds"] = [1.0], [2.0]
         theirs["case"]["recompute"] = "none"
@@ -266,8 +272,11 @@ def test_texts():
     assert tables.time_text(1.4346, 1.3) == "1435 ms"
     assert tables.time_text(0.01234, 0.01) == "12.3 ms"
     assert tables.time_text(0.00123, 0.0009) == "1230 µs"
-    moved = "python scripts/bench_decode.py --kv 8k"
-    assert tables.present_command(moved) == "python scripts/benchmarks/decode.py --kv 8k"
+    moved = "python scripts/bench_decode.py --kv 8k --json docs/decode/decode.json"
+    present = (
+        "python scripts/benchmarks/decode.py --kv 8k --json docs/measurements/decode/decode.json"
+    )
+    assert tables.present_command(moved) == tables.present_command(present) == present
     values = {"1": [1, 2, 3, 5], "2": [4]}
     assert tables._values_text(values, 5) == "1 (run 1-3, 5); 2 (run 4)"
     assert tables._values_text({"1": [1, 2]}, 2) == "1"
@@ -275,5 +284,5 @@ def test_texts():
 
 def test_every_file_of_the_sections_is_written_by_a_benchmark_or_to_come():
     files = {file for section in SECTIONS for file in section.files}
-    missing = {file for file in files if not (DOCS / file).exists()}
+    missing = {file for file in files if not (DOCS / MEASUREMENTS / file).exists()}
     assert missing <= {"dsa/layer.json", "generation/traffic.json"}

@@ -9,7 +9,8 @@ import pytest
 
 from checks import resident_requests
 
-PUBLISHED = Path(resident_requests.__file__).parents[2] / "docs/inference/resident-requests.json"
+DATA = Path(resident_requests.__file__).parents[2] / "docs/measurements"
+PUBLISHED = DATA / "inference/resident-requests.json"
 
 
 def test_at_once(monkeypatch):

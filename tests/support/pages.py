@@ -1,4 +1,4 @@
-"""README.md as a list of fenced blocks, and a fresh checkout to run them in."""
+"""The pages of README.md and docs/ as fenced blocks, and a fresh checkout to run them in."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Kinds of blocks that tests/readme runs, in the order of the page.
+DOCS = ROOT / "docs"
+# Kinds of blocks that tests/readme runs, in the order of the page, unless a comment says why not.
 EXECUTED = ("bash", "python")
-# Kinds that are not run: they need a GPU, a download or much time.
+# With a prompt, in README.md and CONTRIBUTING.md: never run.
 SHOWN = ("console",)
 # Text, such as a tree of files.
 DRAWN = ("text",)
+# A block, with the comment in front of it: <!-- not run: why -->
+_BLOCK = re.compile(
+    r"^(?P<indent> *)(?:<!-- not run: (?P<reason>[^\n]+) -->\n(?P=indent))?"
+    r"```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
 # Variables that a test run may have, but not a user's shell.
 _OF_A_TEST_RUN = re.compile(
     r"ABSORBED_MLA_\w+|PYTHON\w+|COV\w+|PYTEST\w+|TORCH\w+|OMP_NUM_THREADS|VIRTUAL_ENV"
@@ -33,11 +41,18 @@ class Block:
         kind: What stands behind the opening fence.
         text: Between the fences.
         line: Of the opening fence, from 1.
+        reason: Why no test runs it, as the comment in front of it says; None without a comment.
     """
 
     kind: str
     text: str
     line: int
+    reason: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether ``tests/readme`` runs it."""
+        return self.kind in EXECUTED and self.reason is None
 
     def commands(self) -> list[str]:
         """The shell's commands, continuation lines joined, comments left to the shell."""
@@ -46,24 +61,37 @@ class Block:
         return [line.removeprefix(prompt) for line in text.splitlines() if line.strip()]
 
 
+def all_pages() -> list[Path]:
+    """README.md, CONTRIBUTING.md, and every page of docs/."""
+    top = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    return [*top, *sorted(DOCS.glob("*.md")), *sorted((DOCS / "measurements").glob("*.md"))]
+
+
 def blocks(text: str) -> list[Block]:
     """All fenced blocks of a Markdown text."""
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in found]
+    return [
+        Block(
+            kind=m["kind"],
+            text=textwrap.dedent(m["text"]),
+            line=text.count("\n", 0, text.index("```", m.start())) + 1,
+            reason=m["reason"],
+        )
+        for m in _BLOCK.finditer(text)
+    ]
 
 
-def script(page: list[Block]) -> str:
-    """A bash script that runs the ``EXECUTED`` blocks in order and prints the line of each."""
+def script(page: list[Block], name: str = "README.md") -> str:
+    """A bash script that runs the blocks in order that can run, and prints the line of each."""
     parts = ["set -e"]
     for block in page:
-        if block.kind not in EXECUTED:
+        if not block.runs:
             continue
-        parts.append(f"echo '=== README.md:{block.line}'")
+        parts.append(f"echo '=== {name}:{block.line}'")
         if block.kind == "bash":
             parts.append(block.text)
         else:
             parts.append(f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK")
-    return "\n".join([*parts, "echo '=== README.md: end'"]) + "\n"
+    return "\n".join([*parts, f"echo '=== {name}: end'"]) + "\n"
 
 
 def user_environment() -> dict[str, str]:
