@@ -228,6 +228,10 @@ def text_names(model: object, names: Iterable[str]) -> dict[str, str | None]:
     """
     names = list(names)
     if not isinstance(model, TextAndImages):
+        # The config.json of a text model may stand beside the tensors of the whole.
+        wholes = (one for one in MODELS if isinstance(one, TextAndImages))
+        model = next((w for w in wholes if any(n.startswith(w.prefix) for n in names)), None)
+    if model is None:
         return {name: name for name in names}
     # Files without the prefix hold the text model alone.
     images = model.images if any(name.startswith(model.prefix) for name in names) else ()

@@ -125,8 +125,9 @@ def _sources(paths: Sequence[Path], how: Mapping[str, Any]) -> list[Source]:
         if how.get(name) and all(own):
             option = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{option} is for Megatron checkpoints; there is none")
-    links = {"follow_links": how.get("follow_links", False)}
-    return [Source(path, **(links if hf else how)) for path, hf in zip(paths, own)]
+    sources = [Source(path, **how) for path in paths]
+    for_hf = {"hf_config": None, "drop_tokens": False}
+    return [replace(one, **for_hf) if hf else one for one, hf in zip(sources, own)]
 
 
 def _logits(

@@ -16,7 +16,7 @@ class KVUp:
 
     Attributes:
         update: Value of ``muon_kv_up``; ``"auto"`` is combined.
-        head_dims: MomentumView per head of ``linear_k_up_proj`` and of ``linear_v_up_proj``.
+        head_dims: Rows per head of ``linear_k_up_proj`` and of ``linear_v_up_proj``.
     """
 
     update: str

@@ -54,7 +54,7 @@ class EngineOptions(EngineFields):
                 f"{self.prefill_graph_tokens}"
             )
         for option, fields in _CONFIG.items():
-            for name, accepted in fields.items() if getattr(self, option) else ():
+            for name, accepted in fields.items() if getattr(self, option) not in (None, 0) else ():
                 value = self.inference_config.get(name, accepted)
                 if value != accepted:
                     raise ValueError(

@@ -71,12 +71,11 @@ def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
     if "tensor_model_parallel_size" not in args:
         return _sizes_from_names(folders)
     fields = Fields(args, [])
-    sizes = Sizes(
-        *(
-            fields.integer(f"{name}_model_parallel_size", _MOST_RANKS, default=1)
-            for name in ("tensor", "pipeline", "expert")
-        )
-    )
+    names = [f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")]
+    sizes = Sizes(*(fields.integer(name, _MOST_RANKS, default=1) for name in names))
+    for name in names:
+        if fields.null(name):
+            fields.wrong(name, f"an integer from 1 to {_MOST_RANKS}")
     if fields.given("num_experts"):
         accepted = f"tensor_model_parallel_size, {sizes.tensor}"
         fields.only("expert_tensor_parallel_size", sizes.tensor, accepted)

@@ -71,6 +71,9 @@ def test_missing_and_extra_folders_are_all_named():
         ({"tensor": 0}, "tensor_model_parallel_size must be an integer from 1"),
         ({"pipeline": "2"}, "pipeline_model_parallel_size must be an integer from 1"),
         ({"expert": True}, "expert_model_parallel_size must be an integer from 1"),
+        ({"tensor": None}, "tensor_model_parallel_size"),
+        ({"pipeline": None}, "pipeline_model_parallel_size"),
+        ({"expert": None}, "expert_model_parallel_size"),
         ({"tensor": 1000, "pipeline": 1000, "expert": 1000}, "are more than"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size"),
         (

@@ -95,8 +95,14 @@ def test_bits_come_back(model, tmp_path):
         assert torch.equal(tensor, after[name]), name
 
 
-def test_what_a_text_model_leaves_out_is_said(tmp_path):
+@pytest.mark.parametrize("config", ["whole", "text"])
+def test_what_a_text_model_leaves_out_is_said(config, tmp_path):
+    """Whether config.json is that of the whole model or of its text model."""
     folder = save(make_kimi_k25(MODELS["kimi_k25"]), tmp_path / "hf")
+    if config == "text":
+        whole = json.loads((folder / "config.json").read_text())
+        text = whole["text_config"] | {"model_type": "deepseek_v3"}
+        (folder / "config.json").write_text(json.dumps(text))
     inspection = inspect_checkpoint(folder)
     assert not inspection.problems
     images = [n for n in stored(folder) if not n.startswith("language_model.")]

@@ -379,3 +379,11 @@ class TestSlabs:
         )
         assert compare_tensors("x", whole, self.huge(5)[0]).difference.max_abs == 7
         assert len(loads) == 2
+
+
+def test_an_option_that_there_is_not(tmp_path):
+    """Also where both checkpoints are Hugging Face's, which have no options of Megatron's."""
+    config = tiny_config(**V2_LITE)
+    write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+    with pytest.raises(TypeError, match="follow_link"):
+        verify(tmp_path / "hf", tmp_path / "hf", follow_link=True)

@@ -1,21 +1,18 @@
-"""The absorbed form: W_UK multiplies the query, W_UV the output; attention is over the latent.
-
-(q W_UK) . c = q . (W_UK c): multiplying the query instead of the latent c leaves the scores as they
-are. ``W_UK`` and ``W_UV`` are views of the parameters, so both products train them. Source:
-DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
-"""
+"""The absorbed form: W_UK multiplies the query, W_UV the output; attention is over the latent."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.absorb import (
+    absorb_query,
+    absorb_query_in_inference,
+    up_project_value,
+    up_project_value_in_inference,
+)
 from absorbed_mla.core_attention.forms.base import BlockGradients, Query
 from absorbed_mla.core_attention.types import AttentionInputs
-from absorbed_mla.once_differentiable import once_differentiable
 from absorbed_mla.rope import rotate_tail
 
 
@@ -33,7 +30,7 @@ class AbsorbedForm:
     def query_in_inference(self, q, w_uk, cos, sin):
         """:meth:`query` without gradient, whose q_rope is a part of ``q``."""
         q_nope, q_rope = _parts(rotate_tail(q, cos, sin, len(w_uk)), w_uk)
-        return _head_product(absorb_query, q_nope, w_uk, w_uk), q_rope
+        return absorb_query_in_inference(q_nope, w_uk), q_rope
 
     def weights(self, w_uk, w_uv):
         """None: W_UK is in the query, and W_UV is applied to the output."""
@@ -45,7 +42,7 @@ class AbsorbedForm:
 
     def output_in_inference(self, core_out, w_uv):
         """:meth:`output` without gradient."""
-        return _head_product(up_project_value, core_out, w_uv, w_uv.transpose(1, 2))
+        return up_project_value_in_inference(core_out, w_uv)
 
     def widths(self, dims):
         """See ``Form``."""
@@ -60,36 +57,6 @@ class AbsorbedForm:
         found = backend.backward(grad, output, _inputs(query, kv), rules)
         dkv = _rejoin(found.k_content.squeeze(2), found.k_rope)
         return BlockGradients((found.q_content, found.q_rope), dkv, ())
-
-
-def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """Absorbed query ``q_nope . W_UK``, whose scores with the latent are those with the keys.
-
-    Args:
-        q_nope: [S, B, N, nope].
-        w_uk: [N, nope, C].
-
-    Returns:
-        [S, B, N, C].
-    """
-    if _needs_own_product(q_nope):
-        return _HeadProduct.apply(q_nope, w_uk)
-    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
-
-
-def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
-    """Values of the attended latent, ``o_latent . W_UV^T``: one product per query, not per key.
-
-    Args:
-        o_latent: [S, B, N, C].
-        w_uv: [N, v, C].
-
-    Returns:
-        [S, B, N, v].
-    """
-    if _needs_own_product(o_latent):
-        return _HeadProduct.apply(o_latent, w_uv.transpose(1, 2))
-    return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
 
 
 def _parts(q: Tensor, w_uk: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,47 +84,3 @@ def _inputs(query: Query, kv: Tensor) -> AttentionInputs:
     # Not split(), nor indices: these cost the host three times as much.
     latent, k_rope = kv.split_with_sizes((c, kv.shape[-1] - c), -1)
     return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
-
-
-def _head_product(stage: Callable, x: Tensor, weight: Tensor, matrices: Tensor) -> Tensor:
-    """``x`` [S, B, N, K] times ``matrices`` [N, K, C], which is what ``stage`` computes.
-
-    ``torch.einsum`` leaves heads first, which the next layer of a decode step copies. Training does
-    not come here, not even where gradients are off: what it computes again with gradients must lie
-    in memory as it did.
-    """
-    if not x.is_cuda or is_enabled(x.device):
-        return stage(x, weight)
-    return _contiguous_product(x, matrices)
-
-
-def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
-    """``x`` [S, B, N, K] times ``matrices`` [N, K, C]: [S, B, N, C], contiguous; no gradient."""
-    tokens, batch, heads, _ = x.shape
-    result = x.new_empty(tokens * batch, heads, matrices.shape[2])
-    torch.bmm(x.flatten(0, 1).transpose(0, 1), matrices, out=result.transpose(0, 1))
-    return result.view(tokens, batch, heads, matrices.shape[2])
-
-
-def _needs_own_product(x: Tensor) -> bool:
-    """Whether parity mode is on, on a GPU: its operators there do not cover ``aten::bmm``."""
-    return x.is_cuda and is_enabled(x.device)
-
-
-class _HeadProduct(torch.autograd.Function):
-    """``x`` [S, B, N, K] times ``weight`` [N, K, C]; the forward is batch-invariant."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        from absorbed_mla.kernels.invariant.product import head_product
-
-        ctx.save_for_backward(x, weight)
-        found = head_product(x.flatten(0, 1), weight)
-        return found.view(*x.shape[:3], weight.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)
-        return dx, torch.einsum("sbnk,sbnc->nkc", x, grad)

@@ -124,8 +124,8 @@ class LocalRunner:
         try:
             if self._engine is None:
                 self._engine = Engine(self._model, self._options)
+                self.step = self._engine.execute
             self._engine.start()
-            self.step = self._engine.execute
             if capture:
                 self._engine.capture()
         except torch.OutOfMemoryError as error:

@@ -104,7 +104,7 @@ MUTATIONS = {
         "x",
     ),
     "head_product_of_one_token": Mutation(
-        "absorbed_mla/core_attention/forms/absorbed.py",
+        "absorbed_mla/absorb.py",
         '"sbnk,sbnc->nkc", x, grad',
         '"sbnk,sbnc->nkc", x[:1], grad[:1]',
     ),
@@ -215,12 +215,12 @@ MUTATIONS = {
         "        if True:\n",
     ),
     "inference_copies_heads_first": Mutation(
-        "absorbed_mla/core_attention/forms/absorbed.py",
-        "    return _contiguous_product(x, matrices)\n",
-        "    return stage(x, weight)\n",
+        "absorbed_mla/absorb.py",
+        "    return _contiguous_product(q_nope, w_uk)\n",
+        "    return absorb_query(q_nope, w_uk)\n",
     ),
     "absorption_looks_at_gradients": Mutation(
-        "absorbed_mla/core_attention/forms/absorbed.py",
+        "absorbed_mla/absorb.py",
         '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
         "    if q_nope.is_cuda and not torch.is_grad_enabled():\n"
         "        return absorb_query_in_inference(q_nope, w_uk)\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.core_attention.forms.absorbed import absorb_query
+from absorbed_mla.absorb import absorb_query
 from tests.support import world
 from tests.support.cases import WIDE, random_weights
 from tests.support.harness import Setup, build_attention, load_weights

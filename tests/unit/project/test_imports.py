@@ -215,7 +215,7 @@ LEVELS = [
     {"batch_invariant"},
     {"packed_router", "deepseek_router"},
     {
-        *("norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
+        *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),
     },
     {"unsupported", "checkpoint"},

@@ -24,6 +24,6 @@ def test_the_way_is_short(form):
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     found = dict(re.findall(r"^(\w[\w ]*\w) +(\d+) files", done.stdout, re.MULTILINE))
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"A training forward enters {found['training forward']} files in either form" in readme
+    assert f"{found['training forward']} files in the {form} form" in readme
     assert f"a decode step {found['decode']}, one of `LLM` {found['LLM decode step']}" in readme
     assert f"a server request {found['server request']} (" in readme

@@ -72,3 +72,19 @@ def test_no_memory(events, monkeypatch):
     options = SimpleNamespace(cache_tokens=4096)
     with pytest.raises(ValueError, match="a cache of 4096 tokens does not fit"):
         local.LocalRunner(None, options)._wake(capture=True)
+
+
+def test_an_engine_that_did_not_start_is_closed(events, monkeypatch):
+    def start(self):
+        raise OSError("no such folder")
+
+    monkeypatch.setattr(local.Engine, "start", start)
+    for name in ("finish", "close"):
+        monkeypatch.setattr(
+            local.Engine, name, lambda self, name=name: events.append(name), raising=False
+        )
+    runner = local.LocalRunner(torch.nn.Module(), SimpleNamespace(num_cuda_graphs=0))
+    with pytest.raises(OSError, match="no such folder"):
+        runner.wake()
+    runner.sleep()
+    assert events == ["made", "finish", "close"]

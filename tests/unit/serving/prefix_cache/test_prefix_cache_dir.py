@@ -528,6 +528,15 @@ class TestRefused:
                 "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU",
             ),
             (
+                {
+                    "prefix_cache_dir": "",
+                    "inference_config": {
+                        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO
+                    },
+                },
+                "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU",
+            ),
+            (
                 {"prefix_cache_bytes": 0},
                 "prefix_cache_bytes must be an integer of at least 1, got 0",
             ),
