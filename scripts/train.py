@@ -4,7 +4,7 @@
         --tensor-model-parallel-size 2 --sequence-parallel --train-iters 200 \
         --save checkpoints --save-interval 100 --metrics metrics.jsonl --plot loss.png
 
-All of Megatron's arguments are taken; ``--help`` lists those that it does not have. The data is the
+Megatron's arguments are taken, and ``--help`` lists those that it does not have. The data is the
 source code of Python's standard library unless ``--data`` names a file or folder.
 """
 

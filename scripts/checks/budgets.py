@@ -58,7 +58,7 @@ BUDGETS = (
     Budget("checkpoint_conversion", "lines", 10_850, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 33_100, 14_000),
-    Budget("tests", "lines", 73_000, 52_000),
+    Budget("tests", "lines", 73_050, 52_000),
     Budget("docs", "words", 22_000, 22_000, but_not="docs/measurements"),
 )
 

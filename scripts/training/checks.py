@@ -30,6 +30,23 @@ _GPU_ONLY = (
     ("fp8", "leave it out"),
     ("moe_grouped_gemm", "leave it out to run experts one after the other"),
 )
+_DATA = "the data is that of --data, the standard library's code without it"
+_TOKENIZER = "--tokenizer names a folder; without it every byte is a token"
+# Megatron's arguments that would have no effect, or fail: why.
+_NOT_TAKEN = {
+    **dict.fromkeys(("--data-path", "--data-args-path", "--mock-data"), _DATA),
+    **dict.fromkeys(("--train-data-path", "--valid-data-path", "--test-data-path"), _DATA),
+    "--per-split-data-args-path": _DATA,
+    **dict.fromkeys(("--tokenizer-type", "--tokenizer-model", "--vocab-file"), _TOKENIZER),
+    "--merge-file": _TOKENIZER,
+    "--dataloader-type": "windows of --data follow each other",
+    "--full-validation": "--eval-iters says how much is evaluated",
+    "--spec": "--attention chooses the layers",
+    "--ckpt-format": "checkpoints are torch_dist, which every script loads",
+    "--no-save-optim": "such a run could not be resumed; --finetune takes the weights alone",
+    "--async-save": "a checkpoint is complete when the next step begins",
+    "--save-retain-interval": "a checkpoint is complete when the next step begins",
+}
 # Products in FP8 take tokens in groups of this size.
 _FP8_TOKENS = 16
 
@@ -146,6 +163,7 @@ def _device(args: argparse.Namespace) -> Rules:
         yield ON_CPU and bool(getattr(args, name)), text
     text = "--transformer-impl transformer_engine needs a GPU, and this machine has none; use local"
     yield ON_CPU and args.transformer_impl == "transformer_engine" and not args.fp8, text
+    yield ON_CPU and args.use_torch_fsdp2, "--use-torch-fsdp2 needs a GPU"
 
 
 def _batch(args: argparse.Namespace) -> Rules:
@@ -198,6 +216,10 @@ def _training(args: argparse.Namespace) -> Rules:
     text = f"--lr-decay-iters must be above --lr-warmup-iters {warmup}, got {decay}"
     yield decay <= warmup, text
     yield (
+        args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None,
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters",
+    )
+    yield (
         args.use_distributed_optimizer and not HAVE_TE,
         "--use-distributed-optimizer needs TransformerEngine, without which Megatron does not "
         "resume such a run",
@@ -242,9 +264,8 @@ def _files(args: argparse.Namespace) -> Rules:
         args.new_indexer and not args.load,
         "--new-indexer needs --load, the dense checkpoint to start from",
     )
-    for name in ("async_save", "save_retain_interval"):
-        text = f"{flag_of(name)} is not taken: a checkpoint is complete when the next step begins"
-        yield bool(getattr(args, name)), text
+    for flag in args.given & _NOT_TAKEN.keys():
+        yield True, f"{flag} is not taken: {_NOT_TAKEN[flag]}"
     no_plot = bool(args.plot) and importlib.util.find_spec("matplotlib") is None
     yield no_plot, "--plot needs matplotlib: pip install matplotlib"
 

@@ -67,7 +67,7 @@ def rows(monkeypatch, tmp_path):
     monkeypatch.setattr("generation.run.require_same_model", lambda *args: None)
     monkeypatch.setattr("generation.model.load_weights", fill)
     if not torch.cuda.is_available():
-        monkeypatch.setattr("generation.run.check_model", lambda args, model: None)
+        monkeypatch.setattr("generation.run.check_model", lambda *args: None)
         event = lambda self: cpu_host._NoStream()  # noqa: E731
         monkeypatch.setattr(cpu_host._NoStream, "record_event", event, raising=False)
 

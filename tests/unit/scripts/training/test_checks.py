@@ -73,7 +73,17 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
         (["--bf16", "--fp16"], 1, "--fp16: not allowed with argument --bf16"),
         (["--seed", "0"], 1, "--seed must be at least 1, got 0"),
         (["--lr-decay-iters", "5"], 1, "must be above --lr-warmup-iters 10, got 5"),
-        (["--async-save"], 1, "--async-save"),
+        (["--async-save"], 1, "--async-save is not taken"),
+        (["--data-path", "foo"], 1, "--data-path is not taken: the data is that of --data"),
+        (["--mock-data"], 1, "--mock-data is not taken: the data is that of --data"),
+        (["--tokenizer-model", "nowhere"], 1, "--tokenizer-model is not taken: --tokenizer"),
+        (["--spec", "no.module", "name"], 1, "--spec is not taken: --attention"),
+        (["--dataloader-type", "cyclic"], 1, "--dataloader-type is not taken"),
+        (["--full-validation"], 1, "--full-validation is not taken"),
+        (["--ckpt-format", "torch"], 1, "--ckpt-format is not taken: checkpoints are torch_dist"),
+        (["--no-save-optim"], 1, "--no-save-optim is not taken"),
+        (["--lr-decay-style", "WSD"], 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        pytest.param(["--use-torch-fsdp2"], 1, "needs a GPU", marks=needs.no_gpu),
         pytest.param(
             ["--use-distributed-optimizer"], 1, "needs TransformerEngine", marks=needs.no_gpu
         ),
