@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -19,6 +18,7 @@ from absorbed_mla.packed_router import PackedRouter, use_packed_router
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support import world
+from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED
 
@@ -46,7 +46,7 @@ def balancing(kind: type[TopKRouter], x: Tensor, padding: Tensor | None) -> tupl
     Returns:
         The gradient of the balancing loss by the router's weight, and the tokens of each expert.
     """
-    destroy_moe_metrics_tracker()
+    forget_auxiliary_losses()
     torch.manual_seed(1)
     router = kind(config(), get_default_pg_collection()).to(world.device())
     router.set_layer_number(1)
