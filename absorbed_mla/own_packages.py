@@ -1,4 +1,4 @@
-"""``specs`` and ``checkpoint_conversion``: this distribution's packages that others may hide.
+"""Check that ``specs`` and ``checkpoint_conversion`` are not shadowed by other packages.
 
 Programs have packages of these names, too. Python takes the first that it finds on ``sys.path``,
 and prefers those with an ``__init__.py``, which ``specs`` has not: one of theirs hides it from

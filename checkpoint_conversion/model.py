@@ -1,4 +1,4 @@
-"""The dimensions of a model, and what it computes, read from Hugging Face's config.json."""
+"""A model's dimensions, router, RoPE and norms, read from Hugging Face's config.json."""
 
 from __future__ import annotations
 

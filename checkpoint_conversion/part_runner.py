@@ -1,4 +1,4 @@
-"""Writing parts with several threads, within a bound on memory, and committing them to disk."""
+"""Multi-threaded writing of a checkpoint's parts within a memory budget, committed to disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention dropout as a function of the seed and of the pair (batch, head, query, key).
+"""Counter-based attention dropout: what is dropped depends on seed, batch, head, query and key.
 
 Both forms, any chunk size and any context-parallel layout therefore drop the same probabilities,
 and backward computes the pattern again instead of storing it.

@@ -1,4 +1,4 @@
-"""Attention masks that say no more than the boundaries of the sequences do."""
+"""Attention masks that are redundant beside causality and cu_seqlens; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device code of the sparse backward: gradients of a tile of query rows, or of its keys."""
+"""Device code of the sparse attention's backward: dQ of a query tile, dKV of its top-k keys."""
 
 from __future__ import annotations
 

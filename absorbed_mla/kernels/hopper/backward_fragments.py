@@ -1,4 +1,4 @@
-"""dKV in the order of fragments: how the backward kernel adds to it, and how it is read.
+"""The accumulator layout of dKV: MMA fragments, added to global memory by 16-byte reductions.
 
 A fragment is the four numbers of an accumulator that a thread has in two rows and two neighbouring
 columns. Laid next to each other they are 16 bytes, which one instruction reduces into memory, and

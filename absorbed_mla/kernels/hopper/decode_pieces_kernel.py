@@ -1,4 +1,4 @@
-"""The decode kernel of parity mode: a program adds up fixed KV splits of a tile, one by one.
+"""Parity mode's decode kernel: fixed-size KV splits of a tile, combined one by one in order.
 
 Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, but for the end of a
 piece (pieces.py): there outputs, denominators and references begin anew, and the output is added to

@@ -1,4 +1,4 @@
-"""Launcher of the Hopper multi-head forward: keys and values of every head."""
+"""Launcher of the expanded form's forward on Hopper: multi-head attention, K and V per head."""
 
 from __future__ import annotations
 

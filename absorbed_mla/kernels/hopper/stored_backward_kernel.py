@@ -1,4 +1,4 @@
-"""The kernel of the backward that stores: P and dS of some tiles, for products of matrices.
+"""Backward kernel that writes P and dS of some tiles to global memory, for GEMMs after it.
 
 A tile of 64 rows (tokens x heads) meets its keys, 128 at a time, as in backward_kernel.py, of which
 this is step 1: S = Q K^T and dP = dO V^T, P = exp(S - LSE) and dS = P (dP - delta). They leave in

@@ -1,4 +1,4 @@
-"""Kernel that multiplies each head by a matrix, with the same order of sums for any batch."""
+"""Batch-invariant batched GEMM: every head's rows times that head's own matrix."""
 
 from __future__ import annotations
 

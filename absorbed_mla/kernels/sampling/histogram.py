@@ -1,4 +1,4 @@
-"""Histograms of a block's keys: how many reach each edge, and the sums of their weights."""
+"""Histograms for top-k and top-p: token counts and softmax weights above each threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of Megatron's inference engine that its documentation does not promise, by what needs them.
+"""Private names of Megatron's inference engine, by the feature that needs them.
 
 The check of the whole table is one of the first things that an ``Engine`` does.
 """
