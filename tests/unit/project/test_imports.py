@@ -59,7 +59,7 @@ class TestCost:
         assert subprocess.run(command).returncode == 0
 
     def test_time(self, fresh_process):
-        """CPU time of the process: 0.16 s on a quiet machine, up to twice that beside other work."""
+        """CPU time of the process: 0.16 s on a quiet machine, up to twice that on a busy one."""
         assert fresh_process["seconds"] < 0.5
 
     def test_nothing_else_is_loaded(self, fresh_process):
