@@ -264,8 +264,8 @@ def _files(args: argparse.Namespace) -> Rules:
         args.new_indexer and not args.load,
         "--new-indexer needs --load, the dense checkpoint to start from",
     )
-    for flag in args.given & _NOT_TAKEN.keys():
-        yield True, f"{flag} is not taken: {_NOT_TAKEN[flag]}"
+    for flag, why in _NOT_TAKEN.items():
+        yield flag in args.given, f"{flag} is not taken: {why}"
     no_plot = bool(args.plot) and importlib.util.find_spec("matplotlib") is None
     yield no_plot, "--plot needs matplotlib: pip install matplotlib"
 

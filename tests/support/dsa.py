@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
 from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear
-from tests import oracle, oracle_dsa
+from tests import oracle
 from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
 from tests.support import world
@@ -51,13 +51,6 @@ def random_weights(dsa: OracleDSA, seed: int = 0) -> dict[str, Tensor]:
         else:
             weights[name] = noise / 5 + (name != "i_k_bias")
     return weights
-
-
-def index_rows(
-    dsa: OracleDSA, w: dict[str, Tensor], x: Tensor, table: Table
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the indexer makes of one sequence [S, hidden]: [S, Hi, Di], [S, Di] and [S, Hi]."""
-    return oracle_dsa.index_vectors(dsa, w, x, oracle_dsa.query_latent(dsa.mla, w, x), table)
 
 
 def absorbed_rows(
