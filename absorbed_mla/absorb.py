@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.kernels.transposed_product import may_lose_last_row
 from absorbed_mla.once_differentiable import once_differentiable
 
 
@@ -26,7 +27,7 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     """
     if _needs_own_product(q_nope):
         return _HeadProduct.apply(q_nope, w_uk)
-    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
+    return _head_product("sbnd,ndc->sbnc", q_nope, w_uk)
 
 
 def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
     """
     if _needs_own_product(o_latent):
         return _HeadProduct.apply(o_latent, w_uv.transpose(1, 2))
-    return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
+    return _head_product("sbnc,nvc->sbnv", o_latent, w_uv)
 
 
 # torch.einsum leaves heads first, which the next layer of a decode step copies. Training does not
@@ -69,6 +70,14 @@ def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
     return result.view(tokens, batch, heads, matrices.shape[2])
 
 
+def _head_product(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [S, B, N, ..] times a weight [N, ..]; its gradient misses no token."""
+    tokens, batch = x.shape[:2]
+    if tokens > 1 and torch.is_grad_enabled() and may_lose_last_row(x, tokens * batch):
+        return torch.cat([torch.einsum(equation, part, weight) for part in (x[:-1], x[-1:])])
+    return torch.einsum(equation, x, weight)
+
+
 def _needs_own_product(x: Tensor) -> bool:
     """Whether parity mode is on, on a GPU: its operators there do not cover ``aten::bmm``."""
     return x.is_cuda and is_enabled(x.device)
@@ -90,4 +99,7 @@ class _HeadProduct(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)
-        return dx, torch.einsum("sbnk,sbnc->nkc", x, grad)
+        parts = (slice(None),)
+        if len(x) > 1 and may_lose_last_row(x, x.shape[0] * x.shape[1]):
+            parts = slice(None, -1), slice(-1, None)
+        return dx, sum(torch.einsum("sbnk,sbnc->nkc", x[part], grad[part]) for part in parts)

@@ -30,6 +30,7 @@ from absorbed_mla.graph_capture import (
 )
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
+from absorbed_mla.kernels.transposed_product import warn_of_lost_rows
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.megatron_interface import MegatronInterface
 from absorbed_mla.megatron_names import ATTENTION, GENERATION, PP_LAYER_OFFSET
@@ -259,6 +260,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
             refuse_full_iterations(self.config)
             attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
+        if torch.is_grad_enabled() and not self.config.sequence_parallel:
+            warn_of_lost_rows(hidden_states)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in
         # their hooks; the weights are arguments below, so that checkpoints return their gradients.

@@ -83,12 +83,23 @@ def _rotate_kernel(
         # [HEADS, HALF]
         first = tl.load(base + pair[None, :], mask=present, other=0.0).to(tl.float32)
         second = tl.load(base + HALF + pair[None, :], mask=present, other=0.0).to(tl.float32)
-        pairs = tl.join(first * cos + second * sin, second * cos - first * sin)
+        even, odd = rotated(first, second, cos, -sin)
         tl.debug_barrier()
-        tl.store(base + channel, tl.reshape(pairs, (HEADS, 2 * HALF)), mask=present)
+        pairs = tl.reshape(tl.join(even, odd), (HEADS, 2 * HALF))
+        tl.store(base + channel, pairs, mask=present)
     else:
         x = tl.load(base + channel, mask=present, other=0.0).to(tl.float32)
         even, odd = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
         tl.debug_barrier()
-        tl.store(base + pair[None, :], even * cos - odd * sin, mask=present)
-        tl.store(base + HALF + pair[None, :], odd * cos + even * sin, mask=present)
+        first, second = rotated(even, odd, cos, sin)
+        tl.store(base + pair[None, :], first, mask=present)
+        tl.store(base + HALF + pair[None, :], second, mask=present)
+
+
+@triton.jit
+def rotated(x, y, cos, sin):
+    """(x, y) turned by an angle, in fp32, to the same bits in every kernel.
+
+    Which of two products a sum takes into a fused multiply-add would be the compiler's choice.
+    """
+    return tl.fma(x, cos, -(y * sin)), tl.fma(y, cos, x * sin)

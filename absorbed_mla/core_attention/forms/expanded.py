@@ -21,6 +21,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.forms.base import BlockGradients
 from absorbed_mla.core_attention.types import NO_ROPE, AttentionInputs, AttentionOutput
+from absorbed_mla.kernels.transposed_product import product, transposed_product
 from absorbed_mla.rope import rotate_tail
 
 
@@ -189,10 +190,10 @@ def expand_backward(
     rows = kv.flatten(0, 1)
     tokens = rows.shape[0]
     dk_rows, dv_rows = (x.to(kv.dtype).reshape(tokens, x.shape[2] * x.shape[3]) for x in (dk, dv))
-    dkv = _product(dk_rows, w_k.flatten(0, 1))
-    dkv.narrow(1, 0, c).add_(_product(dv_rows, w_uv.flatten(0, 1)))
-    dw_k = _product(dk_rows.t(), rows).view(w_k.shape)
-    dw_uv = _product(dv_rows.t(), rows.narrow(1, 0, c)).view(w_uv.shape)
+    dkv = product(dk_rows, w_k.flatten(0, 1))
+    dkv.narrow(1, 0, c).add_(product(dv_rows, w_uv.flatten(0, 1)))
+    dw_k = transposed_product(dk_rows, rows).view(w_k.shape)
+    dw_uv = transposed_product(dv_rows, rows.narrow(1, 0, c)).view(w_uv.shape)
     return dkv.view(kv.shape), dw_k[:, :nope, :c], dw_uv
 
 
@@ -214,11 +215,3 @@ def _extend_by_rope(w_uk: Tensor, rope: int) -> Tensor:
     extended = F.pad(w_uk, (0, rope, 0, rope))
     extended[:, nope:, c:].diagonal(dim1=1, dim2=2).fill_(1)
     return extended
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product whose sums stay in fp32 (fp64)."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return a.to(wide) @ b.to(wide)

@@ -22,6 +22,7 @@ from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
+from absorbed_mla.kernels.transposed_product import transposed_product
 
 _CHUNK, _KEYS = CHUNK.value, KEYS.value
 
@@ -133,12 +134,5 @@ def _multiply(
         for part, gradient in zip(dq.split(widths, -1), (dq_content, dq_rope)):
             gradient[:, b] = part
         of_keys = dkv[:, b]
-        of_keys += _product(ds.t(), q[:, b].flatten(0, 1))
-        of_keys[:, : widths[0]] += _product(p.t(), grad_out[:, b].flatten(0, 1))
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In fp32."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+        of_keys += transposed_product(ds, q[:, b].flatten(0, 1))
+        of_keys[:, : widths[0]] += transposed_product(p, grad_out[:, b].flatten(0, 1))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.invariant.rms_norm import WARPS, normed_row
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.rotation import rotated
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
 
@@ -140,8 +141,9 @@ def _latents_kernel(
         even = tl.load(keys_ptr + rank + 2 * pair).to(tl.float32)
         odd = tl.load(keys_ptr + rank + 2 * pair + 1).to(tl.float32)
         normed = narrow(normed, keys_out_ptr.dtype.element_ty, INTERPRETED)
-        first = narrow(even * cos - odd * sin, keys_out_ptr.dtype.element_ty, INTERPRETED)
-        second = narrow(odd * cos + even * sin, keys_out_ptr.dtype.element_ty, INTERPRETED)
+        first, second = rotated(even, odd, cos, sin)
+        first = narrow(first, keys_out_ptr.dtype.element_ty, INTERPRETED)
+        second = narrow(second, keys_out_ptr.dtype.element_ty, INTERPRETED)
         tl.store(keys_out_ptr + column, normed, mask=inside)
         tl.store(keys_out_ptr + rank + pair, first)
         tl.store(keys_out_ptr + rank + HALF + pair, second)

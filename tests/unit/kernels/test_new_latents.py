@@ -22,7 +22,8 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged import new_latents as module
     from absorbed_mla.kernels.rotation import rotate
 
-ROWS = [1, 3, 33]
+# Of so many, some are rounded another way if a product is added unrounded.
+ROWS = [1, 3, 2000] if torch.cuda.is_available() else [1, 3, 33]
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,10 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
     cache = random(41, 4, rank + rope + 3, dtype=dtype)[..., 1:-2]
     expected = cache.clone()
     expected[blocks, offsets] = keys[:places]
+    # The interpreter has no fused multiply-add, and NumPy may or may not round between.
+    tolerance = {"rtol": 2**-8 if dtype.itemsize == 2 else 1e-6, "atol": 1e-6}
+    if cache.is_cuda:
+        tolerance = {"rtol": 0, "atol": 0}
     for slots in (None, (cache, blocks.int(), offsets)):
         found = module.new_latents(
             module.Normed(q_down, weights[0], 1e-6),
@@ -69,12 +74,8 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
         )
         assert [x.dtype for x in found] == [dtype, dtype]
         assert torch.equal(found[0], query)
-        torch.testing.assert_close(
-            found[1], keys, rtol=2**-8 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-        )
-    torch.testing.assert_close(
-        cache, expected, rtol=2**-8 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-    )
+        torch.testing.assert_close(found[1], keys, **tolerance)
+    torch.testing.assert_close(cache, expected, **tolerance)
     assert torch.equal(cache[40], expected[40])
 
 
