@@ -242,9 +242,7 @@ def _backward(
         deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
         **arguments.layout,
     )
-    if arguments.packed:
-        return dq.unsqueeze(1), dk.unsqueeze(1), dv.unsqueeze(1)
-    return dq, dk, dv
+    return (_batched(dq), _batched(dk), _batched(dv)) if arguments.packed else (dq, dk, dv)
 
 
 _LSE_OF_NO_KEY = 1e30

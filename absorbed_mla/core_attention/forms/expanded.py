@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.forms.base import BlockGradients
-from absorbed_mla.core_attention.types import NO_ROPE, AttentionInputs, AttentionOutput
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
 from absorbed_mla.rope import rotate_tail
 
 
@@ -63,7 +63,7 @@ class ExpandedForm:
         lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
-            inputs = _inputs(_of_heads(q, heads, dim=2), *expand(kv, *own))
+            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part = backend.forward(inputs, rules.for_heads(heads.start))
             # Free keys and values before memory for all heads is allocated.
             del inputs
@@ -83,7 +83,7 @@ class ExpandedForm:
         dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
-            inputs = _inputs(_of_heads(q, heads, dim=2), *expand(kv, *own))
+            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part_grad, part_output = (
                 type(group)(*(None if x is None else _of_heads(x, heads, dim=2) for x in group))
                 for group in (grad, output)
@@ -115,11 +115,6 @@ class ExpandedForm:
             yield slice(first, min(first + at_a_time, heads))
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-    """Multi-head attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
-    return AttentionInputs(q, NO_ROPE, k, NO_ROPE, v)
-
-
 def _of_heads(whole: Tensor, heads: slice, dim: int) -> Tensor:
     """The part of ``whole`` for a chunk of heads; itself, at no cost, where that is all of it."""
     count = heads.stop - heads.start
@@ -129,17 +124,9 @@ def _of_heads(whole: Tensor, heads: slice, dim: int) -> Tensor:
 def _write_heads(
     whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dim: int
 ) -> Tensor:
-    """Write a chunk of heads into the tensor of all heads, allocated on first use.
+    """The tensor of all heads, made for the first chunk, with ``part`` written to its ``heads``.
 
-    Args:
-        whole: All heads, or None before the first chunk.
-        part: The chunk; returned as it is if it holds all heads.
-        heads: Which heads it holds.
-        num_heads: Number of all heads.
-        dim: The dimension of heads.
-
-    Returns:
-        The tensor of all heads.
+    A chunk of all heads is returned as it is.
     """
     if part.shape[dim] == num_heads:
         return part

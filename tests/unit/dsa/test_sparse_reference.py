@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.dsa import key_subset, sparse_reference
-from absorbed_mla.dsa.sparse_reference import sparse_attention
+from absorbed_mla.dsa.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 from tests.oracle_dsa import masked_softmax
 from tests.support import needs
+from tests.support.dsa import sparse_attention
 from tests.support.numerics import relative_error
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
@@ -153,7 +154,7 @@ class TestParity:
         """Also with its own gradient, which is the reference's."""
         tensors = [x.requires_grad_() for x in self.inputs(dtype)]
         chosen = self.selection(topk)
-        found = sparse_attention(*tensors, chosen, SCALE, tiled_sparse_forward)
+        found = sparse_attention(*tensors, chosen, SCALE, REFERENCE.invariant)
         truth = sparse_attention(*tensors, chosen, SCALE)
         bound = 4 * torch.finfo(dtype).eps
         assert relative_error(found.out, truth.out) < bound
