@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,21 +44,37 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 }
 
 
+def refuse_fields(
+    who: str, config: MLATransformerConfig, fields: Mapping[str, tuple[tuple, str]]
+) -> None:
+    """Refuse values of config fields.
+
+    Args:
+        who: Does not support them.
+        config: Of the layer; a field that it does not have is not refused.
+        fields: By name the supported values, and what holds or what to do instead.
+
+    Raises:
+        ValueError: Naming the field, what it is and what is supported.
+    """
+    for name, (accepted, advice) in fields.items():
+        value = getattr(config, name, accepted[0])
+        if value not in accepted:
+            raise ValueError(
+                f"{who} does not support {name}={value!r}: {advice}; set it to {accepted[0]!r}"
+            )
+
+
 def refuse_unsupported_config(config: MLATransformerConfig) -> None:
     """Refuse config fields that would otherwise be ignored.
 
     Raises:
         ValueError: Naming the field, what it is and what is supported.
     """
-    for name, (accepted, advice) in _CONFIG_FIELDS.items():
-        value = getattr(config, name, accepted[0])
-        if name == "attention_backend" and getattr(config, "batch_invariant_mode", False):
-            continue  # Megatron demands attention_backend=flash in that mode
-        if value not in accepted:
-            raise ValueError(
-                f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
-                f"set it to {accepted[0]!r}"
-            )
+    fields = dict(_CONFIG_FIELDS)
+    if getattr(config, "batch_invariant_mode", False):
+        del fields["attention_backend"]  # Megatron demands attention_backend=flash in that mode
+    refuse_fields("AbsorbedMLASelfAttention", config, fields)
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "

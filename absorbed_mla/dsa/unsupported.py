@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.unsupported import refuse_fields
 
 # Config field -> (supported values, what holds or what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
@@ -31,13 +32,7 @@ def refuse_unsupported_dsa(
     Raises:
         ValueError: Naming the option, what it is and what is supported.
     """
-    for name, (accepted, advice) in _CONFIG_FIELDS.items():
-        value = getattr(config, name, accepted[0])
-        if value not in accepted:
-            raise ValueError(
-                "experimental_attention_variant='dsa' does not support "
-                f"{name}={value!r}: {advice}; set it to {accepted[0]!r}"
-            )
+    refuse_fields("experimental_attention_variant='dsa'", config, _CONFIG_FIELDS)
     if not causal:
         raise ValueError(
             "experimental_attention_variant='dsa' needs a causal attn_mask_type: the indexer "
