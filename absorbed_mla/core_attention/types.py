@@ -9,7 +9,7 @@ from torch import Tensor
 
 # The rope part of whole queries and keys. Made once: an operator on a device for each empty part
 # would cost the host as much as any other.
-_NO_ROPE = torch.empty(0)
+NO_ROPE = torch.empty(0)
 
 
 class AttentionInputs(NamedTuple):
@@ -34,7 +34,7 @@ class AttentionInputs(NamedTuple):
     @classmethod
     def multi_head(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
         """Inputs of multi-head attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
-        return cls(q, _NO_ROPE, k, _NO_ROPE, v)
+        return cls(q, NO_ROPE, k, NO_ROPE, v)
 
     def as_multi_head(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of multi-head attention; copies only if a rope part is separate."""

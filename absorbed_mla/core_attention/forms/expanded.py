@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.forms.base import BlockGradients
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
+from absorbed_mla.core_attention.types import NO_ROPE, AttentionInputs, AttentionOutput
 from absorbed_mla.rope import rotate_tail
 
 
@@ -63,7 +63,7 @@ class ExpandedForm:
         lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
-            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
+            inputs = _inputs(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part = backend.forward(inputs, rules.for_heads(heads.start))
             # Free keys and values before memory for all heads is allocated.
             del inputs
@@ -83,7 +83,7 @@ class ExpandedForm:
         dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
-            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
+            inputs = _inputs(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part_grad, part_output = (
                 type(group)(*(None if x is None else _of_heads(x, heads, dim=2) for x in group))
                 for group in (grad, output)
@@ -113,6 +113,11 @@ class ExpandedForm:
         at_a_time = -(-heads // chunks)
         for first in range(0, heads, at_a_time):
             yield slice(first, min(first + at_a_time, heads))
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
+    """Multi-head attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
+    return AttentionInputs(q, NO_ROPE, k, NO_ROPE, v)
 
 
 def _of_heads(whole: Tensor, heads: slice, dim: int) -> Tensor:
