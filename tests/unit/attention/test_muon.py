@@ -42,8 +42,8 @@ Tensors = dict[str, Tensor]
 
 
 def absorbed(choice: str = "combined") -> nn.Module:
-    spec = attention_spec(config_for(TINY, torch.float32), muon_kv_up=choice)
     config = config_for(TINY, torch.float32)
+    spec = attention_spec(config, muon_kv_up=choice)
     return build_module(spec, config=config, layer_number=1).to(world.device())
 
 
@@ -89,11 +89,14 @@ def weights_of(attention: nn.Module) -> Tensors:
     return named
 
 
-def trained(attention: nn.Module, kind=ReferenceMuon, steps: int = 3) -> Tensors:
-    optimizer = optimizer_of(attention, kind)
-    for number in range(steps):
-        set_gradients(attention, 1 + number)
+def take_steps(attention: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
+    for seed in seeds:
+        set_gradients(attention, seed)
         optimizer.step()
+
+
+def trained(attention: nn.Module, kind=ReferenceMuon) -> Tensors:
+    take_steps(attention, optimizer_of(attention, kind), 1, 2, 3)
     return weights_of(attention)
 
 
@@ -169,9 +172,7 @@ def test_its_state_is_loaded(choice):
     """It belongs to the weights, each with the rows of its own."""
     attention = absorbed(choice)
     optimizer = optimizer_of(attention)
-    for number in range(2):
-        set_gradients(attention, 1 + number)
-        optimizer.step()
+    take_steps(attention, optimizer, 1, 2)
     named = matrices(attention)
     assert len(optimizer.state) == len(named)
     assert all(optimizer.state[p]["momentum"].shape == p.shape for p in named.values())
@@ -181,9 +182,8 @@ def test_its_state_is_loaded(choice):
     resumed = optimizer_of(other)
     other.load_state_dict(attention.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for attention_, optimizer_ in ((attention, optimizer), (other, resumed)):
-        set_gradients(attention_, 3)
-        optimizer_.step()
+    take_steps(attention, optimizer, 3)
+    take_steps(other, resumed, 3)
     assert_equal(weights_of(other), weights_of(attention))
     assert_equal(weights_of(other), trained(absorbed(choice)))
 
@@ -216,7 +216,7 @@ def test_missing_gradients():
             named[KV_UP].grad = interleave_heads(TINY, no_keys, values)
         optimizer.step()
     assert_equal(weights_of(attention), weights_of(standard))
-    before, optimizer = weights_of(attention), optimizer_of(attention)
+    optimizer = optimizer_of(attention)
     optimizer.zero_grad()
     before = weights_of(attention)
     optimizer.step()

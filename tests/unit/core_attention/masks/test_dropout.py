@@ -13,9 +13,9 @@ from absorbed_mla.core_attention.masks.dropout import keep_factors
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from tests.support import world
-from tests.support.cases import TINY, random_weights
+from tests.support.cases import TINY
 from tests.support.differentiable import attention as differentiable_attention
-from tests.support.harness import Setup, build_attention, load_weights, named_tensors, run
+from tests.support.harness import Setup, named_tensors, random_attention, run
 from tests.support.layouts import LAYOUTS, dense, grid_layout
 from tests.support.numerics import compare
 
@@ -25,9 +25,7 @@ FORMS = ("absorbed", "expanded")
 
 
 def make(setup: Setup, rate: float = RATE):
-    attention = build_attention(TINY, setup, attention_dropout=rate)
-    load_weights(attention, TINY, setup, random_weights(TINY))
-    return attention
+    return random_attention(TINY, setup, attention_dropout=rate)
 
 
 def outcome(
