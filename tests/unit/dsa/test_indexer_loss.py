@@ -19,7 +19,8 @@ from tests.oracle_dsa import kl_of_rows, masked_softmax
 from tests.support import needs, world
 from tests.support.memory import PeakMemory
 from tests.support.numerics import relative_error
-from tests.unit.dsa.test_selection import random_index, visible
+from tests.support.spans import visible
+from tests.unit.dsa.test_selection import random_index
 from tests.unit.dsa.test_sparse_reference import mask_of, random_selection
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")

@@ -17,6 +17,7 @@ from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
 from tests.support import needs, world
 from tests.support.memory import PeakMemory
+from tests.support.spans import visible
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
 LAYOUTS = {
@@ -38,17 +39,6 @@ def random_index(tokens: int, requires_grad: bool = False) -> IndexVectors:
     query, key = (torch.randn(tokens, 1, *n, dtype=torch.bfloat16) for n in ((64, 128), (128,)))
     weights = torch.randn(tokens, 1, 64) * 8192**-0.5
     return IndexVectors(*(x.requires_grad_(requires_grad) for x in (query, key, weights)))
-
-
-def visible(spans: Spans, queries: int, keys: int) -> Tensor:
-    """Bool [queries, keys], from the definition of a span."""
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for span in spans:
-        for q in range(span.query_start, span.query_end):
-            for k in range(span.key_start, span.key_end):
-                offset = span.causal_offset
-                seen[q, k] = offset is None or k - span.key_start <= q - span.query_start + offset
-    return seen
 
 
 def expected(index: IndexVectors, spans: Spans, topk: int, relu: bool) -> Tensor:
