@@ -154,12 +154,8 @@ def _backward(
 def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[Tensor, ...]):
     """The kernel's names for lengths, and views of the tensors [S, B, N, D] as it takes them.
 
-    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
-
-    Args:
-        call: What is computed.
-        on_queries: With all queries.
-        on_keys: With the keys of the call.
+    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D]. Tensors
+    have all queries, or the keys of the call.
     """
     on_queries = tuple(_part(x, call.queries) for x in on_queries)
     if len(call.spans) == 1:
