@@ -132,22 +132,6 @@ def test_each_matrix_is_orthogonalised_alone(choice, rows):
         torch.testing.assert_close(matrices(attention)[name].data, expected, rtol=0, atol=1e-6)
 
 
-def test_combined_shares_one_update():
-    """What is small in the combined gradient is updated little; apart, both are updated alike."""
-    sizes = {}
-    for choice in ("combined", "split"):
-        attention = absorbed(choice)
-        optimizer = optimizer_of(attention, decay=0.0)
-        set_gradients(attention, 1)
-        k, v = (matrices(attention)[name] for name in (K_UP, V_UP))
-        k.grad /= 100
-        before = k.detach().clone(), v.detach().clone()
-        optimizer.step()
-        sizes[choice] = [(p - old).square().mean().sqrt() for p, old in zip((k, v), before)]
-    assert sizes["combined"][0] < sizes["combined"][1] / 10
-    assert sizes["split"][0] > sizes["split"][1] / 2
-
-
 def test_the_table_of_the_docs():
     """Of updates of random gradients at Moonlight's dimensions: K and V, apart and together."""
     rows = re.findall(r"^\| \d.*", MUON_PAGE.read_text(), re.MULTILINE)

@@ -61,14 +61,14 @@ def test_back(theirs, ours):
             assert torch.equal(value, ours.state_dict()[name]), name
 
 
-def entries(module) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of a distributed checkpoint."""
-    found: dict[str, tuple[int, ...]] = {}
+def entries(module) -> dict[str, tuple]:
+    """Names of a distributed checkpoint, with whole shapes and who writes."""
+    found = {}
     for entry in nested_values(module.sharded_state_dict("a.")):
         parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
         for part in nested_values({"entry": parts}):
-            shape = part.global_shape if isinstance(part, ShardedTensor) else ()
-            found[part.key] = tuple(shape)
+            shape = tuple(part.global_shape) if isinstance(part, ShardedTensor) else ()
+            found[part.key] = type(part), shape, part.replica_id
     return found
 
 
