@@ -19,10 +19,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp8_multi_head_attention": ((False,), "linear layers are in FP8, attention is in bf16"),
     "fp4": ((None, False), "it needs Blackwell GPUs, which it was not tested on; use fp8"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
-    "experimental_attention_variant": (
-        (None, "dsa"),
-        "it is dense, or DeepSeek's sparse one",
-    ),
+    "experimental_attention_variant": ((None, "dsa"), "it is dense, or DeepSeek's sparse one"),
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),

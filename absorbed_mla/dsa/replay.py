@@ -79,9 +79,7 @@ def replay_selections(
             layer.selection.replayed = None
 
 
-def recordable_layers(
-    model: nn.Module | Sequence[nn.Module],
-) -> dict[str, SparseCoreAttention]:
+def recordable_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:
     """:func:`selecting_layers` of a model whose steps run this package's code.
 
     Raises:

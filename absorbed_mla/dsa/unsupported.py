@@ -21,11 +21,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 
 
 def refuse_unsupported_dsa(
-    config: MLATransformerConfig,
-    options: AbsorbedMLAOptions,
-    *,
-    causal: bool,
-    cp_comm_type: str,
+    config: MLATransformerConfig, options: AbsorbedMLAOptions, *, causal: bool, cp_comm_type: str
 ) -> None:
     """Refuse what sparse attention cannot do, or would ignore.
 

@@ -39,9 +39,7 @@ class Recall:
     def __add__(self, other: Recall) -> Recall:
         """The counts of both."""
         return Recall(
-            self.wanted + other.wanted,
-            self.found + other.found,
-            self.by_chance + other.by_chance,
+            self.wanted + other.wanted, self.found + other.found, self.by_chance + other.by_chance
         )
 
     @property
@@ -152,11 +150,7 @@ class _Probe:
     """Stands in for methods of a layer: where keys are chosen, and where they were used."""
 
     def __init__(
-        self,
-        name: str,
-        layer: SparseCoreAttention,
-        attend_to_all: bool,
-        found: dict[str, Recall],
+        self, name: str, layer: SparseCoreAttention, attend_to_all: bool, found: dict[str, Recall]
     ) -> None:
         self._name, self._layer, self._found = name, layer, found
         self._attend_to_all = attend_to_all

@@ -125,9 +125,7 @@ def _backward(
     q, k, v = qkv
     dq, dk, dv = gradients
     lengths, (q, out, grad_out, dq), (k, v, dk, dv) = _arguments(
-        call,
-        (q, output.out, grad.out, dq),
-        (_part(k, call.keys), _part(v, call.keys), dk, dv),
+        call, (q, output.out, grad.out, dq), (_part(k, call.keys), _part(v, call.keys), dk, dv)
     )
     rows = (
         None if x is None else _heads_first(_part(x, call.queries)) for x in (output.lse, grad.lse)

@@ -150,15 +150,7 @@ def _forward(call: VarlenCall, qkv: _Tensors, scale: float) -> tuple[Tensor, Ten
     arguments = _KernelArguments(call, qkv)
     q, k, v = (arguments.rows(x) for x in qkv)
     out, (stats, *_) = fused_attn_fwd(
-        True,
-        *arguments.lengths,
-        q,
-        k,
-        v,
-        q.dtype,
-        _kernels(),
-        attn_scale=scale,
-        **arguments.layout,
+        True, *arguments.lengths, q, k, v, q.dtype, _kernels(), attn_scale=scale, **arguments.layout
     )
     return _batched(out) if arguments.packed else out, arguments.of_queries(stats)
 

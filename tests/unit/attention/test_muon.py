@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.muon import follow_kv_up_marks
-from absorbed_mla.muon.orthogonalization_groups import (
-    ATTRIBUTE,
-    Combined,
-    orthogonalization_groups,
-)
+from absorbed_mla.muon.orthogonalization_groups import ATTRIBUTE, Combined, orthogonalization_groups
 from tests.support import world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import PARAMETERS, Setup

@@ -57,6 +57,8 @@ class TestOptions:
             ("form", ["fused", None], "auto, absorbed, expanded"),
             ("down_projection", ["row_parallel"], "duplicated, column_parallel"),
             ("core_attention_backend", ["flash"], ", ".join(CORE_ATTENTION_BACKENDS)),
+            ("sparse_attention_backend", ["hpoper"], "auto, hopper, reference, triton"),
+            ("indexer_backend", ["hpoper"], "auto, hopper, reference, reference_fp8"),
             ("latent_norm_eps", [0.0, 1.0, -1e-6, math.nan, "1e-6"], "None or between 0 and 1"),
             ("query_chunk_size", [0, -64, 64.0, True], "at least 1"),
             ("expansion_chunk_size", [0, 1.5], "at least 1"),

@@ -66,21 +66,17 @@ def attend(form: str, leaves) -> list[torch.Tensor]:
     return [out, lse, *torch.autograd.grad(loss, leaves)]
 
 
-def test_forms_agree():
-    """Also in the LSE, which merging over context-parallel ranks will rely on."""
-    leaves = operands()
-    for one, other in zip(attend("absorbed", leaves), attend("expanded", leaves)):
-        assert relative_error(one, other) < 1e-13
-
-
-def test_forms_are_really_two(monkeypatch):
-    """Each form uses its own functions; if the option were ignored, the forms would agree too."""
-    leaves = operands()
-    monkeypatch.setattr(expanded, "expand", None)
-    attend("absorbed", leaves)
-    monkeypatch.undo()
-    monkeypatch.setattr(absorbed, "absorb_query", None)
-    attend("expanded", leaves)
+def test_forms_agree(monkeypatch):
+    """Without the functions of the other one, and in the LSE, which merging relies on."""
+    leaves, found = operands(), []
+    for form, other, name in (
+        ("absorbed", expanded, "expand"),
+        ("expanded", absorbed, "absorb_query"),
+    ):
+        monkeypatch.setattr(other, name, None)
+        found.append(attend(form, leaves))
+        monkeypatch.undo()
+    assert all(relative_error(one, other) < 1e-13 for one, other in zip(*found, strict=True))
 
 
 class TestAuto:

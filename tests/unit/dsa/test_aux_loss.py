@@ -22,11 +22,7 @@ from tests.support.dsa_models import dsa_model
 from tests.support.models import call, token_batch
 from tests.support.numerics import compare
 
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def test_backward_and_log():

@@ -14,7 +14,6 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.spec_utils import build_module
 
-from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
 from absorbed_mla.dsa.replay import record_selections, replay_selections
@@ -213,8 +212,3 @@ class TestRefused:
         assert found.equal(expected)
         with refusal("attention_mask must be None", "sparse attention", "(1, 1, 4, 4)"):
             attention(x, hidden)
-
-    @pytest.mark.parametrize("option", ["sparse_attention_backend", "indexer_backend"])
-    def test_backend(self, option):
-        with refusal(option, "auto", "reference", "'hpoper'"):
-            AbsorbedMLAOptions(**{option: "hpoper"})

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossLoggingHelper,
-)
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import specs.absorbed_mla_layer_specs as layer_specs

@@ -160,11 +160,7 @@ def put_together(config):
 class TestBuilder:
     @pytest.mark.parametrize(
         "spec",
-        [
-            absorbed_mla_layer_spec,
-            get_absorbed_mla_layer_spec,
-            get_absorbed_mla_decoder_block_spec,
-        ],
+        [absorbed_mla_layer_spec, get_absorbed_mla_layer_spec, get_absorbed_mla_decoder_block_spec],
         ids=["imported", "layer", "decoder_block"],
     )
     def test_every_spec(self, spec, host):
