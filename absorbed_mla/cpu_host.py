@@ -68,9 +68,7 @@ def enable_cpu_host() -> bool:
         return False
     if not _ENABLED:
         _replace_cuda_functions()
-        _replace_rng_state()
-        _replace_compiled_parts()
-        _replace_device_checks()
+        _replace_functions_of_megatron()
         _ENABLED = True
     return True
 
@@ -124,20 +122,13 @@ def _on_cpu(function):
     return call
 
 
-def _replace_rng_state() -> None:
+def _replace_functions_of_megatron() -> None:
     _replace(GET_RNG_STATE, lambda *args, **kwargs: torch.get_rng_state())
     _replace(SET_RNG_STATE, lambda state, *args, **kwargs: torch.set_rng_state(state))
-
-
-def _replace_compiled_parts() -> None:
-    """Avoid the C++ compiler, which Megatron calls at run time for two things."""
-    # torch.compile of small functions, which also fails in folders with a space in their name.
-    torch.compiler.set_stance("force_eager")
+    # It would call the C++ compiler, as would torch.compile of small functions, which also fails
+    # in folders with a space in their name.
     _replace(SHARE_STORAGE, lambda: _copy_storage)
-
-
-def _replace_device_checks() -> None:
-    """Two places that ask a tensor whether it is on a GPU."""
+    torch.compiler.set_stance("force_eager")
     # What pipeline stages broadcast while they generate.
     _replace(IS_CUDA, lambda tensor: None)
     # How many tokens the all-to-all dispatcher sends to each rank of experts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,26 @@ from torch.nn.modules import module as torch_module
 from absorbed_mla.norm import mark_parameter
 
 
-class DuplicatedLinear(nn.Module):
+class _OneWeight(nn.Module):
+    """Base of layers whose entry of a distributed checkpoint is their weight."""
+
+    tp_group: torch.distributed.ProcessGroup
+    # The axis of the weight that tensor-parallel ranks share out; none: each has all of it.
+    _sharded_axes: ClassVar[dict[str, int]] = {}
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Checkpoint entry of the weight."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            self._sharded_axes,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+class DuplicatedLinear(_OneWeight):
     """Linear layer without bias whose whole weight is on every tensor-parallel rank.
 
     Under sequence parallelism a rank sees its own tokens only, so its gradient of the weight is
@@ -56,17 +76,6 @@ class DuplicatedLinear(nn.Module):
         """Map ``x`` [..., input_size] to [..., output_size]; None stands for the bias."""
         return F.linear(x, self.weight), None
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Checkpoint entry of the weight, replicated over tensor- and data-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-
     def get_extra_state(self) -> None:
         """None, as in Megatron's own linear layers: its checkpoints have an entry for it."""
 
@@ -77,7 +86,7 @@ class DuplicatedLinear(nn.Module):
         """Do nothing: the weight's gradient is never delayed, autograd computes it."""
 
 
-class HeadwiseUpProjection(nn.Module):
+class HeadwiseUpProjection(_OneWeight):
     """The up-projection W_UK or W_UV, sharded by heads; calling it returns the weight itself.
 
     What the weight is multiplied with depends on the form: the query (absorbed), the latent
@@ -87,6 +96,8 @@ class HeadwiseUpProjection(nn.Module):
     Megatron's ColumnParallelLinear creates the parameter, but is not a base class: FSDP wrappers
     that look for that class free its weight after the call, when the view is still in use.
     """
+
+    _sharded_axes: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(
         self,
@@ -114,17 +125,6 @@ class HeadwiseUpProjection(nn.Module):
         """The weight as [N, head_dim, C], a view of the parameter."""
         weight = self.weight
         return weight.view(-1, self.head_dim, weight.shape[1])
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Checkpoint entry of the weight, its rows sharded over the tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
 
 
 def refuse_sharded_alone(*layers: nn.Module) -> None:

@@ -171,9 +171,7 @@ KV_OFFLOAD_MEMORY = Need(
     ),
 )
 KV_OFFLOAD_STEPS = Need(
-    "host_cache_tokens",
-    REFUSED,
-    names(CONTEXT, "padded_active_request_count token_to_block_idx"),
+    "host_cache_tokens", REFUSED, names(CONTEXT, "padded_active_request_count token_to_block_idx")
 )
 CPU_HOST = Need(
     "enable_cpu_host",

@@ -92,8 +92,7 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     layout = SequenceLayout.from_host(params, values.shape[-1] * size)
     step = layout.tables.get(
-        ("next tokens", size, rank, values.device),
-        lambda: _step(layout, size, rank, values.device),
+        ("next tokens", size, rank, values.device), lambda: _step(layout, size, rank, values.device)
     )
     pack = values if group is None else _of_all_ranks(values, group)
     found = pack[..., step.source].masked_fill(step.ends, 0)

@@ -58,10 +58,7 @@ def down_layers(config: MLATransformerConfig, dims: MLADims) -> dict[str, tuple[
         return {"linear_kv_down_proj": (dims.kv_down_dim,)}
     if fused:
         return {"linear_qkv_down_proj": (dims.q_lora_rank, dims.kv_down_dim)}
-    return {
-        "linear_q_down_proj": (dims.q_lora_rank,),
-        "linear_kv_down_proj": (dims.kv_down_dim,),
-    }
+    return {"linear_q_down_proj": (dims.q_lora_rank,), "linear_kv_down_proj": (dims.kv_down_dim,)}
 
 
 class ProjectionBuilder:

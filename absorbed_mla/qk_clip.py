@@ -170,13 +170,9 @@ def scale_rows(weight: nn.Parameter, factors: Tensor) -> None:
 
 
 def _multiply(values: Tensor, first: int, factors: Tensor, columns: int) -> None:
-    """Multiply a piece of a weight, which may begin and end within a row.
+    """Multiply a piece [n] of a weight in place, which may begin and end within a row.
 
-    Args:
-        values: [n], in place.
-        first: Where in the flattened weight it begins.
-        factors: Of all rows.
-        columns: Width of a row.
+    It begins at ``first`` of the flattened weight; ``factors`` are of all rows.
     """
     row, begun = divmod(first, columns)
     if begun:

@@ -84,10 +84,7 @@ def get_standard_mla_decoder_block_spec(
     use_te = _checked_backend(config, backend) == "transformer_engine"
     _require_experts(config)
     block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=use_te,
-        normalization=config.normalization,
-        vp_stage=vp_stage,
+        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
     )
     if use_te:
         return block

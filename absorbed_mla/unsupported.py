@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp8_multi_head_attention": ((False,), "linear layers are in FP8, attention is in bf16"),
     "fp4": ((None, False), "it needs Blackwell GPUs, which it was not tested on; use fp8"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
-    "experimental_attention_variant": (
-        (None, "dsa"),
-        "it is dense, or DeepSeek's sparse one",
-    ),
+    "experimental_attention_variant": ((None, "dsa"), "it is dense, or DeepSeek's sparse one"),
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
@@ -43,21 +41,37 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 }
 
 
+def refuse_fields(
+    who: str, config: MLATransformerConfig, fields: Mapping[str, tuple[tuple, str]]
+) -> None:
+    """Refuse values of config fields.
+
+    Args:
+        who: Does not support them.
+        config: Of the layer; a field that it does not have is not refused.
+        fields: By name the supported values, and what holds or what to do instead.
+
+    Raises:
+        ValueError: Naming the field, what it is and what is supported.
+    """
+    for name, (accepted, advice) in fields.items():
+        value = getattr(config, name, accepted[0])
+        if value not in accepted:
+            raise ValueError(
+                f"{who} does not support {name}={value!r}: {advice}; set it to {accepted[0]!r}"
+            )
+
+
 def refuse_unsupported_config(config: MLATransformerConfig) -> None:
     """Refuse config fields that would otherwise be ignored.
 
     Raises:
         ValueError: Naming the field, what it is and what is supported.
     """
-    for name, (accepted, advice) in _CONFIG_FIELDS.items():
-        value = getattr(config, name, accepted[0])
-        if name == "attention_backend" and getattr(config, "batch_invariant_mode", False):
-            continue  # Megatron demands attention_backend=flash in that mode
-        if value not in accepted:
-            raise ValueError(
-                f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
-                f"set it to {accepted[0]!r}"
-            )
+    fields = dict(_CONFIG_FIELDS)
+    if getattr(config, "batch_invariant_mode", False):
+        del fields["attention_backend"]  # Megatron demands attention_backend=flash in that mode
+    refuse_fields("AbsorbedMLASelfAttention", config, fields)
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "

@@ -15,10 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec_for_backend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.core_attention.module import LatentCoreAttention

@@ -113,6 +113,13 @@ def _no_former_losses() -> None:
     forget_auxiliary_losses()
 
 
+@pytest.fixture
+def _on_the_device():
+    """Tensors that a test makes are on this process's device."""
+    with torch.device(world.device()):
+        yield
+
+
 @pytest.fixture(scope="session")
 def error_table(pytestconfig: pytest.Config) -> ErrorTable:
     """Where grid tests record their worst errors."""

@@ -28,11 +28,7 @@ class LatentExchange(ABC):
     """
 
     def __init__(
-        self,
-        layout: ContextParallelLayout,
-        causal: bool,
-        group: dist.ProcessGroup,
-        kept: bool,
+        self, layout: ContextParallelLayout, causal: bool, group: dist.ProcessGroup, kept: bool
     ) -> None:
         self.layout = layout
         self.causal = causal

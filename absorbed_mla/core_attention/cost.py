@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -52,8 +52,7 @@ class Rated(Protocol):
     rates: Mapping[str, tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Operations:
+class Operations(NamedTuple):
     """Multiply-adds on one rank.
 
     Attributes:
@@ -65,11 +64,6 @@ class Operations:
     products: int
     forward: int
     backward: int
-
-    @property
-    def total(self) -> int:
-        """All together."""
-        return self.products + self.forward + self.backward
 
 
 def operations(form: str, dims: MLADims, work: Work) -> Operations:

@@ -29,13 +29,7 @@ class InvariantHopper(HopperBackend):
 def _sequences(
     spans: Spans, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor, int, int]:
-    """The spans as ``kernels/hopper/forward_in_pieces.py`` wants them, and their greatest sizes.
-
-    Args:
-        spans: Of the attention.
-        num_keys: Of all sequences together.
-        device: Of the tables.
-    """
+    """The spans as ``kernels/hopper/forward_in_pieces.py`` wants them, and their greatest sizes."""
 
     def make() -> tuple[Tensor, Tensor, int, int]:
         rows = [_row(span) for span in spans if span.num_queries]

@@ -21,11 +21,6 @@ class MaxLogits:
     of_heads: Tensor
     threshold: float = -torch.inf
 
-    @property
-    def has_threshold(self) -> bool:
-        """Whether largest scores up to some number need not be exact."""
-        return self.threshold > -torch.inf
-
     def heads(self, first: int, count: int) -> Tensor:
         """The part of ``of_heads`` that a call with ``count`` heads, ``first`` on, updates."""
         return self.of_heads[first : first + count]

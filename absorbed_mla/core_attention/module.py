@@ -140,7 +140,8 @@ class LatentCoreAttention(nn.Module):
             "packed": layout.packed or (cp_size > 1 and batch == 1),
             "deterministic": torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
             "max_logits": rules.max_logits is not None,
-            "small_max_logits": rules.max_logits is not None and not rules.max_logits.has_threshold,
+            "small_max_logits": rules.max_logits is not None
+            and rules.max_logits.threshold == -torch.inf,
         }
         empty = not hidden_states.numel()
         form, backend = self._choices.get(

@@ -19,10 +19,9 @@ from absorbed_mla.core_attention.key_source import WholeKeySource
 from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
-from absorbed_mla.dsa.aux_loss import report_loss
+from absorbed_mla.dsa.aux_loss import report_loss, with_zero_gradients
 from absorbed_mla.dsa.backend import SparseRequest, TopKBackend
 from absorbed_mla.dsa.cached_attention import CachedTopKBackend
-from absorbed_mla.dsa.cached_index import CachedIndex
 from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.implementations import SparseImplementations
@@ -33,7 +32,6 @@ from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sequence_parallel import SequenceParallelIndexer
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
-from absorbed_mla.dsa.unused_indexer import with_zero_gradients
 from absorbed_mla.inference.step import InferenceStep
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
@@ -243,31 +241,48 @@ class SparseCoreAttention(LatentCoreAttention):
             request, step.lengths.keys
         )
         shape = None if few else (len(cos), self.dsa.topk)
-        cached: CachedIndex | None = None
+        index: IndexVectors | None = None
+        cache: Tensor | None = None
         if self.indexer is not None:
             indexer = self._whole_indexer()
             # Rows of the table in Megatron's layout, in which every request has the same.
             cos, sin = (step.unpack(x.unsqueeze(1))[:, 0] for x in (cos, sin))
             if shape is None:
                 key = indexer.key(hidden_states, cos, sin)
-                step.write_index_keys(step.pack(key), self._indexed)
             else:
                 index = indexer.vectors(hidden_states, query_latent, cos, sin)
-                cached = CachedIndex.write(step, index, self._indexed)
+                key = index.key
+            cache = step.write_index_keys(step.pack(key), self._indexed)
         selected = self.selection.take(shape, hidden_states.device)
-        if selected is None and shape is None:
-            selected = Selected(None)
-        elif selected is None:
-            assert cached is not None
-            backend = self._implementations.get(INDEXER_BACKENDS, request)
-            relu = self.dsa.scoring_relu
-            selected = Selected(cached.select(backend, self.dsa.topk, relu=relu))
+        if selected is None:
+            own = None if shape is None else self._select_cached(step, index, cache, request)
+            selected = Selected(own)
         chosen = self.selection.leave(selected, repeated=step.lengths is None).chosen
         if chosen is None:
             return None
         request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
         sparse = self._implementations.get(SPARSE_BACKENDS, request)
         return CachedTopKBackend(sparse, chosen)
+
+    def _select_cached(
+        self,
+        step: InferenceStep,
+        index: IndexVectors | None,
+        cache: Tensor | None,
+        request: SparseRequest,
+    ) -> Tensor:
+        """The layer's own selection for new tokens, whose ``index`` is in Megatron's layout."""
+        assert index is not None and cache is not None
+        query = step.pack(index.query.flatten(2)).squeeze(1).unflatten(-1, index.query.shape[2:])
+        chosen: Tensor = self._implementations.get(INDEXER_BACKENDS, request).select_cached(
+            query,
+            step.pack(index.weights).squeeze(1),
+            cache,
+            step.rows,
+            self.dsa.topk,
+            relu=self.dsa.scoring_relu,
+        )
+        return chosen
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor

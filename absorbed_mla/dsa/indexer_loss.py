@@ -149,15 +149,7 @@ class _IndexerLoss(torch.autograd.Function):
 
 
 class _Loss(NamedTuple):
-    """The loss of given pieces; see :func:`indexer_loss` for the attributes.
-
-    Attributes:
-        pieces: What it is computed with.
-        head_sum: Computes the sum over heads of the attention's probabilities.
-        factor: Multiplies the loss.
-        relu: Of the indexer.
-        tp_group: Of more than one rank, or None.
-    """
+    """The loss of given pieces; ``tp_group`` has more than one rank, or is None."""
 
     pieces: LossPieces
     head_sum: Callable[[KeySubset], Tensor]

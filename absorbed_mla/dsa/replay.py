@@ -65,7 +65,7 @@ def replay_selections(
     Raises:
         ValueError: If layers or shapes do not fit, or the model is called more often.
     """
-    layers = _selecting_layers(model)
+    layers = selecting_layers(model)
     if layers.keys() != selections.keys():
         raise ValueError(
             f"selections are of layers {sorted(selections)}, this model has {sorted(layers)}"
@@ -79,15 +79,13 @@ def replay_selections(
             layer.selection.replayed = None
 
 
-def recordable_layers(
-    model: nn.Module | Sequence[nn.Module],
-) -> dict[str, SparseCoreAttention]:
-    """The core attentions with an indexer, by name.
+def recordable_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:
+    """:func:`selecting_layers` of a model whose steps run this package's code.
 
     Raises:
         ValueError: As :func:`record_selections`.
     """
-    layers = _selecting_layers(model)
+    layers = selecting_layers(model)
     graphs = next(iter(layers.values())).graph_impl
     if graphs != "none":
         raise ValueError(
@@ -97,8 +95,12 @@ def recordable_layers(
     return layers
 
 
-def _selecting_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:
-    """The core attentions with an indexer, by name."""
+def selecting_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:
+    """The core attentions with an indexer, by name in the model or its chunks.
+
+    Raises:
+        ValueError: If there is none.
+    """
     chunks = (
         {"": model} if isinstance(model, nn.Module) else {f"{i}.": m for i, m in enumerate(model)}
     )

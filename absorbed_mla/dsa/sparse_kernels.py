@@ -97,6 +97,18 @@ class SparseKernels:
         return AttentionInputs(dq_content, dq_rope, dkv[..., None, :width], dkv[..., width:], None)
 
 
+class InvariantSparse(SparseKernels):
+    """For parity mode: see ``kernels/dsa/invariant_forward.py``."""
+
+    forward_kernel = "invariant"
+    backward_kernel = "triton"
+    # The dense kernels have other tiles.
+    equals_dense = False
+
+    def why_not(self, request: SparseRequest) -> None:
+        """Nothing more is refused."""
+
+
 def dense_request(request: SparseRequest) -> AttentionRequest:
     """The request to the dense kernels, whose limits of devices, dtypes and widths these share."""
     return AttentionRequest(

@@ -14,70 +14,34 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.key_subset import KeySubset, chosen_keys, head_groups
-from absorbed_mla.once_differentiable import once_differentiable
 
 SparseForward = Callable[[AttentionInputs, Tensor, float], AttentionOutput]
 
 
-def sparse_attention(
-    q_content: Tensor,
-    q_rope: Tensor,
-    kv: Tensor,
-    chosen: Tensor,
-    scale: float,
-    forward: SparseForward | None = None,
-) -> AttentionOutput:
-    """Attention of every query over the keys chosen for it, with a gradient.
+def latent_inputs(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInputs:
+    """Inputs of the absorbed form, whose value is the latent.
 
     Args:
         q_content: Absorbed query, [S_q, B, N, C].
         q_rope: Rotated query, [S_q, B, N, R].
         kv: [latent | k_rope], [S_k, B, C + R].
-        chosen: A selection, int32 [S_q, B, topk]: indices of keys, -1 for none.
-        scale: Multiplies the scores.
-        forward: None for ``sparse_forward``; ``tiled_sparse_forward`` in parity mode.
-
-    Returns:
-        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32 (fp64); 0 and
-        -inf where a query has no key.
     """
-    forward = forward or sparse_forward
-    return AttentionOutput(*_SparseAttention.apply(forward, scale, chosen, q_content, q_rope, kv))
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, forward, scale, chosen, q_content, q_rope, kv):
-        out, lse = forward(latent_inputs(q_content, q_rope, kv), chosen, scale)
-        out = out.to(q_content.dtype)
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q_content, q_rope, kv, chosen, out, lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out, grad_lse):
-        q_content, q_rope, kv, chosen, out, lse = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        inputs = latent_inputs(q_content, q_rope, kv)
-        grad, output = OutputGradient(grad_out, grad_lse), AttentionOutput(out, lse)
-        found = sparse_backward(grad, output, inputs, chosen, ctx.scale)
-        dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1)
-        grads = found.q_content, found.q_rope, dkv
-        cast = (g.to(x.dtype) for g, x in zip(grads, (q_content, q_rope, kv)))
-        return None, None, None, *cast
-
-
-def latent_inputs(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInputs:
-    """Inputs of the absorbed form, whose value is the latent."""
     width = q_content.shape[-1]
     return AttentionInputs(q_content, q_rope, kv[..., None, :width], kv[..., width:], None)
 
 
 def sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
-    """:func:`sparse_attention` without autograd; output and LSE in fp32 (fp64)."""
+    """Attention of every query over the keys chosen for it, without autograd.
+
+    Args:
+        inputs: In the absorbed form, from :func:`latent_inputs`.
+        chosen: A selection, int32 [S_q, B, topk]: indices of keys, -1 for none.
+        scale: Multiplies the scores.
+
+    Returns:
+        Output [S_q, B, N, C] and LSE [S_q, B, N] in fp32 (fp64); 0 and -inf where a query has no
+        key.
+    """
     q_content, q_rope, k_content, k_rope, value = inputs
     assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
     query, compute = torch.cat((q_content, q_rope), dim=-1), compute_dtype(q_content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.unsupported import refuse_fields
 
 # Config field -> (supported values, what holds or what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
@@ -20,24 +21,14 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 
 
 def refuse_unsupported_dsa(
-    config: MLATransformerConfig,
-    options: AbsorbedMLAOptions,
-    *,
-    causal: bool,
-    cp_comm_type: str,
+    config: MLATransformerConfig, options: AbsorbedMLAOptions, *, causal: bool, cp_comm_type: str
 ) -> None:
     """Refuse what sparse attention cannot do, or would ignore.
 
     Raises:
         ValueError: Naming the option, what it is and what is supported.
     """
-    for name, (accepted, advice) in _CONFIG_FIELDS.items():
-        value = getattr(config, name, accepted[0])
-        if value not in accepted:
-            raise ValueError(
-                "experimental_attention_variant='dsa' does not support "
-                f"{name}={value!r}: {advice}; set it to {accepted[0]!r}"
-            )
+    refuse_fields("experimental_attention_variant='dsa'", config, _CONFIG_FIELDS)
     if not causal:
         raise ValueError(
             "experimental_attention_variant='dsa' needs a causal attn_mask_type: the indexer "

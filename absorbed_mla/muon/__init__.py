@@ -8,7 +8,7 @@ an optimizer that follows it steps on the matrices that the option names instead
 
 from __future__ import annotations
 
-from absorbed_mla.muon.kv_up_attributes import KVUp
 from absorbed_mla.muon.optimizer_hook import follow_kv_up_marks, mark_kv_up
+from absorbed_mla.muon.orthogonalization_groups import KVUp
 
 __all__ = ["KVUp", "follow_kv_up_marks", "mark_kv_up"]

@@ -13,8 +13,13 @@ from torch.optim import Optimizer
 
 from absorbed_mla.log_once import log_once
 from absorbed_mla.megatron_names import MUON_REGISTRY, OPTIMIZERS
-from absorbed_mla.muon.kv_up_attributes import ATTRIBUTE, KVUp, KVUpPart, kv_up_weights
-from absorbed_mla.muon.orthogonalization_groups import orthogonalization_groups
+from absorbed_mla.muon.orthogonalization_groups import (
+    ATTRIBUTE,
+    KVUp,
+    KVUpPart,
+    kv_up_weights,
+    orthogonalization_groups,
+)
 from absorbed_mla.muon.step import Step
 
 logger = logging.getLogger(__name__)

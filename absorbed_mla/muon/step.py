@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.kv_up_attributes import ATTRIBUTE
 from absorbed_mla.muon.momentum_view import MomentumView, joined_states, store_states
 from absorbed_mla.muon.orthogonalization_groups import (
+    ATTRIBUTE,
     Combined,
     OrthogonalizationGroup,
     not_together,

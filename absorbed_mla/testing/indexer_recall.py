@@ -17,6 +17,7 @@ from absorbed_mla.dsa.core_attention import SparseCoreAttention
 from absorbed_mla.dsa.index_sharing import Selected
 from absorbed_mla.dsa.indexer_loss import HeadSum
 from absorbed_mla.dsa.key_subset import CHUNK_ELEMENTS, VisibleKeys, visible_keys
+from absorbed_mla.dsa.replay import selecting_layers
 from absorbed_mla.dsa.selection import best_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 
@@ -38,9 +39,7 @@ class Recall:
     def __add__(self, other: Recall) -> Recall:
         """The counts of both."""
         return Recall(
-            self.wanted + other.wanted,
-            self.found + other.found,
-            self.by_chance + other.by_chance,
+            self.wanted + other.wanted, self.found + other.found, self.by_chance + other.by_chance
         )
 
     @property
@@ -131,25 +130,15 @@ def measure_recall(model: nn.Module, *, attend_to_all: bool = False) -> Iterator
             pipeline stage waits for the selection of another one.
     """
     found: dict[str, Recall] = {}
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, SparseCoreAttention)
-    }
-    if attend_to_all and any(layer.selection.crosses_stages for layer in layers.values()):
+    sparse = (layer for layer in model.modules() if isinstance(layer, SparseCoreAttention))
+    if attend_to_all and any(layer.selection.crosses_stages for layer in sparse):
         raise ValueError(
             "attend_to_all=True needs pipeline stages that begin with a layer that has an indexer: "
             "a stage would wait for the selection of the one before"
         )
     probes = [
-        _Probe(name, layer, attend_to_all, found)
-        for name, layer in layers.items()
-        if layer.indexer is not None
+        _Probe(name, layer, attend_to_all, found) for name, layer in selecting_layers(model).items()
     ]
-    if not probes:
-        raise ValueError(
-            "the model has no layer with an indexer (experimental_attention_variant='dsa')"
-        )
     try:
         yield found
     finally:
@@ -161,11 +150,7 @@ class _Probe:
     """Stands in for methods of a layer: where keys are chosen, and where they were used."""
 
     def __init__(
-        self,
-        name: str,
-        layer: SparseCoreAttention,
-        attend_to_all: bool,
-        found: dict[str, Recall],
+        self, name: str, layer: SparseCoreAttention, attend_to_all: bool, found: dict[str, Recall]
     ) -> None:
         self._name, self._layer, self._found = name, layer, found
         self._attend_to_all = attend_to_all

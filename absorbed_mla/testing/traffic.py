@@ -2,7 +2,7 @@
 
     with count_traffic() as traffic:
         ...
-    traffic.num_bytes, traffic.by_operation()
+    traffic.num_bytes, traffic.breakdown()
 
 The methods of ``torch.distributed.ProcessGroup`` and of its backends are wrapped meanwhile, so that
 everything counts that comes through ``torch.distributed``: TransformerEngine's ring too. What C++
@@ -63,13 +63,6 @@ class Traffic:
     def num_bytes(self) -> int:
         """Bytes sent in all."""
         return sum(message.num_bytes for message in self.messages)
-
-    def by_operation(self) -> dict[str, int]:
-        """Bytes of each kind of operation."""
-        counter: Counter[str] = Counter()
-        for message in self.messages:
-            counter[message.operation] += message.num_bytes
-        return dict(counter)
 
     def breakdown(self) -> list[dict[str, str | int]]:
         """Calls and bytes of each operation, group size and dtype, for a report."""

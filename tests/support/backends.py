@@ -24,6 +24,17 @@ from tests.support.layouts import LAYOUTS
 if not needs.HAS_GPU:
     quick_interpreter.quicken()
 
+# DeepSeek-V3's layer on one rank.
+V3_DIMS = MLADims(
+    hidden_size=7168,
+    num_heads=128,
+    num_heads_per_rank=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 FORMS = {"absorbed": AbsorbedForm(), "expanded": ExpandedForm(1)}
 
 

@@ -10,9 +10,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.context_parallel.strategy import LocalKeys
+from absorbed_mla.core_attention.attend import AttentionPlan, attend
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.types import AttentionOutput
+from absorbed_mla.dsa.backend import TopKBackend
+from absorbed_mla.dsa.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
 from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear
+from absorbed_mla.sequences import SequenceLayout
 from tests import oracle
 from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
@@ -89,6 +98,24 @@ def by_sequence(sequences: Sequence[TokenSequence], rows: int, of_sequence) -> t
             whole = whole.index_copy(0, sequence.rows.to(part.device), part)
         found.append(whole)
     return tuple(found)
+
+
+def sparse_attention(
+    q_content: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    chosen: Tensor,
+    scale: float,
+    sparse=REFERENCE,
+) -> AttentionOutput:
+    """Attention of a layer over the keys of a selection, with its gradient.
+
+    Shapes: see ``sparse_reference.latent_inputs``; ``sparse`` is a ``SparseBackend``.
+    """
+    keys = LocalKeys(SequenceLayout.dense(len(kv)), causal=False)
+    backend = TopKBackend(sparse, chosen)
+    plan = AttentionPlan(AbsorbedForm(), backend, keys, ScoreRules(scale, Spans()))
+    return attend(plan, (q_content, q_rope), kv, ())
 
 
 def config_of(

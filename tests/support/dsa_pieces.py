@@ -18,12 +18,18 @@ from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_attention
+from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
 from tests.oracle_dsa import OracleDSA, OracleDSAResult, OracleLoss
 from tests.support import world
-from tests.support.dsa import PARAMETERS, absorbed_rows, build_indexer, by_sequence
+from tests.support.dsa import (
+    PARAMETERS,
+    absorbed_rows,
+    build_indexer,
+    by_sequence,
+    sparse_attention,
+)
 from tests.support.layouts import Layout
 
 

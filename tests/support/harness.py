@@ -18,7 +18,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult, Table
 from tests.support import world
-from tests.support.cases import config_for
+from tests.support.cases import config_for, random_weights
 from tests.support.layouts import Layout, cut_tokens
 from tests.support.numerics import Deviation
 
@@ -125,6 +125,13 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
             spec, config=config, layer_number=1, cp_comm_type=setup.cp_comm_type
         )
     return attention.to(world.device())
+
+
+def random_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module:
+    """:func:`build_attention` with this rank's part of ``random_weights``."""
+    attention = build_attention(mla, setup, **config_changes)
+    load_weights(attention, mla, setup, random_weights(mla))
+    return attention
 
 
 def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str, nn.Parameter]:

@@ -1,43 +1,27 @@
-"""Megatron's own attention with DSA (0.19.2), without TransformerEngine."""
+"""Megatron's own attention with DSA (0.19.2), without TransformerEngine and on a CPU."""
 
 from __future__ import annotations
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from torch import nn
+import pytest
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
-from absorbed_mla.dsa.layer_norm import LayerNorm
-from absorbed_mla.linear import DuplicatedLinear
-from absorbed_mla.norm import RMSNorm
+from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
+from tests import oracle_dsa
 
 
-def core_spec() -> ModuleSpec:
-    """Of its core attention."""
-    linear = DuplicatedLinear
-    layers = dsa.DSAIndexerSubmodules(linear, linear, LayerNorm, linear)
-    indexer = ModuleSpec(dsa.DSAIndexer, submodules=layers)
-    return ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
+def attention_spec(config) -> ModuleSpec:
+    """Of the layer, whose submodules have the spec of its core attention."""
+    block = get_standard_dsa_decoder_block_spec(config)
+    return block.layer_specs[0].submodules.self_attention
 
 
-def attention(config) -> nn.Module:
-    """The layer around it."""
-    column = ColumnParallelLinear
-    submodules = absorbed_mla.AbsorbedMLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=column,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=column,
-        linear_kv_up_proj=column,
-        core_attention=core_spec(),
-        linear_proj=RowParallelLinear,
-        q_layernorm=RMSNorm,
-        kv_layernorm=RMSNorm,
-    )
-    spec = ModuleSpec(
-        absorbed_mla.AbsorbedMLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=submodules,
-    )
-    return build_module(spec, config=config, layer_number=1)
+def transform_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
+    """The Hadamard transform, which wants bf16 and a package, as a matrix product."""
+
+    def rotate(x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        return x @ oracle_dsa.hadamard_matrix(size).to(x.dtype) / size**0.5
+
+    patch.setattr(dsa, "rotate_activation", rotate)

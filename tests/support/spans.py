@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Span
 
@@ -42,6 +46,16 @@ def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
                 if span.causal_offset is None or j <= i + span.causal_offset:
                     pairs.append((query, key))
     return pairs
+
+
+def visible(spans: Iterable[Span], queries: int, keys: int) -> Tensor:
+    """Bool [queries, keys], pair by pair as ``Span`` defines it; spans may be empty."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for span in spans:
+        for i, query in enumerate(range(span.query_start, span.query_end)):
+            for j, key in enumerate(range(span.key_start, span.key_end)):
+                seen[query, key] |= span.causal_offset is None or j <= i + span.causal_offset
+    return seen
 
 
 @st.composite

@@ -84,9 +84,7 @@ def _by_queries(
 ) -> Iterator[tuple[slice, tuple[tuple[Tensor, ...], ...]]]:
     """Queries with what ``attend`` found for them, in the one or the two blocks that have them.
 
-    Args:
-        blocks: From :func:`dense_blocks`.
-        attend: Gets a block and its index.
+    It gets a block and its index.
     """
     wider: tuple[slice, tuple[Tensor, ...]] = (slice(0, 0), ())
     for index, block in enumerate(blocks):

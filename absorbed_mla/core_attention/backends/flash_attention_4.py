@@ -125,9 +125,7 @@ def _backward(
     q, k, v = qkv
     dq, dk, dv = gradients
     lengths, (q, out, grad_out, dq), (k, v, dk, dv) = _arguments(
-        call,
-        (q, output.out, grad.out, dq),
-        (_part(k, call.keys), _part(v, call.keys), dk, dv),
+        call, (q, output.out, grad.out, dq), (_part(k, call.keys), _part(v, call.keys), dk, dv)
     )
     rows = (
         None if x is None else _heads_first(_part(x, call.queries)) for x in (output.lse, grad.lse)
@@ -154,12 +152,8 @@ def _backward(
 def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[Tensor, ...]):
     """The kernel's names for lengths, and views of the tensors [S, B, N, D] as it takes them.
 
-    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
-
-    Args:
-        call: What is computed.
-        on_queries: With all queries.
-        on_keys: With the keys of the call.
+    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D]. Tensors
+    have all queries, or the keys of the call.
     """
     on_queries = tuple(_part(x, call.queries) for x in on_queries)
     if len(call.spans) == 1:

@@ -150,15 +150,7 @@ def _forward(call: VarlenCall, qkv: _Tensors, scale: float) -> tuple[Tensor, Ten
     arguments = _KernelArguments(call, qkv)
     q, k, v = (arguments.rows(x) for x in qkv)
     out, (stats, *_) = fused_attn_fwd(
-        True,
-        *arguments.lengths,
-        q,
-        k,
-        v,
-        q.dtype,
-        _kernels(),
-        attn_scale=scale,
-        **arguments.layout,
+        True, *arguments.lengths, q, k, v, q.dtype, _kernels(), attn_scale=scale, **arguments.layout
     )
     return _batched(out) if arguments.packed else out, arguments.of_queries(stats)
 
@@ -242,9 +234,7 @@ def _backward(
         deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
         **arguments.layout,
     )
-    if arguments.packed:
-        return dq.unsqueeze(1), dk.unsqueeze(1), dv.unsqueeze(1)
-    return dq, dk, dv
+    return (_batched(dq), _batched(dk), _batched(dv)) if arguments.packed else (dq, dk, dv)
 
 
 _LSE_OF_NO_KEY = 1e30

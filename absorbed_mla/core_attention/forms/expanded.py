@@ -130,17 +130,9 @@ def _of_heads(whole: Tensor, heads: slice, dim: int) -> Tensor:
 def _write_heads(
     whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dim: int
 ) -> Tensor:
-    """Write a chunk of heads into the tensor of all heads, allocated on first use.
+    """The tensor of all heads, made for the first chunk, with ``part`` written to its ``heads``.
 
-    Args:
-        whole: All heads, or None before the first chunk.
-        part: The chunk; returned as it is if it holds all heads.
-        heads: Which heads it holds.
-        num_heads: Number of all heads.
-        dim: The dimension of heads.
-
-    Returns:
-        The tensor of all heads.
+    A chunk of all heads is returned as it is.
     """
     if part.shape[dim] == num_heads:
         return part

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.dsa.backend import SparseRequest
-from absorbed_mla.dsa.invariant_sparse import InvariantSparse
-from absorbed_mla.dsa.sparse_kernels import SparseKernels, dense_request
+from absorbed_mla.dsa.sparse_kernels import InvariantSparse, SparseKernels, dense_request
 from absorbed_mla.inference.paged_kernels import why_not_fp8_rows
 
 

@@ -44,7 +44,7 @@ MUTATIONS = {
         'key.startswith(prefix + "linear_kv_down_proj._") and key',
     ),
     "indexer_without_a_loss_unseen": Mutation(
-        "absorbed_mla/dsa/unused_indexer.py", "if held and torch.is_grad_enabled()", "if False"
+        "absorbed_mla/dsa/aux_loss.py", "if held and torch.is_grad_enabled()", "if False"
     ),
     "recall_in_a_step_of_generation": Mutation(
         "absorbed_mla/testing/indexer_recall.py",

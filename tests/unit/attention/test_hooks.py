@@ -8,19 +8,16 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
 
 from tests.support import world
-from tests.support.cases import TINY, random_weights
-from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.cases import TINY
+from tests.support.harness import Setup, random_attention
 from tests.support.layouts import dense
 
 FORMS = ("absorbed", "expanded")
 TOKENS = dense(9, 2)
 
 
-def layer(form: str, **config) -> nn.Module:
-    setup = Setup(form=form)
-    attention = build_attention(TINY, setup, **config)
-    load_weights(attention, TINY, setup, random_weights(TINY))
-    return attention
+def layer(form: str) -> nn.Module:
+    return random_attention(TINY, Setup(form=form))
 
 
 def rows() -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,71 +16,53 @@ from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention
-from tests.support.layouts import packed
+from tests.support.layouts import Layout, packed
 from tests.support.refusal import refusal
 
-LENGTHS, SLOTS = (3, 0, 5), (4, 2, 6)
-PACK = packed(LENGTHS, SLOTS)
-LAYOUT = SequenceLayout.from_host(PACK.packed_seq_params(torch.device("cpu")), PACK.tokens)
+PACK = packed((3, 0, 5), (4, 2, 6))
+
+
+def layout_of(pack: Layout) -> SequenceLayout:
+    return SequenceLayout.from_host(pack.packed_seq_params(torch.device("cpu")), pack.tokens)
+
+
+LAYOUT = layout_of(PACK)
 
 
 def visible(causal: bool = True) -> Tensor:
     """Pair by pair, [S, S]."""
     seen = torch.zeros(PACK.tokens, PACK.tokens, dtype=torch.bool)
-    start = 0
-    for length, slot in zip(LENGTHS, SLOTS):
-        for query in range(length):
-            for key in range(length):
-                seen[start + query, start + key] = key <= query or not causal
-        start += slot
+    for sequence in PACK.sequences:
+        for query, key in itertools.product(sequence.rows.tolist(), repeat=2):
+            seen[query, key] = key <= query or not causal
     return seen
-
-
-def every_pair(causal: bool) -> list[tuple[Tensor, bool]]:
-    """Masks that hide one pair, and whether it was seen."""
-    masks = []
-    for query in range(PACK.tokens):
-        for key in range(PACK.tokens):
-            mask = torch.zeros(1, 1, PACK.tokens, PACK.tokens, dtype=torch.bool)
-            mask[0, 0, query, key] = True
-            masks.append((mask, bool(visible(causal)[query, key])))
-    return masks
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1024])
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_pair(causal, rows, monkeypatch):
     monkeypatch.setattr(redundant, "_ROWS", rows)
-    tokens = torch.arange(PACK.tokens)
-    for mask, seen in every_pair(causal):
-        assert hides_more(mask, LAYOUT, tokens, causal) == seen
+    tokens, shown = torch.arange(PACK.tokens), visible(causal)
+    for query, key in itertools.product(range(PACK.tokens), repeat=2):
+        mask = torch.zeros(1, 1, PACK.tokens, PACK.tokens, dtype=torch.bool)
+        mask[0, 0, query, key] = True
+        assert hides_more(mask, LAYOUT, tokens, causal) == shown[query, key]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_queries_of_a_rank(rank):
-    """Of context parallelism: it has rows of its own queries, and columns of all keys."""
-    pack = packed((5, 2), (8, 4))
-    layout = SequenceLayout.from_host(pack.packed_seq_params(torch.device("cpu")), pack.tokens)
-    own = ContextParallelLayout.of(layout, 2, rank).tokens()
+def test_queries_of_two_ranks():
+    """Of context parallelism: a mask has rows of a rank's own queries, and columns of all keys."""
+    layout = layout_of(packed((5, 2), (8, 4)))
+    ranks = [ContextParallelLayout.of(layout, 2, rank).tokens() for rank in range(2)]
     later = torch.arange(12) > torch.arange(12)[:, None]
-    assert not hides_more(later[own][None, None], layout, own, causal=True)
-    earlier = later.t().clone()
-    assert hides_more(earlier[own][None, None], layout, own, causal=True)
-
-
-def test_one_mask_for_the_queries_of_two_ranks():
-    """A mask has one row for them, or the ranks have equally many."""
-    pack = packed((5, 2), (8, 4))
-    layout = SequenceLayout.from_host(pack.packed_seq_params(torch.device("cpu")), pack.tokens)
-    first, second = (ContextParallelLayout.of(layout, 2, rank).tokens() for rank in range(2))
-    # The last key of the first sequence, which only its last token sees.
+    for own in ranks:
+        assert not hides_more(later[own][None, None], layout, own, causal=True)
+        assert hides_more(later.t()[own][None, None], layout, own, causal=True)
+    # One row for all: the last key of the first sequence, which only its last token sees.
     mask = torch.zeros(1, 1, 1, 12, dtype=torch.bool)
     mask[..., 4] = True
-    seen = [4 in tokens for tokens in (first, second)]
-    assert sorted(seen) == [False, True]
-    for _ in range(2):
-        for tokens, expected in zip((first, second), seen):
-            assert hides_more(mask, layout, tokens, causal=True) == expected
+    for own in (*ranks, *ranks):
+        assert hides_more(mask, layout, own, causal=True) == (4 in own)
+    assert (4 in ranks[0]) != (4 in ranks[1])
 
 
 def test_one_row_for_all_queries():

@@ -93,9 +93,7 @@ def expected_per_token(mla: OracleMLA, form: str, recompute: tuple[str, ...], th
         kept += n * (c + mla.rope) if form == "absorbed" else 0  # absorbed query, rotated part
     if "core_attn" not in recompute:
         kept += n  # LSE
-        kept += (
-            n * c if form == "absorbed" else 0
-        )  # attended latent; else it is linear_proj's input
+        kept += n * c if form == "absorbed" else 0  # attended latent; else linear_proj's input
     return kept
 
 
@@ -107,8 +105,11 @@ def test_kept_for_backward(layout, shape, form, recompute):
     mla, setup = SHAPES[shape], Setup(form=form, recompute=recompute, dtype=torch.float32)
     attention = build_attention(mla, setup)
     tables = attention.rotary.cos_sin(layout.tokens, world.device())
-    kept = kept_per_token(attention, input_of(layout), layout, None, tables=tables)
-    assert kept == expected_per_token(mla, form, recompute, thd=layout.lengths is not None)
+    for dropped in (recompute, ()):
+        kept = kept_per_token(attention, input_of(layout), layout, None, tables=tables)
+        assert kept == expected_per_token(mla, form, dropped, thd=layout.lengths is not None)
+        # Without a backward there is nothing to save, and recomputation would only cost.
+        attention.eval()
 
 
 # Elements per token at DeepSeek-V3's dimensions, as the README has them.
@@ -141,15 +142,6 @@ def test_recomputation_is_worth_it(monkeypatch, form, recompute):
         x = mode.from_tensor(layout.random_rows(V3.hidden, 1).float()).requires_grad_()
         kept = kept_per_token(attention, x, layout, None, tables=tables)
     assert kept == KEPT_V3[form, recompute]
-
-
-def test_nothing_is_dropped_in_eval_mode():
-    """Without a backward there is nothing to save, and recomputation would only cost."""
-    setup = Setup(recompute=("mla_up_proj", "core_attn"), dtype=torch.float32)
-    attention, layout = build_attention(TINY, setup).eval(), dense(16, 2)
-    tables = attention.rotary.cos_sin(layout.tokens, world.device())
-    kept = kept_per_token(attention, input_of(layout), layout, None, tables=tables)
-    assert kept == expected_per_token(TINY, "absorbed", (), thd=False)
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer():

@@ -84,16 +84,16 @@ def truth(mla: OracleMLA, dtype: torch.dtype = torch.float64) -> dict[str, Tenso
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 class TestEquations:
-    def test_agree_with_the_oracle(self, shape, form):
-        """In float64, where only the order of sums differs, and hence with each other."""
-        mla = SHAPES[shape]
-        compare(evaluate(form, mla, torch.float64), truth(mla), 1e-12).check()
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_agree_with_the_oracle(self, shape, form, dtype):
+        """In float64, where only the order of sums differs, and hence with each other.
 
-    def test_in_fp32_agree_with_the_oracle(self, shape, form):
-        """Three times what the oracle's own equations lose in fp32: other orders of sums."""
-        mla = SHAPES[shape]
-        bounds = bounds_from_eager(truth(mla, torch.float32), truth(mla), torch.float32)
-        compare(evaluate(form, mla, torch.float32), truth(mla), bounds).check()
+        In fp32 three times what the oracle's own equations lose in it: other orders of sums.
+        """
+        mla, bound = SHAPES[shape], 1e-12
+        if dtype == torch.float32:
+            bound = bounds_from_eager(truth(mla, dtype), truth(mla), dtype)
+        compare(evaluate(form, mla, dtype), truth(mla), bound).check()
 
     def test_the_layer_agrees(self, shape, form):
         """Both are as far from the truth as fp32 is, hence up to twice as far from each other."""

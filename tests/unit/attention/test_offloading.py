@@ -57,25 +57,19 @@ def require_equal(model, plain, host: OffloadingOnACPU, steps: int = 3) -> None:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids="+".join)
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-def test_gradients(form, recompute, host):
-    offloading = model(form, (*STAGES, "attn_norm"), recompute)
-    require_equal(offloading, model(form, (), recompute), host)
+@pytest.mark.parametrize("kind", ["absorbed", "expanded", "sparse"])
+def test_gradients(kind, recompute, host):
+    """The sparse one's choice of keys, and what its indexer's loss keeps, stay on the device."""
+    form, fields = kind, {}
+    if kind == "sparse":
+        form, fields = "absorbed", {**dsa_fields(TINY_DSA), "dsa_indexer_loss_coeff": 0.5}
+    offloading = model(form, (*STAGES, "attn_norm"), recompute, **fields)
+    require_equal(offloading, model(form, (), recompute, **fields), host)
     expected = {*STAGES, "attn_norm"}
     if recompute == RECOMPUTE[-1]:
         # The inputs, which are all that it saves, are recomputed.
         expected.remove("core_attn")
     assert {name for name, size in host.sent.items() if size} == expected
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids="+".join)
-def test_sparse_attention(recompute, host):
-    """The choice of keys, and what the indexer's loss keeps, stay on the device."""
-    fields = {**dsa_fields(TINY_DSA), "dsa_indexer_loss_coeff": 0.5}
-    offloading = model("absorbed", STAGES, recompute, **fields)
-    require_equal(offloading, model("absorbed", (), recompute, **fields), host)
-    sent = {name for name, size in host.sent.items() if size}
-    assert sent == set(STAGES) - ({"core_attn"} if recompute == RECOMPUTE[-1] else set())
 
 
 @pytest.mark.parametrize("stages", [STAGES[:1], STAGES[1:2], STAGES[1:]], ids="+".join)

@@ -119,6 +119,10 @@ def test_infinity_and_never():
             assert torch.equal(parameter, before[name]), name
 
 
+def recorded(attention) -> torch.Tensor:
+    return attention.core_attention.current_max_attn_logits.cpu()
+
+
 class TestRecorded:
     def expected(self, attention, weights, x):
         layout = dense(len(x), 2)
@@ -126,21 +130,14 @@ class TestRecorded:
         rows = x.cpu().double().flatten(0, 1)
         return oracle.max_logits(TINY, weights, rows, layout.sequences, table)
 
-    def test_over_several_forwards(self):
-        """As over micro-batches; evaluation in between does not count."""
-        attention, weights = clipping(setup=Setup())
+    @pytest.mark.parametrize("dropout", [0.0, 0.5])
+    def test_over_several_forwards(self, dropout):
+        """As over micro-batches; not in evaluation. A probability is dropped, not its score."""
+        attention, weights = clipping(setup=Setup(), attention_dropout=dropout)
         found = [self.expected(attention, weights, forward(attention, 6, seed)) for seed in (1, 2)]
         attention.eval()
         forward(attention, 40, seed=3)
-        recorded = attention.core_attention.current_max_attn_logits.cpu()
-        torch.testing.assert_close(recorded, torch.maximum(*found), rtol=1e-9, atol=0)
-
-    def test_with_dropout(self):
-        """A probability is dropped, not its score."""
-        attention, weights = clipping(setup=Setup(), attention_dropout=0.5)
-        expected = self.expected(attention, weights, forward(attention))
-        recorded = attention.core_attention.current_max_attn_logits.cpu()
-        torch.testing.assert_close(recorded, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(recorded(attention), torch.maximum(*found), rtol=1e-9, atol=0)
 
     @pytest.mark.skipif(needs.HAS_GPU, reason="the mode's kernels take no widths as small")
     def test_in_batch_invariant_mode(self):
@@ -148,8 +145,7 @@ class TestRecorded:
         with batch_invariant_mode():
             attention, weights = clipping(setup=setup)
             expected = self.expected(attention, weights, forward(attention))
-        recorded = attention.core_attention.current_max_attn_logits.cpu()
-        torch.testing.assert_close(recorded.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(recorded(attention).double(), expected, rtol=1e-5, atol=0)
 
     def test_only_for_logs(self):
         """Megatron's function, as its training loop calls it."""
@@ -164,24 +160,23 @@ class TestRecorded:
     def test_exactly_only_where_it_matters(self, monkeypatch):
         """With an LSE alone: a bound below the threshold, unless scores are logged."""
         monkeypatch.setattr(module, "candidates", lambda *_: ONLY_CUDNN)
-        recorded, expected = {}, None
+        largest, expected = {}, None
         for logs in (True, False):
             attention, weights = clipping(
                 setup=Setup(form="expanded"), log_max_attention_logit=logs
             )
             attention.config.qk_clip_threshold = math.inf
             forward(attention)
-            recorded[logs] = attention.core_attention.current_max_attn_logits.cpu()
+            largest[logs] = recorded(attention)
             attention.core_attention.current_max_attn_logits = None
             expected = self.expected(attention, weights, forward(attention))
             attention.core_attention.current_max_attn_logits = None
             # Changed between forwards, as by a schedule.
             attention.config.qk_clip_threshold = 1e-9
             forward(attention)
-            exact = attention.core_attention.current_max_attn_logits.cpu()
-            torch.testing.assert_close(exact, expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(recorded[True], expected, rtol=1e-6, atol=1e-6)
-        assert (recorded[False] > expected).all()
+            torch.testing.assert_close(recorded(attention), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(largest[True], expected, rtol=1e-6, atol=1e-6)
+        assert (largest[False] > expected).all()
 
     def test_not_at_all(self):
         attention, _ = clipping(qk_clip=False)
@@ -189,19 +184,11 @@ class TestRecorded:
         assert attention.core_attention.current_max_attn_logits is None
 
 
-class _Wrapped(nn.Module):
-    """As Megatron's DDP around its mixed-precision module."""
-
-    def __init__(self, attention):
-        super().__init__()
-        layer = nn.Module()
-        layer.self_attention = attention
-        decoder = nn.Module()
-        decoder.layers = nn.ModuleList([layer])
-        model = nn.Module()
-        model.decoder = decoder
-        self.module = nn.Module()
-        self.module.module = model
+def wrapped(attention) -> nn.Module:
+    """As in a model in Megatron's DDP around its mixed-precision module."""
+    layers = nn.ModuleList([nn.ModuleDict({"self_attention": attention})])
+    model = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})
+    return nn.ModuleDict({"module": nn.ModuleDict({"module": model})})
 
 
 def test_megatrons_function():
@@ -210,7 +197,7 @@ def test_megatrons_function():
     for function in (lambda m: megatron_qk_clip.clip_qk([m]), clip_qk):
         attention, _ = clipping(setup=Setup())
         forward(attention)
-        largest = function(_Wrapped(attention))
+        largest = function(wrapped(attention))
         state = attention.linear_q_up_proj.weight.detach(), attention.linear_k_up_proj.weight
         results.append((largest, *state))
     (one, *first), (other, *second) = results
@@ -247,20 +234,20 @@ def test_waits_once_for_the_gpu(above):
 
 
 class TestRefused:
-    def test_without_the_option(self):
-        attention, _ = clipping(qk_clip=False)
-        with refusal("needs qk_clip=True in the config, got False"):
-            attention.clip_qk()
-
-    def test_without_a_forward(self):
-        attention, _ = clipping()
-        with refusal("needs a training forward"):
-            attention.clip_qk()
-
-    def test_a_threshold_of_nothing(self):
-        attention, _ = clipping(qk_clip_threshold=0.0)
-        forward(attention)
-        with refusal("qk_clip_threshold must be positive, got 0.0"):
+    @pytest.mark.parametrize(
+        ("fields", "forwards", "message"),
+        [
+            ({"qk_clip": False}, 0, "needs qk_clip=True in the config, got False"),
+            ({}, 0, "needs a training forward"),
+            ({"qk_clip_threshold": 0.0}, 1, "qk_clip_threshold must be positive, got 0.0"),
+        ],
+        ids=["without the option", "without a forward", "a threshold of nothing"],
+    )
+    def test_config(self, fields, forwards, message):
+        attention, _ = clipping(**fields)
+        for _ in range(forwards):
+            forward(attention)
+        with refusal(message):
             attention.clip_qk()
 
     @pytest.mark.parametrize("mla", [TINY, replace(TINY, q_lora_rank=None)], ids=["q_lora", "q"])
@@ -270,19 +257,19 @@ class TestRefused:
         attention, _ = clipping(mla, setup=Setup())
         wrap(attention, name)
         forward(attention)
-        for clip in (attention.clip_qk, lambda: clip_qk(_Wrapped(attention))):
+        for clip in (attention.clip_qk, lambda: clip_qk(wrapped(attention))):
             with refusal("QK-clip", f"the weight of {name}", "LoRA has down, to_wrap.weight, up"):
                 clip()
-        assert clip_qk(_Wrapped(attention), log_max_only=True) > 0
+        assert clip_qk(wrapped(attention), log_max_only=True) > 0
 
     def test_no_adapter_elsewhere(self):
         """What latents are made by does not matter: the score is a product of what is scaled."""
         attention, _ = clipping(setup=Setup())
         wrap(attention, "linear_q_down_proj")
         forward(attention)
-        assert clip_qk(_Wrapped(attention)) > TAU
+        assert clip_qk(wrapped(attention)) > TAU
         forward(attention)
-        assert clip_qk(_Wrapped(attention)) <= TAU * 1.001
+        assert clip_qk(wrapped(attention)) <= TAU * 1.001
 
 
 def test_the_largest_score_is_held():

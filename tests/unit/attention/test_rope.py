@@ -15,12 +15,7 @@ from tests.support.cases import TINY, config_for
 CPU = torch.device("cpu")
 # DeepSeek-V3's rotary settings.
 V3 = replace(
-    TINY,
-    rope=64,
-    rotary_base=10000.0,
-    original_context=4096,
-    beta_fast=32.0,
-    mscale_all_dim=1.0,
+    TINY, rope=64, rotary_base=10000.0, original_context=4096, beta_fast=32.0, mscale_all_dim=1.0
 )
 PLAIN = replace(V3, rope_type="rope", scaling_factor=1.0, mscale_all_dim=0.0)
 # Odd, so that no product with a frequency of 0.1 or 0.01 happens to be exact in fp32.

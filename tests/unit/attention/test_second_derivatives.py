@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support import world
-from tests.support.cases import TINY, random_weights
-from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.cases import TINY
+from tests.support.harness import Setup, random_attention
 from tests.support.layouts import dense, packed
 
 FORMS = ("absorbed", "expanded")
@@ -16,10 +16,7 @@ LAYOUTS = {"sbhd": dense(7, 2), "thd": packed((5, 3))}
 
 
 def layer(form: str, **setup) -> torch.nn.Module:
-    made = Setup(form=form, core_attention_backend="reference", **setup)
-    attention = build_attention(TINY, made)
-    load_weights(attention, TINY, made, random_weights(TINY))
-    return attention
+    return random_attention(TINY, Setup(form=form, core_attention_backend="reference", **setup))
 
 
 def batch(layout: str = "sbhd"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from megatron.core import tensor_parallel
 
+from absorbed_mla.core_attention.forms import absorbed
+from absorbed_mla.recomputed_outputs import SameLayout
 from tests.support import world
-from tests.support.cases import TINY, random_weights
-from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.cases import TINY
+from tests.support.harness import Setup, build_attention, random_attention, run
+from tests.support.layouts import dense
 from tests.support.models import MIXED, call, gpt_model, token_batch
 
 DENSE = {"num_layers": 2}
@@ -67,6 +71,43 @@ def test_loss_goes_down(dtype, layers):
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+@pytest.mark.parametrize(
+    ("given", "taken", "refused"),
+    [
+        ((3, 4), torch.zeros(3, 4), torch.zeros(4, 3).T),
+        ((3,), torch.zeros(3), torch.zeros(4)[1:]),
+        # An axis of one element may have any stride.
+        ((3, 1, 4), torch.zeros(3, 1, 4).as_strided((3, 1, 4), (4, 99, 1)), None),
+    ],
+    ids=["strides", "offset", "one element"],
+)
+def test_outputs_lie_in_memory_as_they_did(given, taken, refused):
+    function = SameLayout(lambda x: (x, x[..., :1]))
+    function(torch.zeros(given))
+    function(taken)
+    if refused is not None:
+        with pytest.raises(AssertionError, match="lie in memory"):
+            function(refused)
+
+
+def test_a_query_that_lies_otherwise_without_gradients_is_found(monkeypatch):
+    """Its numbers would be those of other heads, and gradients wrong."""
+    setup = Setup(form="absorbed", recompute=("mla_up_proj",))
+    layout = dense(5, 2)
+    rows = (layout.random_rows(TINY.hidden, i) for i in (1, 2))
+    call = partial(run, random_attention(TINY, setup), TINY, setup, layout, *rows)
+    call()
+    absorb_query = absorbed.absorb_query
+
+    def contiguous_without_gradients(q_nope, w_uk):
+        found = absorb_query(q_nope, w_uk)
+        return found if torch.is_grad_enabled() else found.contiguous()
+
+    monkeypatch.setattr(absorbed, "absorb_query", contiguous_without_gradients)
+    with pytest.raises(AssertionError, match="lie in memory"):
+        call()
+
+
 MIXES = [(), ("mla_up_proj",), ("core_attn",), ("mla_up_proj", "core_attn")]
 TRAINED = [
     {"linear_q_up_proj.weight"},
@@ -81,9 +122,7 @@ TRAINED = [
 
 def gradients_of(mla, trained: set[str], recompute: tuple[str, ...], form: str) -> dict:
     """Gradients of the trained parameters; the input needs none, as after a frozen embedding."""
-    setup = Setup(form=form, recompute=recompute)
-    attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, random_weights(mla))
+    attention = random_attention(mla, Setup(form=form, recompute=recompute))
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(name in trained)
     x = torch.randn(9, 2, mla.hidden, generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,7 @@
 """Training steps in Megatron's CUDA graphs: every bit of the same steps from the host.
 
+Graphs of whole iterations are refused in training, and unnoticed in generation.
+
 Without a GPU, Megatron's own code runs with graphs that repeat PyTorch's operators.
 """
 
@@ -10,15 +12,17 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import cuda_graphs
 
-from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla import AbsorbedMLAOptions, SamplingParams
 from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED
 from absorbed_mla.graph_capture import captures_attention
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import TINY, WIDE, config_for
+from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.graphed_training import first_difference, generators_for_graphs, train
 from tests.support.harness import Setup, build_attention
 from tests.support.recorded_graphs import OnDevice, RecordedGraph, recorded_graphs  # noqa: F401
@@ -212,3 +216,27 @@ def test_mask_of_megatron(attention, monkeypatch):
     monkeypatch.undo()
     with torch.no_grad():
         assert not torch.equal(attention(x, mask)[0], expected)
+
+
+WHOLE = {"cuda_graph_impl": "full_iteration", "cache_mla_latents": True}
+
+
+def test_whole_iterations_of_a_layer():
+    attention, x = build_attention(TINY, Setup(), **WHOLE), hidden_states()
+    with torch.no_grad():
+        whole, _ = attention(x.clone(), None)
+        cached, _ = attention(x.clone(), None, inference_context=StaticInferenceContext(2, 8))
+    torch.testing.assert_close(cached, whole, rtol=1e-12, atol=1e-12)
+    with refusal("cuda_graph_impl='full_iteration'", "training", "'local'"):
+        attention(x, None)
+    with refusal("cuda_graph_impl='full_iteration'", "cache_mla_latents"):
+        build_attention(TINY, Setup(), cuda_graph_impl="full_iteration")
+
+
+def test_whole_iterations_of_an_engine():
+    sampling = SamplingParams(max_tokens=4, temperature=0)
+    found, expected = (
+        engine_of(generating_model(**fields)).generate([prompt(6, 1)], sampling)
+        for fields in (WHOLE, {})
+    )
+    assert found == expected

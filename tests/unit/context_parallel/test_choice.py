@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from absorbed_mla import MLADims
 from absorbed_mla.context_parallel.choice import choose
 from absorbed_mla.context_parallel.strategy import ContextParallel
+from tests.support.backends import V3_DIMS
 
 K = 1024
 
 
 def dims(heads: int) -> MLADims:
     """DeepSeek-V3's with some of the heads on this rank."""
-    return MLADims(
-        hidden_size=7168,
-        num_heads=128,
-        num_heads_per_rank=heads,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    )
+    return replace(V3_DIMS, num_heads_per_rank=heads)
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,7 @@ def peak(strategy, heads: int, cp_size: int, chunk_size: int = 1) -> int:
     """Most bytes alive during forward and backward, beyond the operands."""
     dims = MLADims.from_config(config_for(replace(TINY, heads=heads)), 1)
     options = AbsorbedMLAOptions(
-        form="expanded",
-        query_chunk_size=16,
-        expansion_chunk_size=chunk_size,
+        form="expanded", query_chunk_size=16, expansion_chunk_size=chunk_size
     )
     core = LatentCoreAttention(config_for(TINY), dims, AttnMaskType.causal, 0.3, options)
     sequences = SequenceLayout.dense(SHARE * cp_size)

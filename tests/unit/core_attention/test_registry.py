@@ -2,71 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
-import torch
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.backends.reference import reference_backward, reference_forward
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
 from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, LATENT_CACHES, PAGED_BACKENDS
-from tests.support import world
 from tests.support.cases import TINY
 from tests.support.execution import execute
-from tests.support.harness import Setup, build_attention
+from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
-from tests.unit.core_attention.softmax_backend import ENTRY, SoftmaxBackend
+
+
+class Counting:
+    """What CONTRIBUTING.md asks of a new backend: the reference's absorbed form, counted."""
+
+    name = "counting"
+    summary = "plain PyTorch that counts its calls"
+    forms = ("absorbed",)
+    # Faster than anything else, as far as "auto" is told.
+    rates: Mapping[str, tuple[float, float]] = {"cpu": (1e6, 1e6), "gpu": (1e6, 1e6)}
+    forwards = backwards = 0
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        if request.form != "absorbed":
+            return "it attends over the latent (form='absorbed')"
+        return "it takes no attention_mask and drops nothing" if request.masked else None
+
+    def forward(self, *arguments) -> AttentionOutput:
+        self.forwards += 1
+        return reference_forward(*arguments)
+
+    def backward(self, *arguments) -> AttentionInputs:
+        self.backwards += 1
+        return reference_backward(*arguments)
 
 
 @pytest.fixture
-def softmax():
-    with ATTENTION_BACKENDS.registered(SoftmaxBackend()) as backend:
+def counting():
+    with ATTENTION_BACKENDS.registered(Counting()) as backend:
         yield backend
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["softmax", "auto"])
-def test_trains(softmax, name, layout):
+@pytest.mark.parametrize("name", ["counting", "auto"])
+def test_trains(counting, name, layout):
     """Output and every gradient are the oracle's; ``auto`` takes the backend for its rates."""
     setup = Setup(form="auto", core_attention_backend=name)
     execution = execute(TINY, setup, grid_layout(layout, divisible=False))
     exact = execution.oracle(execution.table())
     for tensor, expected in exact.items():
         assert relative_error(execution.tensors[tensor], expected) < 1e-9, tensor
-    assert softmax.forwards and softmax.backwards
+    assert counting.forwards and counting.backwards
 
 
-def test_takes_optimizer_steps(softmax):
-    layer = build_attention(TINY, Setup(core_attention_backend="softmax", dtype=torch.float32))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
-    x = torch.randn(7, 2, TINY.hidden, generator=torch.Generator().manual_seed(0))
-    x = x.to(world.device())
-    losses = []
-    for _ in range(5):
-        loss = (layer(x, None)[0] - 1).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses == sorted(losses, reverse=True)
-
-
-def test_options_follow(softmax):
-    with refusal("core_attention_backend", "softmax", "form='absorbed'", "got form='expanded'"):
-        AbsorbedMLAOptions(form="expanded", core_attention_backend="softmax")
-    with refusal("core_attention_backend", "auto", "softmax", "'sofmax'"):
-        AbsorbedMLAOptions(core_attention_backend="sofmax")
-
-
-def test_a_name_is_taken_once(softmax):
-    with refusal("core_attention_backend", "'softmax'", "already"):
-        ATTENTION_BACKENDS.register(ENTRY)
+def test_options_and_names_follow(counting):
+    with refusal("core_attention_backend", "counting", "form='absorbed'", "got form='expanded'"):
+        AbsorbedMLAOptions(form="expanded", core_attention_backend="counting")
+    with refusal("core_attention_backend", "auto", "counting", "'countin'"):
+        AbsorbedMLAOptions(core_attention_backend="countin")
+    with refusal("core_attention_backend", "'counting'", "already"):
+        ATTENTION_BACKENDS.register(Counting())
 
 
 def test_gone_afterwards():
-    with ATTENTION_BACKENDS.registered(ENTRY):
-        AbsorbedMLAOptions(core_attention_backend="softmax")
-    with refusal("core_attention_backend", "'softmax'"):
-        AbsorbedMLAOptions(core_attention_backend="softmax")
+    with ATTENTION_BACKENDS.registered(Counting()):
+        AbsorbedMLAOptions(core_attention_backend="counting")
+    with refusal("core_attention_backend", "'counting'"):
+        AbsorbedMLAOptions(core_attention_backend="counting")
 
 
 @pytest.mark.parametrize(

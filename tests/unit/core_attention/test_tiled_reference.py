@@ -31,17 +31,25 @@ def causal(tokens: int) -> ScoreRules:
     return ScoreRules(0.3, (Span(0, tokens, 0, tokens, 0),))
 
 
+def cache_of(given: AttentionInputs) -> torch.Tensor:
+    """One block, [1, tokens, C + R]."""
+    kv = torch.cat((given.k_content[:, :, 0], given.k_rope), dim=-1)
+    return kv.transpose(0, 1).contiguous()
+
+
+def rows(queries: tuple[int, ...], keys: int) -> Rows:
+    """Requests that all have the first ``keys`` tokens of the block."""
+    table = torch.zeros(len(queries), 1, dtype=torch.int32)
+    return Rows.of(queries, (keys,) * len(queries), table)
+
+
 def agrees_to_the_bit(heads: int, c: int, rope: int, dtype: torch.dtype, first: int) -> None:
     """A training forward, and the tokens from ``first`` on over a cache of all."""
     given = operands(heads, c, rope, dtype)
     out, lse = TiledReferenceBackend().forward(given, causal(TOKENS))
-    cache = torch.cat((given.k_content[:, :, 0], given.k_rope), dim=-1).transpose(0, 1)
+    query = given.q_content[first:, 0], given.q_rope[first:, 0]
     found, found_lse = paged_reference(
-        given.q_content[first:, 0],
-        given.q_rope[first:, 0],
-        cache.contiguous(),
-        Rows.of((TOKENS - first,), (TOKENS,), torch.zeros(1, 1, dtype=torch.int32)),
-        0.3,
+        *query, cache_of(given), rows((TOKENS - first,), TOKENS), 0.3
     )
     assert torch.equal(out[first:, 0].to(dtype), found)
     assert torch.equal(lse[first:, 0], found_lse)
@@ -70,10 +78,8 @@ def test_threads_do_not_share_the_products_of_one_token(two_threads, widths):
     out, _ = TiledReferenceBackend().forward(given, causal(TOKENS))
     for last in range(1, TOKENS, 3):
         part = AttentionInputs(*(x if x is None else x[:last] for x in given))
-        cache = torch.cat((part.k_content[:, :, 0], part.k_rope), dim=-1).transpose(0, 1)
-        rows = Rows.of((1,), (last,), torch.zeros(1, 1, dtype=torch.int32))
         query = part.q_content[-1:, 0], part.q_rope[-1:, 0]
-        found, _ = paged_reference(*query, cache.contiguous(), rows, 0.3)
+        found, _ = paged_reference(*query, cache_of(part), rows((1,), last), 0.3)
         assert torch.equal(out[last - 1 : last, 0], found)
 
 
@@ -91,17 +97,9 @@ def test_any_widths(heads, c, rope, first):
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_the_same_token_gets_the_same_bits(widths):
     """256 of one token: its bits must not depend on its index."""
-    heads, c, rope = widths
-    given = operands(heads, c, rope, torch.float32)
-    query = torch.cat((given.q_content, given.q_rope), dim=-1)[-1].expand(256, -1, -1)
-    cache = torch.cat((given.k_content[:, :, 0], given.k_rope), dim=-1).transpose(0, 1)
-    out, _ = paged_reference(
-        query[..., :c].contiguous(),
-        query[..., c:].contiguous(),
-        cache.contiguous(),
-        Rows.of((1,) * 256, (TOKENS,) * 256, torch.zeros(256, 1, dtype=torch.int32)),
-        0.3,
-    )
+    given = operands(*widths, torch.float32)
+    query = (x[-1].expand(256, -1, -1).contiguous() for x in (given.q_content, given.q_rope))
+    out, _ = paged_reference(*query, cache_of(given), rows((1,) * 256, TOKENS), 0.3)
     assert torch.equal(out, out[:1].expand_as(out))
 
 

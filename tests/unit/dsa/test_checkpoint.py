@@ -8,11 +8,10 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.experimental_attention_variant import dsa as megatron
+from megatron.core.transformer.spec_utils import build_module
 
 from absorbed_mla.checkpoint.state_dict import to_standard_state_dict
 from absorbed_mla.dims import MLADims
-from tests import oracle_dsa
 from tests.support import megatron_dsa, needs, world
 from tests.support.dsa import TINY_DSA, config_of, random_weights
 from tests.support.dsa_layer import build
@@ -29,7 +28,8 @@ EPS = {"layernorm_epsilon": 1e-3, "dsa_indexer_k_norm_epsilon": 1e-6}
 @pytest.fixture
 def theirs():
     torch.manual_seed(3)
-    made = megatron_dsa.attention(config_of(DSA, torch.float32, **EPS))
+    config = config_of(DSA, torch.float32, **EPS)
+    made = build_module(megatron_dsa.attention_spec(config), config=config, layer_number=1)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.rand_like(parameter) - 0.5)
@@ -43,12 +43,7 @@ def ours():
 
 def test_load_and_same_output(theirs, ours, monkeypatch):
     """Strictly; the layer then computes what Megatron's does."""
-
-    def rotate(x):
-        size = x.shape[-1]
-        return x @ oracle_dsa.hadamard_matrix(size).to(x.dtype) / size**0.5
-
-    monkeypatch.setattr(megatron, "rotate_activation", rotate)
+    megatron_dsa.transform_on_a_cpu(monkeypatch)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     x = torch.randn(11, 2, DSA.hidden, device=world.device())
     with torch.no_grad():
@@ -66,14 +61,14 @@ def test_back(theirs, ours):
             assert torch.equal(value, ours.state_dict()[name]), name
 
 
-def entries(module) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of a distributed checkpoint."""
-    found: dict[str, tuple[int, ...]] = {}
+def entries(module) -> dict[str, tuple]:
+    """Names of a distributed checkpoint, with whole shapes and who writes."""
+    found = {}
     for entry in nested_values(module.sharded_state_dict("a.")):
         parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
         for part in nested_values({"entry": parts}):
-            shape = part.global_shape if isinstance(part, ShardedTensor) else ()
-            found[part.key] = tuple(shape)
+            shape = tuple(part.global_shape) if isinstance(part, ShardedTensor) else ()
+            found[part.key] = type(part), shape, part.replica_id
     return found
 
 

@@ -13,11 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from absorbed_mla.dsa import checkpoint_scope
-from absorbed_mla.dsa.checkpoint_scope import (
-    current_scope,
-    is_never_recomputed,
-    scope_checkpoints,
-)
+from absorbed_mla.dsa.checkpoint_scope import current_scope, is_never_recomputed, scope_checkpoints
 
 CHECKPOINTS = {
     "megatron": lambda function, *args: megatron_checkpoint(function, False, *args),

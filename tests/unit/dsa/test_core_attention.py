@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
@@ -13,12 +14,12 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.spec_utils import build_module
 
-from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
+from absorbed_mla.dsa.replay import record_selections, replay_selections
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle_dsa import OracleLoss
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, config_for
 from tests.support.dsa import TINY_DSA, VARIANTS, config_of, random_weights
 from tests.support.dsa_layer import BOUND, build, check, evaluate, named, truth
@@ -30,23 +31,52 @@ from tests.unit.inference.test_fp8_cache import FP8, WIDER, cached
 
 SETUP = Setup(form="auto")
 SPARSE, WARM_UP = OracleLoss(sparse=True), OracleLoss(sparse=False)
+TE = needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed")
+stages = pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "sum"])
+@stages
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant, layout, loss, per_token):
+    """Odd lengths, empty sequences; three heads of the indexer, so that many keys tie."""
+    loss = replace(loss, coefficient=0.7, per_token=per_token)
+    check(VARIANTS[variant], SETUP, grid_layout(layout, False), loss)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant, layout):
-    """Odd lengths, empty sequences; three heads of the indexer, so that many keys tie."""
-    check(VARIANTS[variant], SETUP, grid_layout(layout, False), SPARSE)
+def test_a_selection_of_another_layer(layout):
+    """Shared, or replayed: attention and loss over it, whatever this layer would choose."""
+    layout = grid_layout(layout, False)
+    weights, others = (random_weights(TINY_DSA, seed) for seed in (0, 5))
+    attention, other = (build(TINY_DSA, SETUP, one, SPARSE) for one in (weights, others))
+    with record_selections(other) as selections:
+        evaluate(other, TINY_DSA, SETUP, layout)
+    with replay_selections(attention, selections):
+        found = named(evaluate(attention, TINY_DSA, SETUP, layout))
+    own, theirs = (truth(attention, TINY_DSA, w, layout, SPARSE).chosen for w in (weights, others))
+    assert any(not torch.equal(a, b) for a, b in zip(own, theirs, strict=True))
+    expected = named(truth(attention, TINY_DSA, weights, layout, SPARSE, chosen=theirs))
+    compare(found, expected, {**dict.fromkeys(expected, BOUND), "loss": 1e-6}).check()
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("transformer_engine", marks=TE)])
+def test_bf16(backend):
+    """Nothing is chosen."""
+    setup = replace(SETUP, dtype=torch.bfloat16, backend=backend)
+    layout = grid_layout("thd", False)
+    check(VARIANTS["topk_above"], setup, layout, WARM_UP, dense=True, bound=0.05)
 
 
 @pytest.mark.parametrize("module", ["mla_up_proj", "core_attn"])
-@pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+@stages
 def test_recomputation(loss, module):
     setup = replace(SETUP, recompute=(module,))
     check(TINY_DSA, setup, grid_layout("thd_padded", False), loss)
 
 
-@pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+@stages
 def test_latents_as_an_fp8_cache_returns_them(loss):
     """Attention and target are over rounded latents, with straight-through gradients."""
     dsa = replace(TINY_DSA, mla=replace(WIDER, cached=cached))
@@ -60,6 +90,7 @@ def test_no_loss(coefficient):
     layout = grid_layout("sbhd", False)
     weights = random_weights(TINY_DSA)
     attention = build(TINY_DSA, SETUP, weights, dsa_indexer_loss_coeff=coefficient)
+    assert type(attention.core_attention) is SparseCoreAttention
     x = layout.random_rows(TINY_DSA.hidden, seed=1).to(world.device()).requires_grad_()
     output, _ = attention(x, None)
     output.sum().backward()
@@ -181,13 +212,3 @@ class TestRefused:
         assert found.equal(expected)
         with refusal("attention_mask must be None", "sparse attention", "(1, 1, 4, 4)"):
             attention(x, hidden)
-
-    @pytest.mark.parametrize("option", ["sparse_attention_backend", "indexer_backend"])
-    def test_backend(self, option):
-        with refusal(option, "auto", "reference", "'hpoper'"):
-            AbsorbedMLAOptions(**{option: "hpoper"})
-
-
-def test_the_layer_is_sparse():
-    attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
-    assert type(attention.core_attention) is SparseCoreAttention

@@ -1,4 +1,4 @@
-"""Layers that share selections, and selections that are recorded and replayed."""
+"""Layers that share selections, on which stage they are, and selections that are replayed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from absorbed_mla.dsa import core_attention
+from absorbed_mla.dsa.pipeline_indices import stages_of_layers
 from absorbed_mla.dsa.replay import record_selections, replay_selections
+from tests.support.cases import TINY, config_for
 from tests.support.dsa_models import DSA, SHARED, dsa_model
 from tests.support.models import TOKENS, call, gpt_model, token_batch
 from tests.support.refusal import refusal
@@ -24,14 +26,18 @@ def recomputing(method: dict) -> dict:
     return {"recompute_granularity": "full", **method}
 
 
-def microbatch_gradients(model, seeds=(5,)) -> dict[str, torch.Tensor]:
-    """All forwards come before the backwards, as in the warm-up of a pipeline."""
+def losses_of(model, seeds) -> list[torch.Tensor]:
     losses = []
     for seed in seeds:
         tokens = token_batch(seed)
         positions = torch.arange(TOKENS, device=tokens.device).expand_as(tokens)
         losses.append(model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean())
-    for loss in losses:
+    return losses
+
+
+def microbatch_gradients(model, seeds=(5,)) -> dict[str, torch.Tensor]:
+    """All forwards come before the backwards, as in the warm-up of a pipeline."""
+    for loss in losses_of(model, seeds):
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -110,9 +116,7 @@ class TestReplay:
                 if "indexer" in name:
                     parameter.copy_(torch.randn_like(parameter))
         with replay_selections(model, selections):
-            tokens = [token_batch(seed) for seed in (5, 6)]
-            positions = torch.arange(TOKENS, device=tokens[0].device).expand_as(tokens[0])
-            losses = [model(t, positions, None, labels=t.roll(-1, 1)).mean() for t in tokens]
+            losses = losses_of(model, (5, 6))
         for loss in losses:
             loss.backward()
         found = dict(model.named_parameters())
@@ -135,3 +139,35 @@ class TestReplay:
             call(model)
         with refusal("no layer with an indexer"), record_selections(gpt_model()):
             pass
+
+
+TWO = {"pipeline_model_parallel_size": 2}
+# How Megatron cuts models, and the pipeline stage of every layer.
+CUTS = {
+    "one stage": ({"num_layers": 3}, [0, 0, 0]),
+    "even": ({"num_layers": 4, **TWO}, [0, 0, 1, 1]),
+    "virtual": (
+        {
+            "num_layers": 8,
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True,
+            **TWO,
+        },
+        [0, 0, 1, 1, 0, 0, 1, 1],
+    ),
+    "a longer last stage": (
+        {"num_layers": 5, "num_layers_in_last_pipeline_stage": 3, **TWO},
+        [0, 0, 1, 1, 1],
+    ),
+    "by hand": (
+        {"num_layers": 6, "pipeline_model_parallel_layout": "Ettt|t|tt|L", **TWO},
+        [0, 0, 0, 1, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_stages_of_layers(name):
+    fields, expected = CUTS[name]
+    config = config_for(TINY, torch.float32, pipeline_dtype=torch.float32, **fields)
+    assert stages_of_layers(config) == expected

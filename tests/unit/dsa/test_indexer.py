@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.experimental_attention_variant import dsa as megatron
-from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import nn
 
 from absorbed_mla.dsa.hadamard import hadamard_transform
 from absorbed_mla.dsa.layer_norm import LayerNorm
-from absorbed_mla.linear import DuplicatedLinear
 from tests import oracle_dsa
 from tests.support import world
 from tests.support.dsa import (
@@ -60,28 +56,6 @@ def test_index_vectors(variant):
     assert x.grad is None
 
 
-def test_names_are_megatrons():
-    dsa = TINY_DSA
-    linear = DuplicatedLinear
-    host = megatron.DSAIndexer(
-        config_of(dsa),
-        megatron.DSAIndexerSubmodules(linear, linear, LayerNorm, linear),
-        ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    ours = build_indexer(dsa, random_weights(dsa))
-    shapes = {name: p.shape for name, p in ours.named_parameters()}
-    assert shapes == {name: p.shape for name, p in host.named_parameters()}
-    assert ours.state_dict().keys() == host.state_dict().keys()
-    host.load_state_dict(ours.state_dict(), strict=True)
-    ours.load_state_dict(host.state_dict(), strict=True)
-    entries = [sharded_state_dict_default(module, "indexer.") for module in (ours, host)]
-    described = [
-        {key: (type(e), e.key, e.global_shape, e.replica_id) for key, e in found.items()}
-        for found in entries
-    ]
-    assert described[0] == described[1], "distributed checkpoints"
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_marks(sequence_parallel):
     """Averaged over tensor-parallel ranks, and not summed besides."""
@@ -93,20 +67,14 @@ def test_marks(sequence_parallel):
         assert not getattr(parameter, "tensor_model_parallel", False)
 
 
-class TestHalfPrecision:
+def test_half_precision():
     """bf16 parameters: index vectors in bf16, head weights in fp32."""
-
-    def test_dtypes(self):
-        dsa = TINY_DSA
-        linear = DuplicatedLinear
-        indexer = build_indexer(dsa, random_weights(dsa)).bfloat16()
-        assert isinstance(indexer.linear_wk, linear)
-        x = torch.randn(TOKENS, BATCH, dsa.mla.hidden, dtype=torch.bfloat16)
-        latent = torch.randn(TOKENS, BATCH, dsa.mla.q_lora_rank, dtype=torch.bfloat16)
-        cos, sin = (t.float() for t in dsa.mla.rotary_table(TOKENS))
-        found = indexer(*(t.to(world.device()) for t in (x, latent, cos, sin)))
-        dtypes = torch.bfloat16, torch.bfloat16, torch.float32
-        assert tuple(t.dtype for t in found) == dtypes
+    mla = TINY_DSA.mla
+    indexer = build_indexer(TINY_DSA, random_weights(TINY_DSA)).bfloat16()
+    x, latent = (torch.randn(TOKENS, BATCH, n).bfloat16() for n in (mla.hidden, mla.q_lora_rank))
+    cos, sin = (t.float() for t in mla.rotary_table(TOKENS))
+    found = indexer(*(t.to(world.device()) for t in (x, latent, cos, sin)))
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
 class TestLayerNorm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,14 +12,15 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import indexer_loss
-from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
+from absorbed_mla.dsa.key_subset import KeySubset, chosen_keys, visible_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.sequences import SequenceLayout
 from tests.oracle_dsa import kl_of_rows, masked_softmax
-from tests.support import world
+from tests.support import needs, world
 from tests.support.memory import PeakMemory
 from tests.support.numerics import relative_error
-from tests.unit.dsa.test_selection import visible
+from tests.support.spans import visible
+from tests.unit.dsa.test_selection import random_index
 from tests.unit.dsa.test_sparse_reference import mask_of, random_selection
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
@@ -67,6 +70,22 @@ def lse_of(inputs: AttentionInputs, seen: Tensor) -> Tensor:
     return torch.logsumexp(scores, -1).permute(2, 0, 1)
 
 
+def loss_of(
+    index: IndexVectors,
+    inputs: AttentionInputs,
+    subsets: Iterable[KeySubset] | None = None,
+    lse: Tensor | None = None,
+    *,
+    factor: float = FACTOR,
+    relu: bool = True,
+) -> Tensor:
+    """Over the visible keys of ``SPANS`` unless others are given."""
+    subsets = subsets or visible_keys(SPANS, BATCH, world.device())
+    return indexer_loss(
+        index, inputs, lse, subsets, attention_scale=SCALE, factor=factor, relu=relu
+    )
+
+
 @pytest.mark.parametrize("elements", [1, 60, 2**24])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["lse_again", "lse"])
 @pytest.mark.parametrize("relu", [False, True])
@@ -83,27 +102,13 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
         chosen = random_selection(4)
         seen = mask_of(chosen, KEYS)
         subsets = chosen_keys(chosen, LATENT + ROPE, elements)
-    found = indexer_loss(
-        index,
-        inputs,
-        lse_of(inputs, seen) if with_lse else None,
-        subsets,
-        attention_scale=SCALE,
-        factor=FACTOR,
-        relu=relu,
-    )
+    found = loss_of(index, inputs, subsets, lse_of(inputs, seen) if with_lse else None, relu=relu)
     expected = truth(index, inputs, seen, relu)
     assert relative_error(found, expected) < BOUND
     actual = torch.autograd.grad(2 * found, index)
     wanted = torch.autograd.grad(2 * expected, index)
     for name, a, e in zip(index._fields, actual, wanted, strict=True):
         assert relative_error(a, e) < BOUND, name
-
-
-def loss_of(index, inputs, factor: float = FACTOR) -> Tensor:
-    subsets = visible_keys(SPANS, BATCH, world.device())
-    scales = {"attention_scale": SCALE, "factor": factor, "relu": True}
-    return indexer_loss(index, inputs, None, subsets, **scales)
 
 
 def test_the_attention_gets_no_gradient(index, inputs):
@@ -125,16 +130,7 @@ def test_a_perfect_indexer_has_no_loss(inputs):
     query = torch.cat((one.q_content, one.q_rope), -1)
     key = torch.cat((one.k_content.squeeze(2), one.k_rope), -1)
     weights = torch.full((QUERIES, BATCH, 1), SCALE, dtype=torch.float64, requires_grad=True)
-    subsets = visible_keys(SPANS, BATCH, world.device())
-    found = indexer_loss(
-        IndexVectors(query, key, weights),
-        one,
-        None,
-        subsets,
-        attention_scale=SCALE,
-        factor=1.0,
-        relu=False,
-    )
+    found = loss_of(IndexVectors(query, key, weights), one, factor=1.0, relu=False)
     found.backward()
     assert abs(found.item()) < 1e-12 and weights.grad.abs().max() < 1e-12
 
@@ -175,9 +171,7 @@ def test_keys_sum_their_gradients_in_fp32(stage):
         if stage == "sparse":
             every = torch.arange(keys, dtype=torch.int32).expand(queries, 1, keys)
             subsets = chosen_keys(every.contiguous(), 8, 1)
-        scales = {"attention_scale": SCALE, "factor": FACTOR, "relu": True}
-        loss = indexer_loss(index, inputs, None, subsets, **scales)
-        found += torch.autograd.grad(loss, index.key)
+        found += torch.autograd.grad(loss_of(index, inputs, subsets), index.key)
     assert relative_error(*found) < torch.finfo(torch.bfloat16).eps / 2
 
 
@@ -185,7 +179,7 @@ def test_small_gradients_in_fp16(index, inputs):
     """A mean over many tokens is below the range of fp16 until the loss scale multiplies it."""
     half = IndexVectors(*(x.detach().half().requires_grad_() for x in index[:2]), index.weights)
     scale = 2.0**24
-    grads = torch.autograd.grad(scale * loss_of(half, inputs, FACTOR / scale), half)
+    grads = torch.autograd.grad(scale * loss_of(half, inputs, factor=FACTOR / scale), half)
     truths = torch.autograd.grad(loss_of(half, inputs), half)
     for grad, true in zip(grads, truths, strict=True):
         assert relative_error(grad, true) < 1e-3
@@ -210,8 +204,24 @@ def test_memory(stage):
         chosen = torch.arange(tokens, dtype=torch.int32)[:, None, None] - torch.arange(16)
         subsets = chosen_keys(chosen.clamp(min=-1).int(), width, elements)
     with PeakMemory() as memory:
-        indexer_loss(
-            index, inputs, None, subsets, attention_scale=SCALE, factor=FACTOR, relu=True
-        ).backward()
+        loss_of(index, inputs, subsets).backward()
     own = sum(x.nbytes for x in (*index, query, kv))
     assert memory.peak < 3 * own + 60 * elements < 2 * tokens * tokens
+
+
+@needs.gpu
+def test_warm_up_of_64k_tokens_fits():
+    """One rank of eight at V3.2's widths: [S, S] in fp32 is 16 GiB for each of its 16 heads."""
+    tokens = 2**16
+    index = random_index(tokens, requires_grad=True)
+    query = torch.randn(tokens, 1, 16, 576, dtype=torch.bfloat16)
+    kv = torch.randn(tokens, 1, 576, dtype=torch.bfloat16)
+    inputs = latent_inputs(query[..., :512], query[..., 512:], kv)
+    spans = self_attention_spans(SequenceLayout.dense(tokens), True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = loss_of(index, inputs, visible_keys(spans, 1, kv.device), factor=1 / tokens)
+    loss.backward()
+    assert torch.isfinite(loss) and all(torch.isfinite(x.grad).all() for x in index)
+    # Twice the gradient of the queries (1 GiB each), and the tensors of a chunk.
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**30

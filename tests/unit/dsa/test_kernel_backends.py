@@ -18,11 +18,9 @@ from tests.oracle_dsa import OracleDSA, OracleLoss
 from tests.support import needs, world
 from tests.support.backends import determinism, triton_interpreter
 from tests.support.cases import INTERPRETED, WIDE
-from tests.support.dsa import random_weights
-from tests.support.dsa_layer import build, evaluate, named, truth
+from tests.support.dsa_layer import check
 from tests.support.harness import Setup
 from tests.support.layouts import grid_layout
-from tests.support.numerics import compare
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -144,13 +142,9 @@ def test_training(stage):
     """A layer against the oracle: output, loss and all gradients, with two sequences in a pack."""
     topk, loss = STAGES[stage]
     dsa = OracleDSA(mla=INTERPRETED, heads=3, width=16, topk=topk)
-    layout, weights = grid_layout("thd", False), random_weights(dsa)
     setup = Setup(dtype=torch.float32, sparse_attention_backend="triton", indexer_backend="triton")
     with triton_interpreter(), determinism(stage == "sparse"):
-        attention = build(dsa, setup, weights, loss)
-        found = named(evaluate(attention, dsa, setup, layout))
-    expected = named(truth(attention, dsa, weights, layout, loss))
-    compare({n: t.double() for n, t in found.items()}, expected, 1e-5).check()
+        check(dsa, setup, grid_layout("thd", False), loss, bound=1e-5)
 
 
 @pytest.mark.no_cover
@@ -159,20 +153,16 @@ def test_training(stage):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("layers", LAYERS)
 def test_training_on_a_gpu(layers, stage, backend):
-    """In bf16, all keys chosen: others would be, where bf16 rounds scores."""
+    """In bf16, all keys chosen."""
     _, loss = STAGES[stage]
     dsa = OracleDSA(mla=replace(WIDE, heads=16), heads=4, width=64, topk=64)
-    layout, weights = grid_layout("thd", False), random_weights(dsa)
     setup = Setup(
         dtype=torch.bfloat16,
         backend=layers,
         sparse_attention_backend=backend,
         indexer_backend=backend,
     )
-    attention = build(dsa, setup, weights, loss)
-    found = named(evaluate(attention, dsa, setup, layout))
-    expected = named(truth(attention, dsa, weights, layout, loss, dense=True))
-    compare({n: t.double() for n, t in found.items()}, expected, 0.05).check()
+    check(dsa, setup, grid_layout("thd", False), loss, dense=True, bound=0.05)
 
 
 def test_chunks_of_a_loss_that_gathers_nothing():

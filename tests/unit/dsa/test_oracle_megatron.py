@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from absorbed_mla.linear import DuplicatedLinear
 from tests import oracle_dsa
 from tests.oracle_dsa import OracleDSA, OracleLoss
-from tests.support import needs
+from tests.support import megatron_dsa, needs
 from tests.support.dsa import (
     PARAMETERS,
     VARIANTS,
@@ -61,13 +61,17 @@ class HostLayerNorm(nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
-@pytest.fixture(autouse=True)
-def _hadamard_on_a_cpu(monkeypatch):
-    def rotate(x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        return x @ oracle_dsa.hadamard_matrix(size).to(x.dtype) / size**0.5
-
-    monkeypatch.setattr(megatron, "rotate_activation", rotate)
+@pytest.fixture
+def reported(monkeypatch) -> list[Tensor]:
+    """The losses that Megatron logs."""
+    found = []
+    megatron_dsa.transform_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(
+        megatron.DSAIndexerLossLoggingHelper,
+        "save_loss_to_tracker",
+        lambda loss, **_: found.append(loss),
+    )
+    return found
 
 
 def build(dsa: OracleDSA, loss: OracleLoss, weights) -> megatron.DSAttention:
@@ -97,8 +101,8 @@ def build(dsa: OracleDSA, loss: OracleLoss, weights) -> megatron.DSAttention:
     return core.train()
 
 
-def inputs_of(dsa: OracleDSA, weights, x: Tensor, layout: Layout):
-    """Query, key, hidden states and query latent as Megatron's core attention takes them."""
+def attend(core, dsa: OracleDSA, weights, x: Tensor, layout: Layout, params) -> Tensor:
+    """Output of Megatron's core attention over the rows ``x`` of a layout."""
     mla = dsa.mla
     table = mla.rotary_table(layout.tokens)
 
@@ -110,17 +114,26 @@ def inputs_of(dsa: OracleDSA, weights, x: Tensor, layout: Layout):
 
     made = by_sequence(layout.sequences, len(x), of_sequence)
     query, key, latent = (t.view(layout.tokens, layout.batch, *t.shape[1:]).float() for t in made)
-    hidden = x.view(layout.tokens, layout.batch, -1).float()
     if layout.lengths is not None:
         query, key = query.squeeze(1), key.squeeze(1)
-    return query, key, hidden, latent
+    return core(
+        query,
+        key,
+        None,
+        None,
+        x=x.view(layout.tokens, layout.batch, -1).float(),
+        qr=latent,
+        up_v_weight=weights["w_uv"].view(mla.heads, mla.v, -1).float(),
+        attn_mask_type=AttnMaskType.causal,
+        packed_seq_params=params,
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "sum"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense_loss", "sparse_loss"])
-def test_megatron(case, layout, sparse, per_token, monkeypatch):
+def test_megatron(case, layout, sparse, per_token, reported, monkeypatch):
     """Output, chosen keys, loss, and the indexer's gradients, which come from the loss alone."""
     dsa, layout = CASES[case], LAYOUTS[layout]
     loss = OracleLoss(coefficient=0.7, sparse=sparse, per_token=per_token)
@@ -128,42 +141,24 @@ def test_megatron(case, layout, sparse, per_token, monkeypatch):
     x = layout.random_rows(dsa.mla.hidden, seed=1).flatten(0, 1)
     truth = oracle_dsa.evaluate(dsa, weights, x, torch.ones_like(x), layout.sequences, loss=loss)
     core = build(dsa, loss, weights)
-    x = x.requires_grad_()
-    query, key, hidden, latent = inputs_of(dsa, weights, x, layout)
-    found = []
-    monkeypatch.setattr(
-        megatron.DSAIndexerLossLoggingHelper,
-        "save_loss_to_tracker",
-        lambda loss, **_: found.append(loss),
-    )
+    x, found = x.requires_grad_(), []
     scatter = megatron.dsa_masking.scatter_topk_into_index_mask
     monkeypatch.setattr(
         megatron.dsa_masking,
         "scatter_topk_into_index_mask",
         lambda mask, topk, **how: (found.append(topk), scatter(mask, topk, **how))[1],
     )
-    output = core(
-        query,
-        key,
-        None,
-        None,
-        x=hidden,
-        qr=latent,
-        up_v_weight=weights["w_uv"].view(dsa.mla.heads, dsa.mla.v, -1).float(),
-        attn_mask_type=AttnMaskType.causal,
-        packed_seq_params=layout.packed_seq_params(torch.device("cpu")),
-    )
+    output = attend(core, dsa, weights, x, layout, layout.packed_seq_params(torch.device("cpu")))
     output = output.double().view(len(x), -1) @ weights["w_o"].T
     output.sum().backward()
 
     assert relative_error(output, truth.output) < BOUND
-    topk, reported = found[0], found[1]
-    assert relative_error(reported, truth.loss) < BOUND
+    assert relative_error(reported[0], truth.loss) < BOUND
     assert relative_error(x.grad, truth.input_grad) < BOUND, "the loss must not reach the model"
     for name, its in PARAMETERS.items():
         grad = core.indexer.get_parameter(its).grad
         assert relative_error(grad, truth.weight_grads[name]) < BOUND, name
-    _same_keys(topk, truth, layout)
+    _same_keys(found[0], truth, layout)
 
 
 def _same_keys(topk: Tensor, truth: oracle_dsa.OracleDSAResult, layout: Layout) -> None:
@@ -175,49 +170,18 @@ def _same_keys(topk: Tensor, truth: oracle_dsa.OracleDSAResult, layout: Layout) 
             assert sorted(s for s in topk[entry, first + query].tolist() if s >= 0) == keys
 
 
-class TestPadding:
+@pytest.mark.parametrize("told", [True, False])
+def test_padding(told, reported):
     """Megatron's mean is over all rows of a padded pack, unless told which ones are tokens."""
-
-    LAYOUT = packed((5, 2, 4), (6, 2, 7))
-
-    def losses(self, monkeypatch, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        dsa, loss = CASES["deepseek"], OracleLoss()
-        layout = self.LAYOUT
-        weights = random_weights(dsa)
-        x = layout.random_rows(dsa.mla.hidden, seed=1).flatten(0, 1)
-        truth = oracle_dsa.forward(dsa, weights, x, layout.sequences, loss=loss)
-        slots = packed(layout.slots)
-        query, key, hidden, latent = inputs_of(dsa, weights, x, slots)
-        params = layout.packed_seq_params(torch.device("cpu"))
-        if tokens is not None:
-            params.real_token_mask_q = tokens
-        found = []
-        monkeypatch.setattr(
-            megatron.DSAIndexerLossLoggingHelper,
-            "save_loss_to_tracker",
-            lambda loss, **_: found.append(loss),
-        )
-        w_uv = weights["w_uv"].view(dsa.mla.heads, dsa.mla.v, -1).float()
-        build(dsa, loss, weights)(
-            query,
-            key,
-            None,
-            None,
-            x=hidden,
-            qr=latent,
-            up_v_weight=w_uv,
-            attn_mask_type=AttnMaskType.causal,
-            packed_seq_params=params,
-        )
-        return found[0], truth.loss
-
-    def test_rows_that_are_tokens(self, monkeypatch):
-        tokens = torch.zeros(self.LAYOUT.tokens, dtype=torch.bool)
-        for sequence in self.LAYOUT.sequences:
-            tokens[sequence.rows] = True
-        reported, expected = self.losses(monkeypatch, tokens)
-        assert relative_error(reported, expected) < BOUND
-
-    def test_padding_is_counted_otherwise(self, monkeypatch):
-        reported, expected = self.losses(monkeypatch, None)
-        assert relative_error(reported, expected) > 1e-2
+    dsa, loss, layout = CASES["deepseek"], OracleLoss(), packed((5, 2, 4), (6, 2, 7))
+    weights = random_weights(dsa)
+    x = layout.random_rows(dsa.mla.hidden, seed=1).flatten(0, 1)
+    truth = oracle_dsa.forward(dsa, weights, x, layout.sequences, loss=loss)
+    params = layout.packed_seq_params(torch.device("cpu"))
+    if told:
+        params.real_token_mask_q = torch.zeros(layout.tokens, dtype=torch.bool)
+        for sequence in layout.sequences:
+            params.real_token_mask_q[sequence.rows] = True
+    attend(build(dsa, loss, weights), dsa, weights, x, packed(layout.slots), params)
+    error = relative_error(reported[0], truth.loss)
+    assert error < BOUND if told else error > 1e-2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from absorbed_mla.dsa.key_subset import VisibleKeys
 from absorbed_mla.dsa.selection import best_keys, select
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
-from tests.support import world
+from tests.support import needs, world
 from tests.support.memory import PeakMemory
+from tests.support.spans import visible
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
 LAYOUTS = {
@@ -24,35 +27,18 @@ LAYOUTS = {
 }
 
 
-def integers(shape, low, high) -> Tensor:
-    return torch.randint(low, high, shape).double()
-
-
 def index_of(queries: int, keys: int, batch: int, ties: bool) -> IndexVectors:
     """Few different scores with ``ties``: small integers, exact in any order of sums."""
-    heads, width = 3, 4
-    if ties:
-        return IndexVectors(
-            integers((queries, batch, heads, width), -1, 2),
-            integers((keys, batch, width), -1, 2),
-            integers((queries, batch, heads), -1, 2),
-        )
-    return IndexVectors(
-        torch.randn(queries, batch, heads, width, dtype=torch.float64),
-        torch.randn(keys, batch, width, dtype=torch.float64),
-        torch.randn(queries, batch, heads, dtype=torch.float64),
-    )
+    shapes = (queries, batch, 3, 4), (keys, batch, 4), (queries, batch, 3)
+    draw = partial(torch.randint, -1, 2) if ties else torch.randn
+    return IndexVectors(*(draw(shape, dtype=torch.float64) for shape in shapes))
 
 
-def visible(spans: Spans, queries: int, keys: int) -> Tensor:
-    """Bool [queries, keys], from the definition of a span."""
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for span in spans:
-        for q in range(span.query_start, span.query_end):
-            for k in range(span.key_start, span.key_end):
-                offset = span.causal_offset
-                seen[q, k] = offset is None or k - span.key_start <= q - span.query_start + offset
-    return seen
+def random_index(tokens: int, requires_grad: bool = False) -> IndexVectors:
+    """At DeepSeek-V3.2's widths: 64 heads of 128 in bf16, head weights in fp32."""
+    query, key = (torch.randn(tokens, 1, *n, dtype=torch.bfloat16) for n in ((64, 128), (128,)))
+    weights = torch.randn(tokens, 1, 64) * 8192**-0.5
+    return IndexVectors(*(x.requires_grad_(requires_grad) for x in (query, key, weights)))
 
 
 def expected(index: IndexVectors, spans: Spans, topk: int, relu: bool) -> Tensor:
@@ -103,38 +89,33 @@ def test_queries_of_a_context_parallel_rank(layout, rank, causal):
     assert torch.equal(found, truth[tokens])
 
 
-def rows_of(scores: list[list[float]], topk: int, dtype=torch.float32) -> list[list[int]]:
-    """What is chosen of rows of scores, all of whose keys are seen."""
-    table = torch.tensor(scores, dtype=dtype)
-    span = Span(0, len(table), 0, table.shape[1], None)
-    return best_keys(table[None], VisibleKeys(span, world.device(), 1), topk)[0].tolist()
+INF, NAN = float("inf"), float("nan")
+# Rows of scores, all of whose keys are seen, and which are chosen.
+ORDER = {
+    "the first of equal scores": ([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0]], [[0, 1, 3], [0, 1, 2]]),
+    # A ReLU times a negative weight is -0.
+    "zeros are equal": ([[-0.0, 0.0, -0.0, 0.0]], [[0, 1]]),
+    "infinities": ([[-INF, 0, -INF, -INF], [INF, 1, INF, 2]], [[0, 1], [0, 2]]),
+    # A selection without it would hide that the indexer's input is broken.
+    "NaN is chosen": ([[3.0, NAN, 1.0], [NAN] * 3], [[0, 1], [0, 1]]),
+}
 
 
-class TestOrder:
-    inf, nan = float("inf"), float("nan")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", ORDER)
+def test_order(case, dtype):
+    scores, chosen = (torch.tensor(rows) for rows in ORDER[case])
+    span = Span(0, len(scores), 0, scores.shape[1], None)
+    keys = VisibleKeys(span, world.device(), 1)
+    found = best_keys(scores.to(dtype)[None], keys, chosen.shape[1])
+    assert found[0].tolist() == chosen.tolist()
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_the_first_of_equal_scores(self, dtype):
-        assert rows_of([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0]], 3, dtype) == [[0, 1, 3], [0, 1, 2]]
 
-    def test_zeros_are_equal(self):
-        """A ReLU times a negative weight is -0."""
-        assert rows_of([[-0.0, 0.0, -0.0, 0.0]], 2) == [[0, 1]]
-
-    def test_infinities(self):
-        rows = [[-self.inf, 0, -self.inf, -self.inf], [self.inf, 1, self.inf, 2]]
-        assert rows_of(rows, 2) == [[0, 1], [0, 2]]
-
-    def test_nan_is_chosen(self):
-        """A selection without it would hide that the indexer's input is broken."""
-        assert rows_of([[3.0, self.nan, 1.0], [self.nan] * 3], 2) == [[0, 1], [0, 1]]
-
-    def test_hidden_keys_never(self):
-        """Also where scores of the visible ones are -inf."""
-        span = Span(0, 2, 0, 4, 2)
-        scores = torch.tensor([[-self.inf, -self.inf, -self.inf, 9.0]]).expand(1, 2, 4)
-        found = best_keys(scores, VisibleKeys(span, world.device(), 1), 2)
-        assert found[0].tolist() == [[0, 1], [0, 3]]
+def test_hidden_keys_are_never_chosen():
+    """Also where scores of the visible ones are -inf."""
+    scores = torch.tensor([[-INF, -INF, -INF, 9.0]]).expand(1, 2, 4)
+    found = best_keys(scores, VisibleKeys(Span(0, 2, 0, 4, 2), world.device(), 1), 2)
+    assert found[0].tolist() == [[0, 1], [0, 3]]
 
 
 @pytest.mark.parametrize("topk", [2, 30])
@@ -155,3 +136,24 @@ def test_memory():
     with PeakMemory() as memory:
         chosen = select(index, spans, 16, relu=True, elements=elements)
     assert memory.peak < chosen.nbytes + 40 * elements < tokens * tokens
+
+
+@needs.gpu
+@pytest.mark.parametrize("levels", [5, 10**6], ids=["ties", "distinct"])
+def test_selects_what_a_cpu_does(levels):
+    """A fixed table of scores, with thousands of ties at the threshold or almost none."""
+    queries, keys, topk = 64, 16384, 2048
+    scores = torch.randint(levels, (1, queries, keys), device="cpu").float() - levels // 2
+    span = Span(0, queries, 0, keys, keys - queries)
+    expected = best_keys(scores, VisibleKeys(span, torch.device("cpu"), 1), topk)
+    for _ in range(3):
+        found = best_keys(scores.cuda(), VisibleKeys(span, world.device(), 1), topk)
+        assert torch.equal(found.cpu(), expected)
+
+
+@needs.gpu
+def test_repeats_on_a_gpu():
+    index, spans = random_index(6144), self_attention_spans(SequenceLayout.dense(6144), True)
+    first = select(index, spans, 2048, relu=True)
+    assert torch.equal(select(index, spans, 2048, relu=True), first)
+    assert first.shape == (6144, 1, 2048) and int((first[-1] >= 0).sum()) == 2048

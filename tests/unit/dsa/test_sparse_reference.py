@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.dsa import key_subset, sparse_reference
-from absorbed_mla.dsa.sparse_reference import sparse_attention
+from absorbed_mla.dsa.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 from tests.oracle_dsa import masked_softmax
 from tests.support import needs
+from tests.support.dsa import sparse_attention
 from tests.support.numerics import relative_error
 
 pytestmark = pytest.mark.usefixtures("_on_the_device")
@@ -46,13 +47,10 @@ def dense(q_content, q_rope, kv, chosen):
     return out, lse
 
 
-@pytest.fixture
-def inputs() -> list[Tensor]:
-    shapes = (
-        (QUERIES, BATCH, HEADS, LATENT),
-        (QUERIES, BATCH, HEADS, ROPE),
-        (KEYS, BATCH, LATENT + ROPE),
-    )
+@pytest.fixture(params=[ROPE, 0], ids=["rope", "no_rope"])
+def inputs(request) -> list[Tensor]:
+    query, rope = (QUERIES, BATCH, HEADS), request.param
+    shapes = (*query, LATENT), (*query, rope), (KEYS, BATCH, LATENT + rope)
     return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
@@ -84,14 +82,6 @@ def test_against_a_mask(inputs, topk, elements, with_lse, monkeypatch):
     expected = torch.autograd.grad(scalar(*truth), inputs)
     for name, a, e in zip(("q_content", "q_rope", "kv"), actual, expected, strict=True):
         assert relative_error(a, e) < BOUND, name
-
-
-def test_without_rope(inputs):
-    q_content, q_rope, kv = inputs
-    chosen = random_selection(4)
-    actual = sparse_attention(q_content, q_rope[..., :0], kv[..., :LATENT], chosen, SCALE)
-    expected = dense(q_content, q_rope[..., :0], kv[..., :LATENT], chosen)
-    assert relative_error(actual.out, expected[0]) < BOUND
 
 
 def test_half_precision(inputs):
@@ -153,7 +143,7 @@ class TestParity:
         """Also with its own gradient, which is the reference's."""
         tensors = [x.requires_grad_() for x in self.inputs(dtype)]
         chosen = self.selection(topk)
-        found = sparse_attention(*tensors, chosen, SCALE, tiled_sparse_forward)
+        found = sparse_attention(*tensors, chosen, SCALE, REFERENCE.invariant)
         truth = sparse_attention(*tensors, chosen, SCALE)
         bound = 4 * torch.finfo(dtype).eps
         assert relative_error(found.out, truth.out) < bound

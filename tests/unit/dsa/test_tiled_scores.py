@@ -80,9 +80,7 @@ def test_selection(dtype):
     assert torch.equal(select(index, spans, 20, elements=100, **how), trained)
     for token in (19, 20, 77, TOKENS - 1):
         cached = IndexVectors(
-            index.query[token : token + 1],
-            index.key[: token + 1],
-            index.weights[token : token + 1],
+            index.query[token : token + 1], index.key[: token + 1], index.weights[token : token + 1]
         )
         decode = Spans([Span(0, 1, 0, token + 1, None)])
         assert torch.equal(select(cached, decode, 20, **how)[0], trained[token])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossLoggingHelper,
-)
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor, nn
 
 from absorbed_mla.dsa.warm_up import INDEXER, require_embedding_gradient, train_only_indexer

@@ -9,7 +9,6 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import import_module
 
-import specs.absorbed_mla_hybrid_specs as hybrid_specs
 import specs.absorbed_mla_parts as absorbed_mla_parts
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.attention import AbsorbedMLASelfAttention
@@ -100,36 +99,28 @@ class TestWithTransformerEngine:
         assert "RMSNorm" not in str(theirs.mlp_layer)
 
 
-class TestRefused:
-    @pytest.mark.parametrize("symbol", ["M", "G", "D"])
-    def test_layers_that_need_transformer_engine(self, symbol):
-        with refusal("hybrid_layer_pattern", f"has {symbol},", "backend='local' has +, -, E"):
-            hybrid_model(f"+-{symbol}-", spec=get(backend="local"))
-
-    def test_layers_of_multi_token_prediction(self):
-        """In a stack of Megatron's own class."""
-        with refusal("hybrid_layer_pattern", "backend='local' has +, -, E"):
-            hybrid_model("+-/M", spec=get(backend="local"))
-
-    def test_ordinary_attention_alone(self):
-        with refusal("hybrid_layer_pattern", "has *,", "backend='transformer_engine'"):
-            hybrid_model("*-", spec=get(backend="local"))
-
-    def test_ordinary_attention_beside_mla(self):
-        """Megatron's own refusal."""
-        with refusal("both Attention and MLA"):
-            hybrid_model("+-*-", spec=get(backend="local"))
-
-    def test_backend(self, monkeypatch):
-        monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
-        with refusal("backend='transformer_engine'", "not installed"):
-            get(backend="transformer_engine")
-
-    def test_config(self):
-        """Before any layer is built."""
-        with refusal("normalization='LayerNorm'"):
-            get_absorbed_mla_hybrid_stack_spec(config_for(TINY, normalization="LayerNorm"))
+LOCAL = "backend='local' has +, -, E"
+REFUSED = {
+    **{f"+-{symbol}-": ("hybrid_layer_pattern", f"has {symbol},", LOCAL) for symbol in "MGD"},
+    "*-": ("hybrid_layer_pattern", "has *,", "backend='transformer_engine'"),
+    # In a stack of Megatron's own class.
+    "+-/M": ("hybrid_layer_pattern", LOCAL),
+    # Megatron's own refusal.
+    "+-*-": ("both Attention and MLA",),
+}
 
 
-def get(**arguments):
-    return hybrid_specs.get_absorbed_mla_hybrid_stack_spec(config_for(TINY), **arguments)
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_refused_patterns(pattern):
+    spec = get_absorbed_mla_hybrid_stack_spec(config_for(TINY), backend="local")
+    with refusal(*REFUSED[pattern]):
+        hybrid_model(pattern, spec=spec)
+
+
+def test_refused(monkeypatch):
+    """Before any layer is built."""
+    monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
+    with refusal("backend='transformer_engine'", "not installed"):
+        get_absorbed_mla_hybrid_stack_spec(config_for(TINY), backend="transformer_engine")
+    with refusal("normalization='LayerNorm'"):
+        get_absorbed_mla_hybrid_stack_spec(config_for(TINY, normalization="LayerNorm"))

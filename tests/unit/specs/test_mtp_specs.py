@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from absorbed_mla import AbsorbedMLAOptions
@@ -101,39 +100,25 @@ def test_is_what_megatron_makes_of_our_block():
     assert outside == replace(theirs.submodules, mtp_model_layer=None)
 
 
-def staged_config(layout: str, **changes):
-    return config_for(
-        TINY,
-        torch.float32,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-        pipeline_model_parallel_layout=layout,
-        mtp_num_layers=1,
-        **{"num_layers": 4, **changes},
-    )
+@pytest.mark.parametrize(
+    "layout, decoders, mtp", [("Etttt|mL", [4, 0], [0, 1]), ("Ett|ttmL", [2, 2], [0, 1])]
+)
+def test_each_stage_gets_its_layers(layout, decoders, mtp, monkeypatch):
+    """``m`` and ``L`` are MTP and loss; Megatron looks for the last layer of the stage.
 
-
-class TestStages:
-    """``m`` and ``L`` are MTP and loss; Megatron looks for the last layer of the stage."""
-
-    @pytest.mark.parametrize(
-        "layout, decoders, mtp", [("Etttt|mL", [4, 0], [0, 1]), ("Ett|ttmL", [2, 2], [0, 1])]
-    )
-    def test_each_stage_gets_its_layers(self, layout, decoders, mtp, monkeypatch):
-        config = staged_config(layout)
-        for rank in (0, 1):
-            set_pipeline_rank(monkeypatch, rank, 2, None)
-            block = get_absorbed_mla_decoder_block_spec(config, backend="local")
-            assert len(block.layer_specs) == decoders[rank]
-            spec = get_absorbed_mla_mtp_block_spec(config, backend="local")
-            assert len(spec.layer_specs if spec else []) == mtp[rank]
-
-    def test_megatron_finds_no_last_layer(self, monkeypatch):
-        """Which is why there is a helper; tests/distributed/test_built_stages.py trains with it."""
-        set_pipeline_rank(monkeypatch, 1, 2, None)
-        config = staged_config("Etttt|mL")
+    Where there is none it raises, which is why there is a helper;
+    tests/distributed/test_built_stages.py trains with it.
+    """
+    fields = {"num_layers": 4, "mtp_num_layers": 1, "pipeline_dtype": torch.float32}
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
+    config = config_for(TINY, torch.float32, **fields, **stages)
+    for rank in (0, 1):
+        set_pipeline_rank(monkeypatch, rank, 2, None)
         block = get_absorbed_mla_decoder_block_spec(config, backend="local")
-        with pytest.raises(IndexError):
+        assert len(block.layer_specs) == decoders[rank]
+        spec = get_absorbed_mla_mtp_block_spec(config, backend="local")
+        assert len(spec.layer_specs if spec else []) == mtp[rank]
+        with contextlib.nullcontext() if decoders[rank] else pytest.raises(IndexError):
             get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
 
 
@@ -174,15 +159,11 @@ def put_together(config):
 
 class TestBuilder:
     @pytest.mark.parametrize(
-        "name",
-        [
-            "absorbed_mla_layer_spec",
-            "get_absorbed_mla_layer_spec",
-            "get_absorbed_mla_decoder_block_spec",
-        ],
+        "spec",
+        [absorbed_mla_layer_spec, get_absorbed_mla_layer_spec, get_absorbed_mla_decoder_block_spec],
+        ids=["imported", "layer", "decoder_block"],
     )
-    def test_every_spec(self, name, host):
-        spec = import_module(["specs.absorbed_mla_layer_specs", name])
+    def test_every_spec(self, spec, host):
         model = build(host, spec)
         layers = [*model.decoder.layers, *inner_layers(model)]
         attentions = [type(layer.self_attention) for layer in layers]

@@ -25,9 +25,12 @@ from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from specs.absorbed_mla_layer_specs import (
+    absorbed_mla_layer_spec,
     get_absorbed_mla_decoder_block_spec,
     get_absorbed_mla_layer_spec,
 )
+from specs.absorbed_mla_layers import AbsorbedMLATransformerLayer, spec_by_config
+from specs.absorbed_mla_parts import LayerParts
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, call, gpt_model, token_batch
 from tests.support.refusal import refusal
@@ -71,13 +74,6 @@ class TestLayer:
         assert isinstance(layer.input_layernorm, RMSNorm)
         assert isinstance(layer.pre_mlp_layernorm, RMSNorm)
 
-    @pytest.mark.parametrize("experts, mlp", [(None, MLP), (4, MoELayer)])
-    def test_dense_or_moe_by_config(self, experts, mlp):
-        changes = {**MIXED, "moe_layer_freq": 1} if experts else {"num_layers": 3}
-        config = config_for(TINY, **changes)
-        spec = get_absorbed_mla_layer_spec(config, backend="local")
-        assert isinstance(build_module(spec, config=config, layer_number=1).mlp, mlp)
-
 
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")])
 @pytest.mark.parametrize("name", SPECS)
@@ -94,16 +90,13 @@ def test_models_train(name, recompute):
     assert missing_gradients(model.decoder) == []
 
 
-@pytest.mark.parametrize("name", ["layer", "decoder_block"])
+@pytest.mark.parametrize("name", SPECS)
 def test_spec_option(name, monkeypatch):
     """Megatron's ``--spec MODULE NAME``; it calls what it finds with the config alone."""
     monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
-    module = ["specs.absorbed_mla_layer_specs", f"get_absorbed_mla_{name}_spec"]
-    get_spec = import_module(module)
-    assert get_spec is getattr(layer_specs, module[1])
-    config = config_for(TINY)
-    model = gpt_model(spec=get_spec(config))
-    assert torch.isfinite(call(model)).all()
+    get_spec = import_module(["specs.absorbed_mla_layer_specs", name])
+    assert get_spec is getattr(layer_specs, name)
+    assert torch.isfinite(call(gpt_model(spec=get_spec(config_for(TINY))))).all()
 
 
 class TestBlock:
@@ -130,15 +123,19 @@ class TestBlock:
         block = TransformerBlock(config, spec)
         assert [type(layer.mlp) for layer in block.layers] == [MLP] * 3
 
-    def test_layer_and_block_specs_build_the_same_model(self):
-        """Same weights, same logits."""
-        config = config_for(TINY, torch.float32, num_layers=2)
-        layer = get_absorbed_mla_layer_spec(config, backend="local")
-        by_layer, by_block = gpt_model(spec=layer, num_layers=2), gpt_model(num_layers=2)
-        # The host's final norm may be TransformerEngine's, with an (empty) extra state.
-        extra = {key: None for key in by_layer.state_dict() if key.endswith("_extra_state")}
-        by_layer.load_state_dict({**extra, **by_block.state_dict()})
-        torch.testing.assert_close(call(by_layer), call(by_block))
+
+@pytest.mark.parametrize("changes", [{"num_layers": 2}, MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize("kind", ["layer", "imported"])
+def test_every_spec_builds_the_same_model(kind, changes):
+    """Same weights, same logits; with TransformerEngine's layers where that is installed."""
+    config = config_for(TINY, torch.float32, **changes)
+    spec = get_absorbed_mla_layer_spec(config) if kind == "layer" else absorbed_mla_layer_spec
+    by_block = gpt_model(spec=get_absorbed_mla_decoder_block_spec(config), **changes)
+    by_layer = gpt_model(spec=spec, **changes)
+    # The host's final norm may be TransformerEngine's, with an (empty) extra state.
+    extra = {key: None for key in by_layer.state_dict() if key.endswith("_extra_state")}
+    by_layer.load_state_dict({**extra, **by_block.state_dict()})
+    torch.testing.assert_close(call(by_layer), call(by_block))
 
 
 # (stages, virtual stages, layers per (rank, virtual stage), config fields); eight layers.
@@ -201,17 +198,14 @@ def pipeline_stages(name: str, monkeypatch) -> Iterator[Stage]:
         yield Stage(config, rank, vp_stage, layers)
 
 
-class TestPipelineSlices:
-    @pytest.mark.parametrize("name", PIPELINES)
-    def test_each_stage_gets_its_layers(self, name, monkeypatch):
-        """A stage with another stage's pattern would build dense layers where experts are saved."""
-        for stage in pipeline_stages(name, monkeypatch):
-            kinds = [
-                kinds_of(get_spec(stage.config, backend="local", vp_stage=stage.vp_stage))
-                for get_spec in BLOCK_SPECS.values()
-            ]
-            assert kinds[0] == [bool(FREQ[i]) for i in stage.layers]
-            assert kinds[0] == kinds[1]
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_stage_gets_its_layers(name, monkeypatch):
+    """A stage with another stage's pattern would build dense layers where experts are saved."""
+    for stage in pipeline_stages(name, monkeypatch):
+        for get_spec in BLOCK_SPECS.values():
+            block = get_spec(stage.config, backend="local", vp_stage=stage.vp_stage)
+            kinds = ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
+            assert kinds == [bool(FREQ[i]) for i in stage.layers]
 
 
 def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) -> None:
@@ -222,34 +216,62 @@ def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) 
         monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", virtual)
 
 
-def kinds_of(block) -> list[bool]:
-    """Whether the MLP of each layer spec is a mixture of experts."""
-    return ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
+class TestByConfig:
+    """What ``--spec`` imports for programs that call no spec function, as ``gpt_builder``."""
 
+    def build(self, config, number: int = 1, spec=absorbed_mla_layer_spec, **host):
+        return build_module(spec, config=config, layer_number=number, **host)
 
-class TestRefused:
-    @pytest.mark.parametrize("function", SPECS)
-    def test_unknown_backend(self, function):
-        get_spec, config = getattr(layer_specs, function), config_for(TINY)
-        parts = ("backend", "None or one of local, transformer_engine", "got 'te'")
-        with refusal(*parts):
-            get_spec(config, backend="te")
+    def test_is_what_is_imported(self):
+        spec = import_module(["specs.absorbed_mla_layer_specs", "absorbed_mla_layer_spec"])
+        assert spec is absorbed_mla_layer_spec
 
-    @pytest.mark.parametrize("function", SPECS)
-    def test_transformer_engine_missing(self, function, monkeypatch):
-        """An explicit request never falls back."""
-        monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
-        get_spec, config = getattr(layer_specs, function), config_for(TINY)
-        parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
-        with refusal(*parts):
-            get_spec(config, backend="transformer_engine")
+    def test_options_travel(self):
+        parts = LayerParts("local", OPTIONS)
+        spec = spec_by_config(AbsorbedMLATransformerLayer, parts)
+        attention = self.build(config_for(TINY), spec=spec).self_attention
+        assert attention.options == OPTIONS and attention.kv_layernorm.eps == 1e-3
 
-    @pytest.mark.parametrize(
-        "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
-    )
-    def test_moe_layer_freq(self, freq):
+    @pytest.mark.parametrize("name", PIPELINES)
+    def test_layers_know_their_place_in_the_model(self, name, monkeypatch):
+        """A layer is given its number in the stage; its kind depends on that in the model."""
+        for config, rank, vp_stage, layers in pipeline_stages(name, monkeypatch):
+            monkeypatch.setattr("specs.absorbed_mla_layers.get_pg_rank", lambda _, rank=rank: rank)
+            for number, index in enumerate(layers, start=1):
+                layer = self.build(config, number, vp_stage=vp_stage)
+                assert type(layer.mlp) is (MoELayer if FREQ[index] else MLP)
+
+    def test_numbers_of_the_whole_model(self):
+        config = config_for(TINY, **MIXED)
+        layers = [self.build(config, n, add_layer_offset=False) for n in (1, 2, 3)]
+        assert [type(layer.mlp) for layer in layers] == [MLP, MoELayer, MoELayer]
+
+    def test_mtp_is_like_the_last_layer(self):
+        assert type(self.build(config_for(TINY, **MIXED), is_mtp_layer=True).mlp) is MoELayer
+
+    def test_pattern_that_is_none(self):
         config = config_for(TINY, num_layers=3)
-        config.num_moe_experts, config.moe_layer_freq = 2, freq
-        parts = ("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}")
-        with refusal(*parts):
-            get_absorbed_mla_decoder_block_spec(config, backend="local")
+        config.num_moe_experts, config.moe_layer_freq = 2, [0, 1]
+        with refusal("moe_layer_freq", "num_layers=3"):
+            self.build(config)
+
+
+@pytest.mark.parametrize("function", SPECS)
+def test_refused_backends(function, monkeypatch):
+    """An explicit request never falls back."""
+    monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
+    get_spec, config = getattr(layer_specs, function), config_for(TINY)
+    with refusal("backend", "None or one of local, transformer_engine", "got 'te'"):
+        get_spec(config, backend="te")
+    with refusal("backend='transformer_engine'", "not installed", "use backend='local'"):
+        get_spec(config, backend="transformer_engine")
+
+
+@pytest.mark.parametrize(
+    "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
+)
+def test_refused_patterns(freq):
+    config = config_for(TINY, num_layers=3)
+    config.num_moe_experts, config.moe_layer_freq = 2, freq
+    with refusal("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}"):
+        get_absorbed_mla_decoder_block_spec(config, backend="local")

@@ -118,35 +118,6 @@ class TestModel:
             assert not torch.equal(found, sparse)
         assert all(one.wanted for one in recall.values())
 
-    def test_a_selection_of_the_best_has_recall_one(self, model):
-        """Top-k as the attention would have it, by hand in place of the indexer's."""
-        recorded = {}
-        layer = model.decoder.layers[0].self_attention.core_attention
-        learn = layer.learn_choice
-
-        def keep(plan, core_out, lse, query, kv):
-            recorded.update(plan=plan, query=query, kv=kv)
-            return learn(plan, core_out, lse, query, kv)
-
-        layer.learn_choice = keep
-        try:
-            with torch.no_grad():
-                call(model)
-        finally:
-            del layer.learn_choice
-        query, kv = recorded["query"], recorded["kv"]
-        q = torch.cat(query, dim=-1)
-        tokens, batch = q.shape[:2]
-        best = torch.full((tokens, batch, DSA.topk), -1, dtype=torch.int32, device=q.device)
-        for token in range(tokens):
-            for entry in range(batch):
-                scores = q[token, entry] @ kv[: token + 1, entry].T * layer.softmax_scale
-                order = scores.softmax(-1).sum(0).argsort(descending=True)[: DSA.topk]
-                best[token, entry, : len(order)] = order.sort().values
-        inputs = latent_inputs(*query, kv)
-        spans = recorded["plan"].keys.spans()
-        assert selection_recall(best, inputs, spans, layer.softmax_scale).share == 1.0
-
     def test_while_generating(self):
         """A step has the queries of a few tokens; afterwards the engine goes on."""
         sampling = SamplingParams(max_tokens=3, temperature=0)

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from megatron.core.transformer.experimental_attention_variant import dsa as megatron
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from absorbed_mla import AbsorbedMLAOptions
@@ -15,7 +14,6 @@ from absorbed_mla.testing.megatron_core_attention import (
     MegatronCoreAttentionSubmodules,
 )
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
-from tests import oracle_dsa
 from tests.oracle_dsa import OracleLoss
 from tests.support import megatron_dsa, needs
 from tests.support.dsa import TINY_DSA, config_of, random_weights
@@ -37,10 +35,8 @@ def with_theirs():
     options = AbsorbedMLAOptions(latent_norm_eps=DSA.mla.norm_eps)
     spec = get_absorbed_mla_layer_spec(config, backend="local", options=options)
     spec = spec.submodules.self_attention
-    core = ModuleSpec(
-        MegatronCoreAttention,
-        submodules=MegatronCoreAttentionSubmodules(megatron_dsa.core_spec()),
-    )
+    theirs = megatron_dsa.attention_spec(config).submodules.core_attention
+    core = ModuleSpec(MegatronCoreAttention, submodules=MegatronCoreAttentionSubmodules(theirs))
     submodules = dataclasses.replace(spec.submodules, core_attention=core)
     spec = dataclasses.replace(spec, submodules=submodules)
     return build_module(spec, config=config, layer_number=1)
@@ -49,12 +45,7 @@ def with_theirs():
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")], ids=["", "recompute"])
 def test_equal(monkeypatch, recompute):
     """Output and every gradient; their parameters have one more level in their names."""
-
-    def rotate(x):
-        size = x.shape[-1]
-        return x @ oracle_dsa.hadamard_matrix(size).to(x.dtype) / size**0.5
-
-    monkeypatch.setattr(megatron, "rotate_activation", rotate)
+    megatron_dsa.transform_on_a_cpu(monkeypatch)
     layout = grid_layout("sbhd", False)
     ours = build(DSA, SETUP, random_weights(DSA), LOSS)
     expected = evaluate(ours, DSA, SETUP, layout)

@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 
@@ -32,11 +29,6 @@ def make_config(**changes) -> MLATransformerConfig:
     return config_for(SMALL, torch.float32, **{"num_layers": 2, **changes})
 
 
-def build_layer(config):
-    layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
-    return layer.to(world.device())
-
-
 def make_core(**changes) -> PlainCoreAttention:
     config = make_config(**changes)
     return PlainCoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3)
@@ -50,6 +42,9 @@ def random_qkv(*shape: int, v: int = 8, dtype=torch.float64):
 
 def pack_of(*ends: int) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, *ends]))
+
+
+MASKED = {"attention_mask": torch.zeros(1, 1, 1, 12, dtype=torch.bool)}
 
 
 class TestPlainCoreAttention:
@@ -130,21 +125,15 @@ class TestPlainCoreAttention:
         assert torch.equal(core(q, k, v, None), first)
 
     @pytest.mark.parametrize(
-        "arguments, message",
+        "message, arguments",
         [
-            ({"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}, "qkv_format='thd'"),
-            ({"packed_seq_params": pack_of(5)}, "12 tokens"),
-            (
-                {
-                    "packed_seq_params": pack_of(12),
-                    "attention_mask": torch.zeros(1, 1, 1, 12, dtype=torch.bool),
-                },
-                "attention_mask must be None",
-            ),
-            ({"attention_bias": torch.zeros(12, 12)}, "attention_bias"),
+            ("qkv_format='thd'", {"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}),
+            ("12 tokens", {"packed_seq_params": pack_of(5)}),
+            ("attention_mask must be None", {"packed_seq_params": pack_of(12)} | MASKED),
+            ("attention_bias", {"attention_bias": torch.zeros(12, 12)}),
         ],
     )
-    def test_refused(self, arguments, message):
+    def test_refused(self, message, arguments):
         with refusal(message):
             make_core()(*random_qkv(12, 3), **{"attention_mask": None, **arguments})
 
@@ -157,52 +146,17 @@ class TestSpecs:
     @pytest.mark.parametrize("q_lora_rank, qk_layernorm", [(16, True), (16, False), (None, False)])
     def test_layer_builds_and_trains(self, q_lora_rank, qk_layernorm):
         config = make_config(q_lora_rank=q_lora_rank, qk_layernorm=qk_layernorm)
-        layer = build_layer(config)
+        spec = get_standard_mla_layer_spec(config)
+        layer = build_module(spec, config=config, layer_number=1).to(world.device())
         assert type(layer.self_attention) is MLASelfAttention
         norm = RMSNorm if qk_layernorm else IdentityOp
         assert isinstance(layer.self_attention.kv_layernorm, norm)
+        assert isinstance(layer.input_layernorm, RMSNorm)
+        assert isinstance(layer.pre_mlp_layernorm, RMSNorm)
         out, _ = layer(torch.randn(6, 2, SMALL.hidden, device=world.device()), attention_mask=None)
         out.square().sum().backward()
         without = [name for name, p in layer.named_parameters() if p.grad is None]
         assert without == []
-
-    def test_packed_layer_equals_one_by_one(self):
-        """The host pads the value heads of packed sequences and trims the output afterwards."""
-        layer = build_layer(make_config())
-        x = torch.randn(7, 1, SMALL.hidden, device=world.device())
-        cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=world.device())
-        params = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4, max_seqlen_kv=4
-        )
-        packed, _ = layer(x, attention_mask=None, packed_seq_params=params)
-        parts = [layer(part, attention_mask=None)[0] for part in (x[:3], x[3:])]
-        torch.testing.assert_close(packed, torch.cat(parts))
-
-    def test_dense_and_moe_layers(self):
-        config = make_config(
-            num_moe_experts=2, moe_router_topk=2, moe_layer_freq=[0, 1], moe_ffn_hidden_size=16
-        )
-        model = GPTModel(
-            config,
-            get_standard_mla_decoder_block_spec(config),
-            vocab_size=64,
-            max_sequence_length=16,
-            position_embedding_type="rope",
-        ).to(world.device())
-        first, second = model.decoder.layers
-        assert isinstance(first.mlp, MLP) and isinstance(second.mlp, MoELayer)
-        assert isinstance(model.decoder.final_layernorm, RMSNorm)
-        tokens = torch.arange(8, device=world.device()).reshape(1, 8)
-        loss = model(tokens, tokens, None, labels=tokens).mean()
-        loss.backward()
-        assert torch.isfinite(loss)
-
-    def test_norms_are_marked_under_sequence_parallelism(self):
-        config = make_config()
-        config.sequence_parallel = True
-        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
-        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-            assert norm.weight.sequence_parallel
 
     @pytest.mark.parametrize(
         "changes, backend, message",
@@ -213,7 +167,7 @@ class TestSpecs:
             (
                 {"transformer_impl": "transformer_engine"},
                 "local",
-                "needs config.transformer_impl='local'",
+                "config.transformer_impl='local'",
             ),
         ],
         ids=["local norm without q_lora", "unknown", "missing", "against the config"],
@@ -225,6 +179,7 @@ class TestSpecs:
 
     def test_experts_missing(self):
         config = make_config()
+        assert get_standard_mla_decoder_block_spec(config).layer_norm is RMSNorm
         config.moe_layer_freq = [0, 1]
         with refusal("moe_layer_freq=[0, 1] needs num_moe_experts"):
             get_standard_mla_decoder_block_spec(config)

@@ -6,7 +6,6 @@ An explicit choice raises with the reason; "auto" takes another backend.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import fake_packages
-from tests.support.backends import attention_request, determinism, why_not
+from tests.support.backends import V3_DIMS, attention_request, determinism, why_not
 from tests.support.cases import INTERPRETED, TINY, config_for
 from tests.support.refusal import refusal
 
@@ -167,11 +166,10 @@ def test_largest_scores_of_an_old_cudnn(monkeypatch):
     assert "loaded cuDNN 9.18.0; cuDNN 9.19" in reason and "qk_clip" in reason
 
 
-def test_who_records_largest_scores():
+def test_who_records_largest_scores(monkeypatch):
     """On an H200 the fastest one, unless it must compute all scores again."""
+    monkeypatch.setattr(selection, "machine_name", lambda device: "NVIDIA H200")
     able = {"reference", *FUSED}
-    dims = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)
-    dims = replace(dims, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     work = Work.of(SequenceLayout.dense(8192), 1, 1, causal=True, training=True)
     chosen = {}
     for small in (False, True):
@@ -179,10 +177,19 @@ def test_who_records_largest_scores():
         runnable, _ = ATTENTION_BACKENDS.examine("auto", request)
         assert {backend.name for backend in runnable} == able
         found = candidates({"expanded": request}, "auto")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selection, "machine_name", lambda device: "NVIDIA H200")
-            chosen[small] = fastest(found, dims, work)[1].name
+        chosen[small] = fastest(found, V3_DIMS, work)[1].name
     assert chosen == {False: "flash_attention_4", True: "hopper_expanded"}
+
+
+def test_training_expands_on_a_known_gpu(monkeypatch):
+    """Also where flash-attn-4 is not installed; an explicit backend decides the form."""
+    monkeypatch.setattr(selection, "machine_name", lambda _: "NVIDIA H200")
+    requests = {form: attention_request(form) for form in ("absorbed", "expanded")}
+    work = Work.of(SequenceLayout.dense(8192), 1, 1, causal=True, training=True)
+    form, found = choose(requests, "auto", V3_DIMS, work)
+    assert form == "expanded" and found.name in ("flash_attention_4", "hopper_expanded")
+    assert choose(requests, "cudnn", V3_DIMS, work)[0] == "expanded"
+    assert choose(requests, "triton", V3_DIMS, work)[0] == "absorbed"
 
 
 @pytest.mark.parametrize(

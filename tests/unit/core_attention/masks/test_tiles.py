@@ -1,4 +1,7 @@
-"""Tile tables of kernels hold every visible pair of query and key once, and no other pair."""
+"""Tile tables of kernels hold every visible pair of query and key once, and no other pair.
+
+Parts of the queries: as many as fit into memory, each query once, with tiles of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.masks import parts as query_parts
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import SEES_ALL, key_tiles, query_tiles
+from tests.support.spans import visible
 
 QUERIES, KEYS = 45, 61
 
@@ -34,16 +39,6 @@ CASES = {
     # What a window of the keys leaves of two causal sequences.
     "key window": (Span(11, 20, 0, 9, 0), Span(20, 45, 9, 26, 16)),
 }
-
-
-def visible(spans) -> Tensor:
-    """Bool [QUERIES, KEYS], pair by pair as ``Span`` defines it."""
-    table = torch.zeros(QUERIES, KEYS, dtype=torch.bool)
-    for span in spans:
-        for i, query in enumerate(range(span.query_start, span.query_end)):
-            for j, key in enumerate(range(span.key_start, span.key_end)):
-                table[query, key] |= span.causal_offset is None or j <= i + span.causal_offset
-    return table
 
 
 def pairs(queries: tuple[int, int], keys: tuple[int, int], offset: int) -> Tensor:
@@ -92,7 +87,7 @@ class TestVisibility:
             seen = (queries[1] - 1, keys[1] - 1) if kind == "query" else (queries[0], keys[0])
             if not covering and queries[0] < queries[1] and keys[0] < keys[1]:
                 assert shown[seen]
-        assert torch.equal(shown, visible(spans).int())
+        assert torch.equal(shown, visible(spans, QUERIES, KEYS).int())
 
     def test_every_query_is_in_one_tile(self, spans, tokens):
         seen = torch.zeros(QUERIES, dtype=torch.int32)
@@ -168,3 +163,40 @@ def calls_of_python(function) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+SPANS = (Span(0, 50, 0, 50, 0), Span(60, 90, 40, 140, None), Span(90, 100, 0, 30, -4))
+
+
+@pytest.mark.parametrize("most", [1, 4000, 10**9])
+def test_parts(most, monkeypatch):
+    monkeypatch.setattr(query_parts, "MOST_BYTES", most)
+    tiles, parts = query_parts.query_parts(SPANS, tokens=4, pair_bytes=8)
+    seen, end_of_last = [], 0
+    for start, end, key_start, key_end, first, last in parts.tolist():
+        assert key_start < key_end and first == end_of_last
+        assert end - start <= 4 or 8 * (end - start) * (key_end - key_start) <= most
+        mine, end_of_last = tiles[first:last], last
+        assert int(mine[:, 0].min()) == start and int(mine[:, 1].max()) == end
+        assert (mine[:, 2] == key_start).all() and int(mine[:, 3].max()) == key_end
+        # All tiles but the last are full, counted from the part's first query.
+        assert ((mine[:, 0] - start) % 4 == 0).all()
+        seen += range(start, end)
+    assert end_of_last == len(tiles) and sorted(set(seen)) == sorted(seen)
+    visible = (row for row in query_tiles(SPANS, 1).tolist() if row[2] < row[3])
+    assert {row[0] for row in visible} <= set(seen)
+
+
+def test_parts_are_as_long_as_fits(monkeypatch):
+    """First queries see few keys, so that more of them fit; powers of two, or multiples of 128."""
+    monkeypatch.setattr(query_parts, "MOST_BYTES", 4000)
+    _, parts = query_parts.query_parts(SPANS[:1], tokens=4, pair_bytes=8)
+    assert (parts[:, 1] - parts[:, 0]).tolist() == [16, 8, 8, 8, 8, 2]
+    monkeypatch.setattr(query_parts, "MOST_BYTES", 8 * 600 * 600)
+    _, parts = query_parts.query_parts((Span(0, 1000, 0, 1000, 0),), tokens=4, pair_bytes=8)
+    assert (parts[:, 1] - parts[:, 0]).tolist() == [512, 384, 104]
+
+
+def test_nothing_to_see():
+    tiles, parts = query_parts.query_parts((Span(1, 6, 0, 9, -8),), 4, 8)
+    assert tiles.shape == (0, 5) and parts.shape == (0, 6)
