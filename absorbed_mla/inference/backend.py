@@ -68,7 +68,6 @@ class PagedBackend(Protocol):
 
     def why_not(self, request: PagedRequest) -> str | None:
         """Why it cannot do what is requested, or None."""
-        ...
 
     def forward(
         self,
@@ -82,7 +81,6 @@ class PagedBackend(Protocol):
         batch_invariant: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Output [T, N, C] and LSE [T, N]; see ``backends.reference.paged_reference``."""
-        ...
 
 
 def choose(name: str, request: PagedRequest) -> PagedBackend:

@@ -26,11 +26,9 @@ class LatentMemory(Protocol):
 
     def write(self, first: int, requests: slice, kv: Tensor) -> None:
         """Store ``kv`` [S, B, C + R] at positions from ``first`` on."""
-        ...
 
     def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
         """The keys below position ``end``. The memory of a part is reused for the next one."""
-        ...
 
 
 class ResidentLatents:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 
-from absorbed_mla.serving.megatron_engine.engine import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     prefix_blocks_matched,
     tokens_accepted,
     tokens_drafted,

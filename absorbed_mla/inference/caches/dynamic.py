@@ -28,39 +28,6 @@ from absorbed_mla.options import AbsorbedMLAOptions
 _MOST_TABLES = 256
 
 
-class DynamicCache:
-    """See :class:`~absorbed_mla.inference.step.LatentCache`; the context allocates the blocks."""
-
-    name = "dynamic"
-    summary = "DynamicInferenceContext: blocks of tokens, requests of any length, CUDA graphs"
-
-    def why_not(self, context: Any) -> str | None:
-        """See :class:`LatentCache`."""
-        if not hasattr(context, "is_static_batching") or context.is_static_batching():
-            return "it needs a DynamicInferenceContext"
-        if hasattr(context, "tiers"):
-            return "some of its blocks are in host memory"
-        return None
-
-    def open(
-        self,
-        context: Any,
-        layer_number: int,
-        layer_offset: Callable[[], int],
-        kv: Tensor,
-        options: AbsorbedMLAOptions,
-        owner: object,
-    ) -> DynamicStep:
-        """See :class:`LatentCache`."""
-        require_packed(kv, options)
-        if _ranks(context) is not None:
-            require_shareable(options)
-        tokens, offset = len(kv), layer_offset()
-        step = DynamicStep(context, layer_number - offset, tokens, offset)
-        step.require_rows(kv)
-        return step
-
-
 @dataclass(frozen=True)
 class ForwardRows:
     """The requests of a forward, and where its new tokens go.
@@ -262,7 +229,7 @@ def _ranks(context: Any) -> CacheShares | None:
     return getattr(context, "cache_ranks", None)
 
 
-def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
+def _require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
     """Check what the layer brings to a dynamic context.
 
     Raises:
@@ -288,6 +255,40 @@ def of_active_requests(context: Any, *names: str) -> list[list[int]]:
     """
     active = slice(context.paused_request_count, context.total_request_count)
     return [getattr(context, name)[active].tolist() for name in names]
+
+
+class DynamicCache:
+    """See :class:`~absorbed_mla.inference.step.LatentCache`; the context allocates the blocks."""
+
+    name = "dynamic"
+    summary = "DynamicInferenceContext: blocks of tokens, requests of any length, CUDA graphs"
+    steps = DynamicStep
+
+    def why_not(self, context: Any) -> str | None:
+        """See :class:`LatentCache`."""
+        if not hasattr(context, "is_static_batching") or context.is_static_batching():
+            return "it needs a DynamicInferenceContext"
+        if hasattr(context, "tiers"):
+            return "some of its blocks are in host memory"
+        return None
+
+    def open(
+        self,
+        context: Any,
+        layer_number: int,
+        layer_offset: Callable[[], int],
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> DynamicStep:
+        """See :class:`LatentCache`."""
+        _require_packed(kv, options)
+        if _ranks(context) is not None:
+            require_shareable(options)
+        tokens, offset = len(kv), layer_offset()
+        step = self.steps(context, layer_number - offset, tokens, offset)
+        step.require_rows(kv)
+        return step
 
 
 ENTRY = DynamicCache()

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.context import find_cached_blocks
+from absorbed_mla.serving.megatron_engine.attributes import find_cached_blocks
 from absorbed_mla.serving.megatron_engine.names import CHECK_AVAILABILITY, DEREGISTER
 from absorbed_mla.serving.model_ranks import Replicas
 from absorbed_mla.serving.prefix_cache.block_contents import BlockMemory

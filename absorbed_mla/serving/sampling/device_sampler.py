@@ -251,9 +251,6 @@ def draw_by_weights(logits: Tensor, weights: Tensor, numbers: Tensor, *, filters
         weights: int64 [rows, vocabulary], see :func:`weigh`.
         numbers: As there.
         filters: Likewise.
-
-    Returns:
-        int64 [rows].
     """
     _, random, _, top_k, top_p, sampled = numbers.unsqueeze(-1)
     if filters:

@@ -63,7 +63,7 @@ def overlap_scheduler(
         host: Megatron's engine.
         model: Generates.
         sampler: Of the engine.
-        options: Of the engine.
+        options: Likewise.
         lockstep: Whether data-parallel ranks share experts, and run each step together.
 
     Returns:

@@ -12,7 +12,7 @@ from megatron.core.inference.batch_dimensions_utils import (
 )
 from megatron.core.inference.contexts import DynamicInferenceContext
 
-from absorbed_mla.serving.megatron_engine.context import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     STAGED_TABLES,
     device_tables,
     staged_tables,
@@ -70,9 +70,6 @@ class InputBatch:
     evicted; all may finish. The tables are in CPU memory; NumPy changes them in place, in a tenth
     of the time. Made when Megatron has prepared a step, which computes whole prompts or none; there
     are no paused requests. The steps that follow are decode steps.
-
-    Args:
-        context: Megatron's, initialized for the step.
 
     Attributes:
         count: Rows of the step.

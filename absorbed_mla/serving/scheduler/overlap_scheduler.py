@@ -21,13 +21,13 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.serving.megatron_engine.context import device_tables
-from absorbed_mla.serving.megatron_engine.controller import (
+from absorbed_mla.serving.megatron_engine.attributes import (
+    device_tables,
     log_probs_of_step,
     prepare_step,
+    run_coroutine,
     update_context,
 )
-from absorbed_mla.serving.megatron_engine.engine import run_coroutine
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler
 from absorbed_mla.serving.sampling.sampler import RequestSampler

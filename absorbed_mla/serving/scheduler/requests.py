@@ -19,7 +19,7 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
-from absorbed_mla.serving.megatron_engine.engine import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     PREFIX_COUNTERS,
     admits_by_cuda_graph,
     can_schedule_chunk,
@@ -220,11 +220,8 @@ def enqueue(
 class RunningRequests:
     """The requests of the input batch: Megatron's records of them, which get their tokens.
 
-    It does to the records what Megatron does in a step that pauses and evicts no request.
-
-    Args:
-        engine: Megatron's engine.
-        sampler: Of the engine; it gets the tokens, too.
+    It does to the records what Megatron does in a step that pauses and evicts no request. The
+    engine's sampler gets the tokens, too.
 
     Attributes:
         numbers: Of the requests, by row of the last step that was prepared.

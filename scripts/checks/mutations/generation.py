@@ -452,7 +452,7 @@ MUTATIONS = {
     ),
     "prompts_in_graphs_that_ranks_cannot_divide": Mutation(
         "absorbed_mla/serving/scheduler/prefill_graphs.py",
-        "min(_multiple(count, tp), largest)",
+        "min(round_up(count, tp), largest)",
         "count",
     ),
     "prompts_leave_their_sizes_to_decode_steps": Mutation(
