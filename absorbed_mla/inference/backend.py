@@ -88,7 +88,6 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
 
     Args:
         name: The only backend that may run, or ``"auto"``, which logs once what it chose.
-        request: What must be done.
 
     Raises:
         ValueError: If there is no backend of that name, or none can run here.

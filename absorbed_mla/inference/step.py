@@ -187,7 +187,6 @@ class LatentCache(Protocol):
         """The cache of one layer for one forward.
 
         Args:
-            context: Megatron's inference context.
             layer_number: Of the layer in the model, from 1.
             layer_offset: Returns the number of layers before this pipeline stage.
             kv: As wide as the rows that will be written, of their dtype and in Megatron's layout,

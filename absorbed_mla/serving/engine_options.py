@@ -98,8 +98,6 @@ class EngineOptions(EngineFields):
         Args:
             config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
-            tp: Tensor-parallel size.
-            cp: Context-parallel size.
 
         Raises:
             ValueError: If there is host memory, and a step may write to more than the device has.
@@ -148,7 +146,6 @@ class EngineOptions(EngineFields):
 
         Args:
             prompt: Token ids.
-            sampling: Of the request.
             vocab_size: Rows of the model's embedding.
             max_tokens: Of a forward pass: ``step_tokens``, rounded up.
         """

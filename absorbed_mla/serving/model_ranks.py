@@ -144,7 +144,6 @@ def require_divided(model: GPTModel, options: EngineOptions) -> None:
 
     Args:
         model: With divided layers, or any other.
-        options: Of the engine.
 
     Raises:
         ValueError: Naming the option that does not fit, and what it got.

@@ -44,7 +44,6 @@ class RequestRecorder:
     """Collects selections by the number of a request; see :func:`record_request_selections`.
 
     Args:
-        engine: Whose requests they are.
         layers: Those with an indexer, by name.
     """
 

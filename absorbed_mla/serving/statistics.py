@@ -62,7 +62,6 @@ class MegatronCounters:
     """What Megatron's engine has counted since :meth:`begin`.
 
     Args:
-        host: Megatron's engine.
         stored: Prefixes on disk, if there are any.
         drafts: Whether MTP layers propose tokens.
     """

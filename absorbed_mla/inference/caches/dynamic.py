@@ -250,7 +250,6 @@ def of_active_requests(context: Any, *names: str) -> list[list[int]]:
     """Of every request of the step, in the order of tokens, what the context has by these names.
 
     Args:
-        context: Megatron's ``DynamicInferenceContext``.
         names: Of tensors with a number for each request, on the CPU.
     """
     active = slice(context.paused_request_count, context.total_request_count)

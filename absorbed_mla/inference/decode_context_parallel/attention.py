@@ -24,7 +24,6 @@ class DecodeContextParallelAttention:
 
     Args:
         backend: Runs with the heads of all ranks, over this rank's keys.
-        ranks: Share the cache.
     """
 
     def __init__(self, backend: PagedBackend, ranks: CacheShares) -> None:

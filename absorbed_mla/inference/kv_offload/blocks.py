@@ -59,12 +59,9 @@ class OffloadedBlocks:
     """Memory for the latents of all layers, in slots, and what lies in them.
 
     Args:
-        layers: Their number.
         device_blocks: Slots on the device, one of them for Megatron's padding.
         host_blocks: Slots in host memory.
         block: Shape of a block, [block_size, C + R].
-        dtype: Of the latents.
-        device: The device.
         staged: Blocks of a buffer, at least as many as requests in a step or all in host memory.
 
     Attributes:

@@ -51,7 +51,6 @@ class StreamCopies(Streams):
 
     Args:
         memory: That of all buffers; it is not given to others before the copies have ended.
-        buffers: Their number.
     """
 
     def __init__(self, memory: Tensor, buffers: int) -> None:

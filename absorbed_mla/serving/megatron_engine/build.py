@@ -69,8 +69,6 @@ def host_engine(
     """Build Megatron's engine with its cache, and capture CUDA graphs if options ask for them.
 
     Args:
-        model: Generates.
-        options: Of the engine.
         sampler: Draws the tokens, instead of Megatron's own.
 
     Raises:

@@ -56,7 +56,6 @@ class PrefixFolder:
     Args:
         root: The folder that processes share.
         fingerprint: 32 hexadecimal digits.
-        layout: Of a block.
         limit: Bytes of all files under ``root``.
 
     Attributes:
@@ -93,7 +92,6 @@ class PrefixFolder:
         """Read blocks, in order, up to the first one that is missing or refused.
 
         Args:
-            hashes: Of the blocks.
             targets: For each block the memory of each of its tensors; that of blocks behind the
                 first one that is refused may have changed as well.
 

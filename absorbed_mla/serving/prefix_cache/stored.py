@@ -36,7 +36,6 @@ class StoredPrefixes:
     of them schedules by itself.
 
     Args:
-        model: This rank's.
         context: The engine's, with a prefix cache under the LRU policy.
         root: ``prefix_cache_dir``.
         limit: ``prefix_cache_bytes``.

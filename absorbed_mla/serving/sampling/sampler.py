@@ -297,12 +297,6 @@ def _column(values: Iterable[float], like: Tensor) -> Tensor:
 def draw_numbers(
     request: SampledRequest, position: int, vocabulary: int
 ) -> tuple[float, float, float, int, float, bool]:
-    """The numbers of a row for ``device_sampler.draw_by_numbers``, in their order.
-
-    Args:
-        request: Whose token is drawn.
-        position: Of the token.
-        vocabulary: Its size.
-    """
+    """The numbers of a row for ``device_sampler.draw_by_numbers``, in their order."""
     temperature, *others = request.numbers(vocabulary)
     return temperature, uniform(request.seed, position), *others

@@ -132,7 +132,6 @@ class ModelRunner:
 
     Args:
         controller: Of Megatron's engine; its buffers get logits and tokens.
-        context: Of the engine.
         device_sampler: Samples by parameters in a table on the device.
         sampler: Samples where ``device_sampler`` cannot.
         graphs: Of decode steps; None: they are not captured.

@@ -64,9 +64,6 @@ class OverlapScheduler:
     would have left.
 
     Args:
-        engine: Megatron's engine.
-        model: Generates.
-        sampler: Of the engine.
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
         lockstep: Whether ranks with requests of their own run each step together. What depends on a
             rank's requests, sampling among it, then stays out of the graphs; nothing is launched

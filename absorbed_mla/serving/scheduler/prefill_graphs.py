@@ -226,8 +226,6 @@ def prefill_graphs(
     """Graphs of an engine that asks for them; None, with the reason logged, if it can have none.
 
     Args:
-        host: Megatron's engine.
-        model: Generates.
         graphs: Of its decode steps; None: these have none.
         most_tokens: Of a step with a graph; 0: the engine does not ask.
     """

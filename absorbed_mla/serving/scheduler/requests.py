@@ -49,7 +49,6 @@ class WaitingQueue:
     own, with chunked prefill.
 
     Args:
-        engine: Megatron's engine.
         admits: Whether any can be admitted; if not, all are left to Megatron's own steps.
     """
 
@@ -320,7 +319,6 @@ class RunningRequests:
         The sampler does not get the token, by which the engine knows that it is new.
 
         Args:
-            number: Of the request.
             token: The last one; None: it finishes without.
             log_prob: Of the token, if it was asked for.
         """

@@ -18,13 +18,22 @@ from absorbed_mla.dsa.request_selections import RequestSelections, training_sele
 from absorbed_mla.serving.selections import record_request_selections
 from tests.support import world
 from tests.support.dsa_models import DSA, generating_fields
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import (
+    CHUNKED,
+    Request,
+    add,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+    step_to_the_end,
+)
 from tests.support.layouts import Layout, packed
 from tests.support.refusal import refusal
 
 # The last one has no choice: two tokens go through the model.
 REQUESTS = [Request(prompt(n, n), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
-CROWDED = {"step_tokens": 64, "chunked_prefill": True, "blocks": 5}
+CROWDED = {**CHUNKED, "blocks": 5}
 TOKENS = 140
 
 
@@ -135,15 +144,13 @@ def test_prefilled_again():
     """The later selections count: here they are another indexer's."""
     engine = engine_of(model_of(), **CROWDED)
     with record_request_selections(engine) as recorder, engine:
-        for request in REQUESTS:
-            engine.add_request(request.prompt, request.sampling())
+        add(engine, REQUESTS)
         while not engine.statistics.evicted:
             engine.step()
         [number, *_] = engine.host.waiting_request_ids
         engine.model.load_state_dict(noisy(engine.model).state_dict())
-        while engine.is_busy():
-            engine.step()
-        text = [*REQUESTS[number].prompt, *engine.results[number].tokens]
+        results = step_to_the_end(engine)
+        text = [*REQUESTS[number].prompt, *results[number].tokens]
     found = Rollout(engine.model, [text], [recorder.take(number)])
     with record_selections(engine.model) as own:
         found.forward(TOKENS)
@@ -244,20 +251,19 @@ def test_aborted_and_stopped(rollout):
     engine = engine_of(rollout.model)
     with record_request_selections(engine) as recorder:
         with engine:
-            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            [number] = add(engine, REQUESTS[:1])
             for _ in range(4):
                 engine.step()
             engine.stop()
             rollout.forward(TOKENS)
             assert len(recorder._pieces[number]) == 4
         with engine:
-            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            [number] = add(engine, REQUESTS[:1])
             for _ in range(4):
                 engine.step()
             engine.abort(number)
-            while engine.is_busy():
-                engine.step()
-        taken, result = recorder.take(number), engine.results[number]
+            [result] = step_to_the_end(engine)
+        taken = recorder.take(number)
     assert result.finish == "abort"
     text = [*REQUESTS[0].prompt, *result.tokens]
     assert taken.num_tokens == len(text)
@@ -266,15 +272,20 @@ def test_aborted_and_stopped(rollout):
 
 
 class TestRefused:
-    def test_engines(self, rollout):
-        for option, value in {"prefix_caching": True, "num_speculative_tokens": 1}.items():
-            fields = {"mtp_num_layers": 1} if option == "num_speculative_tokens" else {}
-            engine = engine_of(generating_model(**generating_fields(**fields)), **{option: value})
-            with refusal(f"{option}=", f"got {value}"), record_request_selections(engine):
-                pass
-        engine = engine_of(rollout.model, num_cuda_graphs=4)
-        with refusal("num_cuda_graphs=", "got 4"), record_request_selections(engine):
+    @pytest.mark.parametrize(
+        ("fields", "option", "value"),
+        [
+            ({}, "prefix_caching", True),
+            ({}, "num_cuda_graphs", 4),
+            ({"mtp_num_layers": 1}, "num_speculative_tokens", 1),
+        ],
+    )
+    def test_engines(self, fields, option, value):
+        engine = engine_of(generating_model(**generating_fields(**fields)), **{option: value})
+        with refusal(f"{option}=", f"got {value}"), record_request_selections(engine):
             pass
+
+    def test_models(self):
         model = generating_model(**generating_fields(mtp_num_layers=1))
         with refusal("mtp_num_layers"), record_request_selections(engine_of(model)):
             pass
@@ -291,8 +302,7 @@ class TestRefused:
                 recorder.take(number)
             with refusal("without requests"), record_request_selections(engine):
                 pass
-            while engine.is_busy():
-                engine.step()
+            step_to_the_end(engine)
             assert recorder.take(number).num_tokens == 4 + 8 - 1
             with refusal("request 0 has no selections"):
                 recorder.take(number)

@@ -62,11 +62,8 @@ def test_entries_of_a_prompt():
     assert result.prompt_log_probs == [10, 11, 12]
     assert result.prompt_top_log_probs == [{10: 0.0}, {11: 0.0}, {12: 0.0}]
     longer = Record(requests=[part(4, [5], [], [10]), part(5, [6], [], [10, 11, 12, 13])])
-    assert result_of(longer, SamplingParams(prompt_logprobs=1), aborted=False).prompt_log_probs == [
-        10,
-        11,
-        12,
-    ]
+    result = result_of(longer, SamplingParams(prompt_logprobs=1), aborted=False)
+    assert result.prompt_log_probs == [10, 11, 12]
 
 
 @pytest.mark.parametrize(
