@@ -32,14 +32,11 @@ class Replicas:
     def __init__(self) -> None:
         self._group = parallel_state.get_expert_tensor_and_model_parallel_group()
         ours = parallel_state.get_data_parallel_rank()
-        self.several = self._max(ours) != -self._max(-ours)
+        self.several = _max_of(ours, self._group) != -_max_of(-ours, self._group)
 
     def any(self, value: bool) -> bool:
         """Whether it is true on any of them."""
-        return bool(self._max(int(value))) if self.several else value
-
-    def _max(self, value: int) -> int:
-        return _max_of(value, self._group)
+        return bool(_max_of(int(value), self._group)) if self.several else value
 
 
 def _max_of(value: int, group: dist.ProcessGroup) -> int:

@@ -54,13 +54,11 @@ class Request:
 
     prompt: Sequence[int]
     num_tokens: int
-    stop_token: int | None = None
 
     def sampling(self, *, log_probs: bool = False) -> SamplingParams:
         return SamplingParams(
             max_tokens=self.num_tokens,
             temperature=0,
-            stop_token_ids=() if self.stop_token is None else (self.stop_token,),
             logprobs=0 if log_probs else None,
         )
 

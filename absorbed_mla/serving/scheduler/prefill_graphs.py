@@ -50,6 +50,9 @@ _MOST_ABSORBED = 1536
 MOST_PAIRS = 1_000_000
 # Fewer new tokens after a long context attend absorbed without a graph, too (docs/latent-cache.md).
 _EXPANDED_FROM = 171
+# Of Megatron's context: sizes that it looks through for one that fits, in any step. Those of decode
+# steps do not fit others.
+_OFFERED = "cuda_graph_batch_dimensions_list"
 _NO_WHOLE_STEPS = "no CUDA graph holds whole decode steps here"
 
 
@@ -101,22 +104,9 @@ class PrefillGraphs:
         self._whole_prompts = self._expands and has_whole_prompts(context)
         if not self._whole_prompts and pairs_of(context) > self._most_pairs:
             return self._init(*args, **kwargs)
-        with self._offered(self._sizes if self._whole_prompts else self._absorbed):
+        sizes = self._sizes if self._whole_prompts else self._absorbed
+        with _with(context, _OFFERED, sizes):
             return self._init(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _offered(self, sizes: list[InferenceBatchDimensions]) -> Iterator[None]:
-        """Have Megatron look through these sizes for one that fits."""
-        context = self._context
-        # Those of decode steps do not fit. The list is looked through in such steps, too.
-        others, context.cuda_graph_batch_dimensions_list = (
-            context.cuda_graph_batch_dimensions_list,
-            sizes,
-        )
-        try:
-            yield
-        finally:
-            context.cuda_graph_batch_dimensions_list = others
 
     def capture(self) -> None:
         """Capture the graphs of all sizes, of whole prompts where these attend expanded.
@@ -131,7 +121,7 @@ class PrefillGraphs:
             if (size, self._expands) in self._graphs or not self._is_valid(rows):
                 continue
             try:
-                with self._offered(self._sizes):
+                with _with(self._context, _OFFERED, self._sizes):
                     inputs = self._init(construct_graph_dimensions=rows)
                 self._whole_prompts = self._expands
                 self._run(*inputs[:2])
@@ -153,7 +143,8 @@ class PrefillGraphs:
             return
         self._graphs.keep_for(context)
         key = size, self._whole_prompts
-        with _reading(context, whole_prompts=self._whole_prompts):
+        # It tells the cache which rows a captured step may have.
+        with _with(context, "reads_whole_prompts", self._whole_prompts):
             self._graphs.run(key, step, self._sizes[-1].token_count / size.token_count)
 
 
@@ -166,13 +157,14 @@ def _with_prompts(size: InferenceBatchDimensions) -> InferenceBatchDimensions:
 
 
 @contextlib.contextmanager
-def _reading(context: DynamicInferenceContext, *, whole_prompts: bool) -> Iterator[None]:
-    """Tell the cache inside the block which rows a captured step may have."""
-    context.reads_whole_prompts = whole_prompts
+def _with(context: DynamicInferenceContext, name: str, value: object) -> Iterator[None]:
+    """An attribute of the context is another one inside of the block."""
+    former = getattr(context, name, False)
+    setattr(context, name, value)
     try:
         yield
     finally:
-        context.reads_whole_prompts = False
+        setattr(context, name, former)
 
 
 def prefill_sizes(

@@ -52,13 +52,10 @@ def with_large_cache(model, requests):
 
 
 class TestTokens:
-    @pytest.mark.parametrize(
-        ("form", "cached"),
-        [("auto", "model"), ("absorbed", "model"), ("expanded", "model"), ("auto", "fp8")],
-    )
-    def test_one_context_of_several_devices(self, form, cached):
+    @pytest.mark.parametrize("cached", ["model", "fp8"])
+    def test_one_context_of_several_devices(self, cached):
         """712 tokens over the 320 that the device holds."""
-        options = AbsorbedMLAOptions(form=form, context_chunk_size=100, latent_cache_dtype=cached)
+        options = AbsorbedMLAOptions(context_chunk_size=100, latent_cache_dtype=cached)
         model = generating_model(options)
         found = generate(engine_of(model, **SMALL), [LONG], log_probs=True)
         assert found.statistics.streamed_blocks > 12 * 6

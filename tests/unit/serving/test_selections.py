@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.dsa import core_attention
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
 from absorbed_mla.serving.selections import record_request_selections
@@ -186,38 +185,6 @@ def test_other_indexers(rollout, name):
         parameters = [p for n, p in model.named_parameters() if "indexer" not in n]
         gradients.append(torch.autograd.grad(log_probs.sum(), parameters))
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
-
-
-def test_exactly_these_keys(rollout, monkeypatch):
-    """By another choice than any indexer's: every token has the first keys."""
-    requests = [
-        RequestSelections(one.num_tokens, one.topk, {n: _first(one) for n in one.chosen})
-        for one in rollout.requests
-    ]
-    layout = layouts(rollout)["thd_padded"]
-    selections = training_selections([requests], [layout.packed_seq_params(world.device())])
-    over, seen = core_attention.TopKBackend, []
-    monkeypatch.setattr(
-        core_attention,
-        "TopKBackend",
-        lambda sparse, keys: (seen.append(keys), over(sparse, keys))[1],
-    )
-    with replay_selections(rollout.model, selections):
-        rollout.forward(layout).sum().backward()
-    assert len(seen) == 4
-    seen = [one.cpu() for one in seen]
-    start, keys = 0, seen[0][:, 0]
-    for slot, request in zip(layout.slots, rollout.requests):
-        rows, count = keys[start : start + slot], request.num_tokens
-        assert (rows[:count].amax(-1) == start + torch.arange(count).clamp(max=DSA.topk - 1)).all()
-        assert (rows[count:] == -1).all()
-        start += slot
-    assert all(torch.equal(keys, one[:, 0]) for one in seen)
-
-
-def _first(request: RequestSelections) -> Tensor:
-    keys = torch.arange(request.topk, dtype=torch.int32).expand(request.num_tokens, -1)
-    return keys.where(keys <= torch.arange(request.num_tokens)[:, None], -1)
 
 
 def test_learning_after_replay(rollout):

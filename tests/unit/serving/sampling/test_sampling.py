@@ -9,10 +9,8 @@ import torch
 
 from absorbed_mla.serving.sampling.device_sampler import (
     SampledRequest,
-    derive_seed,
     draw_by_numbers,
     most_likely,
-    uniform,
     weigh,
 )
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -241,17 +239,6 @@ def test_exact_ties_at_top_p_and_min_p():
     assert draw_by_numbers(logits, numbers, filters=True).tolist() == [3, 9, 20, 9, 20, 30]
     numbers = table_of([{"min_p": 1.0, **last}] * 6, 40)
     assert draw_by_numbers(logits, numbers, filters=False).tolist() == [30] * 6
-
-
-def test_random_numbers():
-    """The same for the same seed and position, and as good as independent otherwise."""
-    values = [[uniform(seed, position) for position in range(100)] for seed in range(100)]
-    numbers = torch.tensor(values, dtype=torch.float64)
-    assert uniform(3, 5) == numbers[3, 5].item()
-    assert len(numbers.unique()) == numbers.numel()
-    assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 1 / 12) < 0.005
-    assert torch.corrcoef(numbers[:5]).fill_diagonal_(0).abs().max() < 0.4
-    assert len({derive_seed(0, i) for i in range(1000)}) == 1000
 
 
 def test_penalties_count_the_drafts_before_a_token():

@@ -21,7 +21,7 @@ from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.row_groups import ChunkedContext
 from absorbed_mla.rope import RotaryTable
-from absorbed_mla.serving.sampling.device_sampler import Randoms, uniform
+from absorbed_mla.serving.sampling.device_sampler import Randoms, derive_seed, uniform
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.detokenizer import HuggingFaceStream
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
@@ -163,12 +163,13 @@ def test_texts_are_decoded_about_once_a_token():
 def test_random_numbers_are_those_of_their_seeds():
     """They may never change: requests with a seed would draw other tokens."""
 
-    def expected(seed: int, position: int) -> float:
-        packed = struct.pack("<qq", seed, position)
-        digest = hashlib.blake2b(packed, digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2**53
+    def digest(seed: int, position: int) -> bytes:
+        return hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
 
     seeds, positions = [3, -5, 2**63 - 1, 3], [0, 9, 2**40, 1]
-    wanted = list(map(expected, seeds, positions))
+    digests = list(map(digest, seeds, positions))
+    wanted = [(int.from_bytes(one, "little") >> 11) / 2**53 for one in digests]
     assert Randoms(seeds).at(positions) == wanted
     assert list(map(uniform, seeds, positions)) == wanted
+    signed = [int.from_bytes(one, "little", signed=True) for one in digests]
+    assert list(map(derive_seed, seeds, positions)) == signed

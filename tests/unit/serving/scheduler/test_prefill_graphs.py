@@ -132,10 +132,10 @@ def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> 
     return ours
 
 
-@pytest.mark.parametrize("chunks", [{}, CHUNKS])
-def test_same_tokens(graphs, chunks):
+@pytest.mark.parametrize("options", [{}, CHUNKS, {"prefix_caching": True}])
+def test_same_tokens(graphs, options):
     """Of steps of many lengths from few graphs, none of which reads anything on the host."""
-    engine = check(generating_model(), graphs, **chunks)
+    engine = check(generating_model(), graphs, **options)
     sizes = {size for size, _ in graphs[0]._graphs}
     assert sizes <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
     assert graphs[0].larger == {MOST / size.token_count for size in sizes}
@@ -249,14 +249,6 @@ def without_reads(x, weights, ends, tokens=None):
     found = torch.einsum("ri,eoi->reo", rows, weights)
     chosen = expert.clamp(max=len(weights) - 1)[:, None, None].expand(-1, 1, found.shape[2])
     return found.gather(1, chosen)[:, 0]
-
-
-def test_prefixes(graphs):
-    check(generating_model(), graphs, prefix_caching=True)
-
-
-def test_latents_in_fp8(graphs):
-    check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), graphs)
 
 
 def test_grouped_experts(graphs, monkeypatch):
