@@ -295,7 +295,7 @@ class Engine:
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
         requests, step, progress = self._requests, output.megatron_step, output.progress
-        if output.failed or requests.failures.any_in_step:
+        if output.failed or requests.failures.active:
             requests.failures.begin_step(output.failed)
             progress = requests.without_failures(progress)
         if step is None:

@@ -83,6 +83,7 @@ class Failures:
 
     Attributes:
         numbers: Of the requests that have failed, but not ended.
+        active: Whether the last step may have been one of a request that has failed.
     """
 
     def __init__(self) -> None:
@@ -90,15 +91,12 @@ class Failures:
         self._counts: dict[int, int] = {}
         self._of_step: Mapping[int, int] = {}
         self.numbers = self._counts.keys()
-
-    @property
-    def any_in_step(self) -> bool:
-        """Whether the last step may have been one of a request that has failed."""
-        return bool(self._of_step or self._counts)
+        self.active = False
 
     def begin_step(self, failed: Mapping[int, int]) -> None:
         """A step has ended; see ``RequestSampler.failed``."""
         self._of_step = failed
+        self.active = bool(failed or self._counts)
 
     def cut(self, progress: Progress, before: int) -> Progress:
         """Progress without the tokens after a failure, if there is one.
