@@ -43,8 +43,6 @@ _FILE_BYTES, _READ_BYTES = 2**25, 2**22
 # folder.
 _WAITING, _BETWEEN_TRIMS = 16, 16
 _FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
-# Files of one block, as versions before wrote them.
-_OLD_FILE = re.compile(r"[0-9a-f]{16}\.safetensors")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 # Files that a process was writing when it ended.
 _STALE_SECONDS = 3600
@@ -77,7 +75,6 @@ class PrefixFolder:
         self._places: dict[int, tuple[str, int]] = {}
         self._held: dict[str, tuple[int, ...]] = {}
         self._seen: int | None = None
-        self._remove_old()
 
     def has(self, hash_: int) -> bool:
         """Whether a file has this block, as far as was known at the last :meth:`leading`."""
@@ -249,20 +246,6 @@ class PrefixFolder:
         message = f"prefix_cache_dir {self._root}: {what}"
         if next(times_logged(logger, message)) == 0:
             logger.warning(f"{message} (no further warning): {path}: {error}")
-
-    def _remove_old(self) -> None:
-        """Delete the files of former versions, which nobody reads."""
-        removed = 0
-        for entry in self._entries():
-            if _OLD_FILE.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another process did it
-                    entry.unlink()
-                    removed += 1
-        if removed:
-            logger.warning(
-                f"prefix_cache_dir {self._root}: removed {removed} files of an older format, which "
-                "are not read"
-            )
 
     def _trim(self) -> None:
         """Delete the files used longest ago until the others keep the bound."""

@@ -8,7 +8,6 @@ from contextlib import closing
 
 import pytest
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from safetensors.torch import load_file
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
@@ -260,19 +259,6 @@ class TestDamage:
         # What was computed was written anew.
         assert run(model, folder)[1] == 22
 
-    def test_older_format(self, model, expected, folder, caplog):
-        """Removed, with one line."""
-        old = [folder / NAME / f"{number:016x}.safetensors" for number in range(3)]
-        (folder / NAME).mkdir(parents=True)
-        for path in old:
-            path.write_bytes(b"a file of one block")
-        with caplog.at_level(logging.WARNING):
-            done, computed = run(model, folder)
-        assert computed == 150 and not any(path.exists() for path in old)
-        assert_generates(done, expected)
-        lines = [r.getMessage() for r in caplog.records if "prefix_cache_dir" in r.getMessage()]
-        assert len(lines) == 1 and "removed 3 files of an older format" in lines[0]
-
 
 def flip(path, place: int, bits: int = 1) -> None:
     """Change bits of one byte of a file."""
@@ -485,18 +471,9 @@ class TestFolder:
             assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16))
 
 
-REF_ZERO = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO}
-NEEDS_LRU = "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU"
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"prefix_caching": False}, "prefix_cache_dir needs prefix_caching=True, got False"),
-        ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
-        ({"inference_config": REF_ZERO}, NEEDS_LRU),
-        ({"inference_config": REF_ZERO, "prefix_cache_dir": ""}, NEEDS_LRU),
-        ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be an integer of at least 1, got 0"),
         ({"prefix_cache_bytes": 99}, "prefix_cache_bytes must be at least a block's"),
         ({"prefix_cache_dir": __file__}, "prefix_cache_dir must be a folder that can be"),
     ],
