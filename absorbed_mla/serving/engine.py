@@ -196,7 +196,10 @@ class Engine:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(each)} samplings")
-        with contextlib.nullcontext() if self._active else self:
+        started: contextlib.AbstractContextManager = (
+            contextlib.nullcontext() if self._active else self
+        )
+        with started:
             if self.is_busy():
                 raise RuntimeError("generate needs an engine without requests")
             self._forget_requests()

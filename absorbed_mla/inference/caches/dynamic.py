@@ -87,6 +87,8 @@ class ForwardRows:
             lengths = RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
         count = context.padded_active_token_count
         view, tokens = context.gpu_view, slice(count)
+        # Whether a graph is being captured of steps with such rows; see ``prefill_graphs.py``.
+        whole_prompts = getattr(context, "reads_whole_prompts", False)
         return cls(
             rows,
             lengths,
@@ -95,7 +97,7 @@ class ForwardRows:
                 view.token_to_block_idx[tokens],
                 view.token_to_local_position_within_kv_block[tokens].long(),
             ),
-            WholePrompts.of(rows, count) if _reads_whole_prompts(context) else None,
+            WholePrompts.of(rows, count) if whole_prompts else None,
         )
 
 
@@ -217,11 +219,6 @@ class DynamicStep:
         """The layer's rows on this rank, [blocks, block_size, C + R] or bytes of FP8 rows."""
         cache = self.context.key_value_cache(self.layer_number)[0]
         return cache.view(self.row_dtype or cache.dtype)
-
-
-def _reads_whole_prompts(context: Any) -> bool:
-    """Whether a graph is being captured of steps with such rows; see ``prefill_graphs.py``."""
-    return getattr(context, "reads_whole_prompts", False)
 
 
 def _ranks(context: Any) -> CacheShares | None:

@@ -257,13 +257,9 @@ class PrefixFolder:
             path.unlink(missing_ok=True)
             total -= size
         for folder in {path.parent for _, _, path in files} - {self._own}:
-            if not any(folder.iterdir()):
-                self._remove(folder)
-
-    @staticmethod
-    def _remove(folder: Path) -> None:
-        with contextlib.suppress(OSError):  # another process has written to it, or removed it
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # another process has written to it, or removed it
+                if not any(folder.iterdir()):
+                    folder.rmdir()
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Last use, size and path of every file; removes what ended processes left."""

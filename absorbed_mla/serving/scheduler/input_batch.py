@@ -52,11 +52,7 @@ _STAGED = (
     "mha_block_table",
 )
 # The same of every row, and 0 in rows that are padding.
-_OF_ROWS = (
-    "staged_in_prefill",
-    "staged_query_lengths",
-    "mha_query_lengths",
-)
+_OF_ROWS = ("staged_in_prefill", "staged_query_lengths", "mha_query_lengths")
 _SUMS, _COUNT = "mha_cu_query_lengths", "staged_token_count"
 # All of them, by their names here.
 _TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
