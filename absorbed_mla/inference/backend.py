@@ -68,7 +68,6 @@ class PagedBackend(Protocol):
 
     def why_not(self, request: PagedRequest) -> str | None:
         """Why it cannot do what is requested, or None."""
-        ...
 
     def forward(
         self,
@@ -82,7 +81,6 @@ class PagedBackend(Protocol):
         batch_invariant: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Output [T, N, C] and LSE [T, N]; see ``backends.reference.paged_reference``."""
-        ...
 
 
 def choose(name: str, request: PagedRequest) -> PagedBackend:
@@ -90,7 +88,6 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
 
     Args:
         name: The only backend that may run, or ``"auto"``, which logs once what it chose.
-        request: What must be done.
 
     Raises:
         ValueError: If there is no backend of that name, or none can run here.

@@ -16,10 +16,6 @@ def context_config(
     """A config of which a context makes its memory, and sizes in bytes, for rows of the cache.
 
     The context knows numbers of ``params_dtype`` only, of which an FP8 row has room for fewer.
-
-    Args:
-        config: Of the model.
-        options: Of its attention layers.
     """
     if options.latent_cache_dtype != Fp8Latents.name:
         return config

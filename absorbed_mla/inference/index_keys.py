@@ -29,7 +29,6 @@ def index_keys(context: Any, layer: int, num_layers: int, like: Tensor) -> Tenso
     """The memory of one layer, [blocks, block_size, Di], allocated for all layers on first use.
 
     Args:
-        context: Megatron's.
         layer: Which of the layers of this pipeline stage that have an indexer, from 0.
         num_layers: Number of those.
         like: Index keys, for their width, dtype and device.
@@ -59,8 +58,6 @@ def allocate_index_keys(
         context: Megatron's, with its blocks allocated.
         num_layers: Layers of this pipeline stage that have an indexer.
         width: Di.
-        dtype: Of the keys.
-        device: Of the keys.
 
     Raises:
         ValueError: While a CUDA graph is captured, if memory savers keep the latents, or if this

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,79 +11,41 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import BatchPart, CachePart
 
 
-class LatentMemory(Protocol):
-    """[latent | k_rope] of every request of a batch by position.
-
-    Attributes:
-        block_size: Positions in a block of the first part; a request is one block.
-        windowed: Whether there may be several parts.
-    """
-
-    block_size: int
-    windowed: bool
-
-    def write(self, first: int, requests: slice, kv: Tensor) -> None:
-        """Store ``kv`` [S, B, C + R] at positions from ``first`` on."""
-        ...
-
-    def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
-        """The keys below position ``end``. The memory of a part is reused for the next one."""
-        ...
-
-
-class ResidentLatents:
-    """All positions on the device.
-
-    Args:
-        memory: [positions, batch, C + R].
-    """
-
-    windowed = False
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.block_size = len(memory)
-
-    def write(self, first: int, requests: slice, kv: Tensor) -> None:
-        """See :class:`LatentMemory`."""
-        self.memory[first : first + len(kv), requests] = kv
-
-    def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
-        """See :class:`LatentMemory`."""
-        yield BatchPart(self.memory[:, requests].transpose(0, 1), rows)
-
-
-class OffloadedLatents:
-    """The first positions on the device, the others in host memory.
+class LatentMemory:
+    """[latent | k_rope] of every request of a batch by position; later ones may be in host memory.
 
     Attention reads every key, whichever are on the device. Those in host memory are copied to two
     buffers in turn: one is filled while the device attends to the other.
 
     Args:
         resident: Positions on the device, [positions, batch, C + R].
-        host: The positions after those, in pinned memory where the device is a GPU.
+        host: The positions after those, in pinned memory where the device is a GPU; may be none.
         chunk: Positions copied at a time.
-    """
 
-    windowed = True
+    Attributes:
+        block_size: Positions in a block of the first part; a request is one block.
+        windowed: Whether there may be several parts.
+    """
 
     def __init__(self, resident: Tensor, host: Tensor, chunk: int) -> None:
         self.resident, self.host, self.chunk = resident, host, chunk
-        self.block_size = len(resident)
+        self.block_size, self.windowed = len(resident), len(host) > 0
 
     def write(self, first: int, requests: slice, kv: Tensor) -> None:
-        """See :class:`LatentMemory`."""
+        """Store ``kv`` [S, B, C + R] at positions from ``first`` on."""
         room = max(0, min(len(kv), self.block_size - first))
         self.resident[first : first + room, requests] = kv[:room]
+        if room == len(kv):
+            return
         start = max(0, first - self.block_size)
         # On the current stream, which the copies back to the device wait for.
         target = self.host[start : start + len(kv) - room, requests]
         target.copy_(kv[room:], non_blocking=self.host.is_pinned())
 
     def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
-        """See :class:`LatentMemory`."""
-        first = ResidentLatents(self.resident).parts(rows, requests, end)
-        yield replace(next(first), end=self.block_size)
+        """The keys below position ``end``. The memory of a part is reused for the next one."""
+        cache = self.resident[:, requests].transpose(0, 1)
+        yield BatchPart(cache, rows, end=self.block_size if self.windowed else None)
         if end > self.block_size:
             for start, copy in self._streamed(end - self.block_size):
                 start += self.block_size

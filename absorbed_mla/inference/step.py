@@ -102,38 +102,31 @@ class InferenceStep(Protocol):
     @property
     def rows(self) -> Rows:
         """The requests; tokens of one request are neighbours on the token axis."""
-        ...
 
     @property
     def lengths(self) -> RowLengths | None:
         """Lengths of the rows; None for a CUDA graph, which must serve rows of any length."""
-        ...
 
     def positions(self) -> Tensor | slice:
         """Position of each new token in its request, int64 [T], or all of them as a slice."""
-        ...
 
     def pack(self, x: Tensor) -> Tensor:
         """Tokens of ``x`` [S, B, width], in Megatron's layout, on one axis: [T, 1, width].
 
         Those of all ranks that divide the new tokens; collective then.
         """
-        ...
 
     def pack_queries(self, x: Tensor) -> Tensor:
         """Likewise, of the tokens that this rank computes."""
-        ...
 
     def unpack(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`pack_queries`."""
-        ...
 
     def write(self, kv: Tensor) -> None:
         """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R].
 
         Or rows of ``Fp8Latents``, as those that the step was opened with.
         """
-        ...
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where :meth:`write` puts rows, for a kernel that makes them; None: it must be called.
@@ -142,7 +135,6 @@ class InferenceStep(Protocol):
             The cache [blocks, block_size, C + R], and of each new token its block and its position
             in that, int32 or int64 [T].
         """
-        ...
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """Append the index keys of the new tokens, of a layer with sparse attention.
@@ -158,14 +150,12 @@ class InferenceStep(Protocol):
         Raises:
             ValueError: If the context cannot hold them.
         """
-        ...
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """The keys in order of position, the new tokens' included, at least those below ``end``.
 
         The memory of a part is reused for the next one.
         """
-        ...
 
 
 class LatentCache(Protocol):
@@ -184,7 +174,6 @@ class LatentCache(Protocol):
 
         The answer is remembered for the class; ``open`` checks the state of a context.
         """
-        ...
 
     def open(
         self,
@@ -198,7 +187,6 @@ class LatentCache(Protocol):
         """The cache of one layer for one forward.
 
         Args:
-            context: Megatron's inference context.
             layer_number: Of the layer in the model, from 1.
             layer_offset: Returns the number of layers before this pipeline stage.
             kv: As wide as the rows that will be written, of their dtype and in Megatron's layout,
@@ -210,7 +198,6 @@ class LatentCache(Protocol):
             ValueError: If the new tokens do not fit into the context, or it cannot hold latents, or
                 holds those of another model.
         """
-        ...
 
 
 def choose_cache(context: Any) -> LatentCache:

@@ -298,8 +298,8 @@ class Engine:
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
         requests, step, progress = self._requests, output.megatron_step, output.progress
-        if output.failed or requests.failures is not None:
-            requests.begin_step(output.failed)
+        if output.failed or requests.failures.active:
+            requests.failures.begin_step(output.failed)
             progress = requests.without_failures(progress)
         if step is None:
             self._count_step()
@@ -396,7 +396,7 @@ class Engine:
         cancelled. One whose prompt is being read in chunks is aborted after that.
         """
         host, requests = self.host, self._requests
-        if requests.failures is not None:
+        if requests.failures.numbers:
             requests.to_abort |= requests.failures.numbers
         if not requests.to_abort and not host.stop_word_finished_request_ids:
             return

@@ -98,17 +98,15 @@ class EngineOptions(EngineFields):
         Args:
             config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
-            tp: Tensor-parallel size.
-            cp: Context-parallel size.
 
         Raises:
             ValueError: If there is host memory, and a step may write to more than the device has.
         """
-        max_requests = _round_up(self.max_requests, tp)
+        max_requests = round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
         # Megatron's sizes are those of a rank.
         block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
-        max_tokens = _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
+        max_tokens = round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
         # A request's new tokens begin and end in the middle of a block.
         written = max_tokens // BLOCK_SIZE + 2 * max_requests
         if self.host_blocks and self.cache_blocks < written:
@@ -148,7 +146,6 @@ class EngineOptions(EngineFields):
 
         Args:
             prompt: Token ids.
-            sampling: Of the request.
             vocab_size: Rows of the model's embedding.
             max_tokens: Of a forward pass: ``step_tokens``, rounded up.
         """
@@ -190,5 +187,6 @@ def cached_tokens(length: int, drafts: int) -> int:
     return length + max(0, drafts - 1)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below a value."""
     return -(-value // multiple) * multiple

@@ -32,17 +32,15 @@ class Replicas:
     def __init__(self) -> None:
         self._group = parallel_state.get_expert_tensor_and_model_parallel_group()
         ours = parallel_state.get_data_parallel_rank()
-        self.several = self._max(ours) != -self._max(-ours)
+        self.several = max_of(ours, self._group) != -max_of(-ours, self._group)
 
     def any(self, value: bool) -> bool:
         """Whether it is true on any of them."""
-        return bool(self._max(int(value))) if self.several else value
-
-    def _max(self, value: int) -> int:
-        return _max_of(value, self._group)
+        return bool(max_of(int(value), self._group)) if self.several else value
 
 
-def _max_of(value: int, group: dist.ProcessGroup) -> int:
+def max_of(value: int, group: dist.ProcessGroup) -> int:
+    """The largest of the ranks' values; collective over them."""
     if group.size() == 1:
         return value
     found = torch.tensor(value, device=torch.cuda.current_device())
@@ -69,7 +67,7 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
             f"{virtual}: requests pass every stage once"
         )
     stage_group = parallel_state.get_pipeline_model_parallel_group()
-    if not -_max_of(-len(model.decoder.layers), stage_group):
+    if not -max_of(-len(model.decoder.layers), stage_group):
         raise ValueError(
             "pipeline_model_parallel_layout: every stage must have a layer to generate, and one "
             "has none"
@@ -144,7 +142,6 @@ def require_divided(model: GPTModel, options: EngineOptions) -> None:
 
     Args:
         model: With divided layers, or any other.
-        options: Of the engine.
 
     Raises:
         ValueError: Naming the option that does not fit, and what it got.

@@ -25,8 +25,6 @@ def add_flags(
     What is parsed has the names of the options, or of the flags that the program calls otherwise.
 
     Args:
-        parser: Anything with ``add_argument``.
-        cls: Dataclass of the options.
         names: Of the options; None: all.
         flags: Option -> its flag, if the program calls it otherwise.
         changes: Option -> ``default`` and ``help``, if the program has others.

@@ -162,13 +162,10 @@ def like(cls: type, name: str, **changes: Any) -> Any:
 
 def _field(default: Any, entry: Option) -> Any:
     metadata = {_KEY: entry}
-    if default is REQUIRED:
-        return dataclasses.field(metadata=metadata)
+    given: dict[str, Any] = {} if default is REQUIRED else {"default": default}
     if isinstance(default, Mapping):
-        return dataclasses.field(
-            default_factory=functools.partial(dict, default), metadata=metadata
-        )
-    return dataclasses.field(default=default, metadata=metadata)
+        given = {"default_factory": functools.partial(dict, default)}
+    return dataclasses.field(**given, metadata=metadata)
 
 
 @functools.cache

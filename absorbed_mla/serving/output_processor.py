@@ -352,7 +352,6 @@ def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> Sampli
 
     Args:
         params: As the user gave them.
-        index: Of the output.
         ends: Tokens that end it, besides ``params.stop_token_ids``.
     """
     seed = params.seed
@@ -371,11 +370,8 @@ def position_logprobs(
     """The log-probabilities of one position: of its token, and of the most likely ones.
 
     Args:
-        token: At the position.
-        log_prob: Of the token.
         top: Of at least ``count`` most likely tokens, best first.
         count: How many of them to return.
-        tokenizer: For their texts.
     """
     best = list(top.items())[:count]
     ranks: dict[int, int | None] = {other: i + 1 for i, (other, _) in enumerate(best)}

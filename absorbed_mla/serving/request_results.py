@@ -80,26 +80,23 @@ class Failures:
     """Requests whose logits are not finite: only tokens before the first missing one count.
 
     Megatron's engine goes on with another token until the request is ended, with the next step.
+
+    Attributes:
+        numbers: Of the requests that have failed, but not ended.
+        active: Whether the last step may have been one of a request that has failed.
     """
 
     def __init__(self) -> None:
         # By number, how many tokens a request has that count.
         self._counts: dict[int, int] = {}
         self._of_step: Mapping[int, int] = {}
-
-    @property
-    def any_in_step(self) -> bool:
-        """Whether the last step may have been one of a request that has failed."""
-        return bool(self._of_step or self._counts)
-
-    @property
-    def numbers(self) -> set[int]:
-        """Of the requests that have failed, but not ended."""
-        return set(self._counts)
+        self.numbers = self._counts.keys()
+        self.active = False
 
     def begin_step(self, failed: Mapping[int, int]) -> None:
         """A step has ended; see ``RequestSampler.failed``."""
         self._of_step = failed
+        self.active = bool(failed or self._counts)
 
     def cut(self, progress: Progress, before: int) -> Progress:
         """Progress without the tokens after a failure, if there is one.
@@ -147,7 +144,7 @@ class EngineRequests:
         results: By number, the results of what has ended.
         unreported: Of requests that ended without a forward pass.
         to_abort: Numbers of requests to be aborted.
-        failures: Of requests whose logits are not finite; None: there was none.
+        failures: Of requests whose logits are not finite.
     """
 
     def __init__(self, sampled: dict[int, SampledRequest]) -> None:
@@ -156,14 +153,7 @@ class EngineRequests:
         self.results: dict[int, Result] = {}
         self.unreported: list[Progress] = []
         self.to_abort: set[int] = set()
-        self.failures: Failures | None = None
-
-    def begin_step(self, failed: Mapping[int, int]) -> None:
-        """A step has ended; see ``RequestSampler.failed``."""
-        if failed and self.failures is None:
-            self.failures = Failures()
-        if self.failures is not None:
-            self.failures.begin_step(failed)
+        self.failures = Failures()
 
     def end(self, number: int, result: Result) -> None:
         """End a request without a forward pass; its result is for the next report."""
@@ -174,18 +164,16 @@ class EngineRequests:
         """End a request that waits; it may have been evicted in the step it was to end in."""
         aborted = number in self.to_abort
         result = result_of(record, self.params[number], aborted=aborted)
-        ended = self._cut(Progress(number, [], result=result), len(result.tokens))
+        ended = self.failures.cut(Progress(number, [], result=result), len(result.tokens))
         assert ended.result is not None
         self.end(number, ended.result)
 
     def without_failures(self, progress: Sequence[Progress]) -> Sequence[Progress]:
         """Progress of requests whose tokens the sampler has, without those of failures."""
-        if self.failures is None or not self.failures.any_in_step:
-            return progress
         cut = []
         for one in progress:
             before = len(self._sampled[one.number].generated) - len(one.tokens)
-            cut.append(self._cut(one, before))
+            cut.append(self.failures.cut(one, before))
         return [one for one in cut if one.tokens or one.result]
 
     def progress(
@@ -202,15 +190,12 @@ class EngineRequests:
             if new or ended:
                 progress = progress_of(record, number, new, result)
                 self._sampled[number].generated.extend(progress.tokens)
-                progress = self._cut(progress, before)
+                progress = self.failures.cut(progress, before)
                 if progress.tokens or ended:
                     yield progress
                 result = progress.result
             if result is not None:
                 self._keep(number, result)
-
-    def _cut(self, progress: Progress, before: int) -> Progress:
-        return progress if self.failures is None else self.failures.cut(progress, before)
 
     def _keep(self, number: int, result: Result) -> None:
         self.results[number] = result

@@ -44,7 +44,6 @@ class RequestRecorder:
     """Collects selections by the number of a request; see :func:`record_request_selections`.
 
     Args:
-        engine: Whose requests they are.
         layers: Those with an indexer, by name.
     """
 
@@ -152,28 +151,21 @@ def record_request_selections(engine: Engine) -> Iterator[RequestRecorder]:
 
 def _require_every_token(engine: Engine) -> None:
     """Refuse engines in which tokens of requests are no tokens of steps, or the reverse."""
-    if engine.host.context.enable_prefix_caching:
-        raise ValueError(
-            "record_request_selections needs EngineOptions(prefix_caching=False), got True: tokens "
-            "found in the prefix cache choose no keys"
-        )
-    graphs = engine.options.num_cuda_graphs
-    if graphs is not None:
-        raise ValueError(
-            f"record_request_selections needs EngineOptions(num_cuda_graphs=None), got {graphs}"
-        )
-    drafts = engine.options.num_speculative_tokens
-    if drafts:
-        raise ValueError(
-            "record_request_selections needs EngineOptions(num_speculative_tokens=0), got "
-            f"{drafts}: rejected tokens choose keys, too"
-        )
-    mtp = engine.model.config.mtp_num_layers
-    if mtp:
-        raise ValueError(
-            f"record_request_selections needs a model with mtp_num_layers=None, got {mtp}: these "
-            "layers have an indexer, and do not run without drafts"
-        )
+    options, config = engine.options, engine.model.config
+    cached = engine.host.context.enable_prefix_caching
+    drafts, graphs = options.num_speculative_tokens, options.num_cuda_graphs
+    needs = {
+        "EngineOptions(prefix_caching=False)": (cached, "its tokens choose no keys"),
+        "EngineOptions(num_cuda_graphs=None)": (graphs, "the host takes no part in a graph"),
+        "EngineOptions(num_speculative_tokens=0)": (drafts, "rejected tokens choose keys, too"),
+        "a model with mtp_num_layers=None": (
+            config.mtp_num_layers,
+            "these layers have an indexer, and do not run without drafts",
+        ),
+    }
+    for needed, (got, why) in needs.items():
+        if got:
+            raise ValueError(f"record_request_selections needs {needed}, got {got}: {why}")
 
 
 def _rows(context: Any) -> list[tuple[int, int, int]]:

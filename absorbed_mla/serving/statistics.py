@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 
-from absorbed_mla.serving.megatron_engine.engine import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     prefix_blocks_matched,
     tokens_accepted,
     tokens_drafted,
@@ -62,7 +62,6 @@ class MegatronCounters:
     """What Megatron's engine has counted since :meth:`begin`.
 
     Args:
-        host: Megatron's engine.
         stored: Prefixes on disk, if there are any.
         drafts: Whether MTP layers propose tokens.
     """

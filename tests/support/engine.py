@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -41,6 +42,10 @@ _SIZES = {
     "chunked_prefill": False,
     "prefix_caching": False,
 }
+CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
+LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
+# Blocks of requests that have ended stay in the prefix cache.
+KEPT = {"prefix_caching": True, "inference_config": LRU}
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,11 @@ class Request:
 
     prompt: Sequence[int]
     num_tokens: int
-    stop_token: int | None = None
 
     def sampling(self, *, log_probs: bool = False) -> SamplingParams:
         return SamplingParams(
             max_tokens=self.num_tokens,
             temperature=0,
-            stop_token_ids=() if self.stop_token is None else (self.stop_token,),
             logprobs=0 if log_probs else None,
         )
 
@@ -89,6 +92,18 @@ def generate(engine: Engine, requests: Sequence[Request], *, log_probs: bool = F
     )
     engine.require_no_leak()
     return Run(results, engine.statistics)
+
+
+def add(engine: Engine, requests: Iterable[Request], *, log_probs: bool = False) -> list[int]:
+    """Queue requests of a started engine; returns their numbers."""
+    return [engine.add_request(one.prompt, one.sampling(log_probs=log_probs)) for one in requests]
+
+
+def step_to_the_end(engine: Engine) -> list[Result]:
+    """Step until all requests have ended; their results by number."""
+    while engine.is_busy():
+        engine.step()
+    return [engine.results[number] for number in sorted(engine.results)]
 
 
 def generating_model(
@@ -138,6 +153,14 @@ def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Resu
         texts = torch.tensor([requests[number].prompt for number in alike], device=world.device())
         found |= dict(zip(alike, _continue(model, texts, num_tokens)))
     return [found[number] for number in range(len(requests))]
+
+
+def whole_forwards(
+    model: GPTModel, known: Sequence[Request]
+) -> Callable[[Sequence[Request]], list[Result]]:
+    """:func:`by_whole_forwards` of any of some requests, each computed once."""
+    found = dict(zip(map(id, known), by_whole_forwards(model, known)))
+    return lambda requests: [found[id(request)] for request in requests]
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -15,10 +14,8 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.statistics import Statistics
 from tests.support.cases import WIDE
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import CHUNKED, KEPT, engine_of, generating_model, prompt
 
-LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
-CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 # One token, within a block, before its end, at it and beyond.
 LENGTHS = (1, 17, 58, 63, 64, 65)
@@ -105,7 +102,7 @@ CASES = {
     # Blocks of requests that have ended are evicted when the free ones do not suffice.
     "prefix-lru": Case(
         of((100,) * 8, GREEDY, GREEDY.replace(max_tokens=40)),
-        {"prefix_caching": True, "blocks": 14, "inference_config": LRU},
+        {**KEPT, "blocks": 14},
         later={20: of((70, 40), GREEDY)},
         shared=70,
         happened=lambda done: done.prefix_blocks,

@@ -28,39 +28,6 @@ from absorbed_mla.options import AbsorbedMLAOptions
 _MOST_TABLES = 256
 
 
-class DynamicCache:
-    """See :class:`~absorbed_mla.inference.step.LatentCache`; the context allocates the blocks."""
-
-    name = "dynamic"
-    summary = "DynamicInferenceContext: blocks of tokens, requests of any length, CUDA graphs"
-
-    def why_not(self, context: Any) -> str | None:
-        """See :class:`LatentCache`."""
-        if not hasattr(context, "is_static_batching") or context.is_static_batching():
-            return "it needs a DynamicInferenceContext"
-        if hasattr(context, "tiers"):
-            return "some of its blocks are in host memory"
-        return None
-
-    def open(
-        self,
-        context: Any,
-        layer_number: int,
-        layer_offset: Callable[[], int],
-        kv: Tensor,
-        options: AbsorbedMLAOptions,
-        owner: object,
-    ) -> DynamicStep:
-        """See :class:`LatentCache`."""
-        require_packed(kv, options)
-        if _ranks(context) is not None:
-            require_shareable(options)
-        tokens, offset = len(kv), layer_offset()
-        step = DynamicStep(context, layer_number - offset, tokens, offset)
-        step.require_rows(kv)
-        return step
-
-
 @dataclass(frozen=True)
 class ForwardRows:
     """The requests of a forward, and where its new tokens go.
@@ -120,6 +87,8 @@ class ForwardRows:
             lengths = RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
         count = context.padded_active_token_count
         view, tokens = context.gpu_view, slice(count)
+        # Whether a graph is being captured of steps with such rows; see ``prefill_graphs.py``.
+        whole_prompts = getattr(context, "reads_whole_prompts", False)
         return cls(
             rows,
             lengths,
@@ -128,7 +97,7 @@ class ForwardRows:
                 view.token_to_block_idx[tokens],
                 view.token_to_local_position_within_kv_block[tokens].long(),
             ),
-            WholePrompts.of(rows, count) if _reads_whole_prompts(context) else None,
+            WholePrompts.of(rows, count) if whole_prompts else None,
         )
 
 
@@ -252,17 +221,12 @@ class DynamicStep:
         return cache.view(self.row_dtype or cache.dtype)
 
 
-def _reads_whole_prompts(context: Any) -> bool:
-    """Whether a graph is being captured of steps with such rows; see ``prefill_graphs.py``."""
-    return getattr(context, "reads_whole_prompts", False)
-
-
 def _ranks(context: Any) -> CacheShares | None:
     """Those that share the latents, in an ``decode_context_parallel_context``."""
     return getattr(context, "cache_ranks", None)
 
 
-def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
+def _require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
     """Check what the layer brings to a dynamic context.
 
     Raises:
@@ -283,11 +247,44 @@ def of_active_requests(context: Any, *names: str) -> list[list[int]]:
     """Of every request of the step, in the order of tokens, what the context has by these names.
 
     Args:
-        context: Megatron's ``DynamicInferenceContext``.
         names: Of tensors with a number for each request, on the CPU.
     """
     active = slice(context.paused_request_count, context.total_request_count)
     return [getattr(context, name)[active].tolist() for name in names]
+
+
+class DynamicCache:
+    """See :class:`~absorbed_mla.inference.step.LatentCache`; the context allocates the blocks."""
+
+    name = "dynamic"
+    summary = "DynamicInferenceContext: blocks of tokens, requests of any length, CUDA graphs"
+    steps = DynamicStep
+
+    def why_not(self, context: Any) -> str | None:
+        """See :class:`LatentCache`."""
+        if not hasattr(context, "is_static_batching") or context.is_static_batching():
+            return "it needs a DynamicInferenceContext"
+        if hasattr(context, "tiers"):
+            return "some of its blocks are in host memory"
+        return None
+
+    def open(
+        self,
+        context: Any,
+        layer_number: int,
+        layer_offset: Callable[[], int],
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> DynamicStep:
+        """See :class:`LatentCache`."""
+        _require_packed(kv, options)
+        if _ranks(context) is not None:
+            require_shareable(options)
+        tokens, offset = len(kv), layer_offset()
+        step = self.steps(context, layer_number - offset, tokens, offset)
+        step.require_rows(kv)
+        return step
 
 
 ENTRY = DynamicCache()

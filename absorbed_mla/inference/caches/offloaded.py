@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from absorbed_mla.inference.caches.dynamic import DynamicStep, require_packed
+from absorbed_mla.inference.caches.dynamic import DynamicCache, DynamicStep
 from absorbed_mla.inference.step import CachePart
-from absorbed_mla.options import AbsorbedMLAOptions
-
-
-class OffloadedCache:
-    """See :class:`~absorbed_mla.inference.step.LatentCache`."""
-
-    name = "offloaded"
-    summary = "as dynamic, with host_cache_tokens: further blocks in host memory, streamed"
-
-    def why_not(self, context: Any) -> str | None:
-        """See :class:`LatentCache`."""
-        return None if hasattr(context, "tiers") else "it needs an OffloadingContext"
-
-    def open(
-        self,
-        context: Any,
-        layer_number: int,
-        layer_offset: Callable[[], int],
-        kv: Tensor,
-        options: AbsorbedMLAOptions,
-        owner: object,
-    ) -> OffloadedStep:
-        """See :class:`LatentCache`."""
-        require_packed(kv, options)
-        offset = layer_offset()
-        step = OffloadedStep(context, layer_number - offset, len(kv), offset)
-        step.require_rows(kv)
-        return step
 
 
 class OffloadedStep(DynamicStep):
@@ -69,6 +41,18 @@ class OffloadedStep(DynamicStep):
         """See :class:`InferenceStep`."""
         for part in self.context.tiers.parts(self._layer, self.rows, end):
             yield replace(part, cache=part.cache.view(self.row_dtype or part.cache.dtype))
+
+
+class OffloadedCache(DynamicCache):
+    """See :class:`~absorbed_mla.inference.step.LatentCache`."""
+
+    name = "offloaded"
+    summary = "as dynamic, with host_cache_tokens: further blocks in host memory, streamed"
+    steps = OffloadedStep
+
+    def why_not(self, context: Any) -> str | None:
+        """See :class:`LatentCache`."""
+        return None if hasattr(context, "tiers") else "it needs an OffloadingContext"
 
 
 ENTRY = OffloadedCache()

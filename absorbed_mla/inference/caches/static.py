@@ -12,7 +12,7 @@ from torch import Tensor
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
-from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
+from absorbed_mla.inference.latent_memory import LatentMemory
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -183,19 +183,11 @@ def _memory(
             ),
         )
     near, far = memory[layer_number]
-    expected = (resident, batch, kv.shape[-1])
-    if near.shape != expected or near.dtype != kv.dtype or near.device != kv.device:
-        raise ValueError(
-            f"the inference context holds {near.dtype} {tuple(near.shape)} on {near.device} for "
-            f"layer {layer_number}, not this layer's latents {kv.dtype} {expected} on {kv.device}; "
-            "use one context per model"
-        )
-    if not len(far):
-        return ResidentLatents(near)
-    if kv.is_cuda and not far.is_pinned():  # Megatron reordered requests
+    _require_alike("latents", near, (resident, batch, kv.shape[-1]), kv, layer_number)
+    if kv.is_cuda and len(far) and not far.is_pinned():  # Megatron reordered requests
         far = far.pin_memory()
         memory[layer_number] = (near, far)
-    return OffloadedLatents(near, far, max(1, options.context_chunk_size // batch))
+    return LatentMemory(near, far, max(1, options.context_chunk_size // batch))
 
 
 def _index_keys(context: Any, layer_number: int, keys: Tensor) -> Tensor:
@@ -205,13 +197,20 @@ def _index_keys(context: Any, layer_number: int, keys: Tensor) -> Tensor:
     if name not in memory:
         memory[name] = (keys.new_empty(shape), keys.new_empty(0, *shape[1:]))
     found: Tensor = memory[name][0]
-    if found.shape != shape or found.dtype != keys.dtype or found.device != keys.device:
-        raise ValueError(
-            f"the inference context holds index keys {found.dtype} {tuple(found.shape)} on "
-            f"{found.device} for layer {layer_number}, not this layer's {keys.dtype} {shape} on "
-            f"{keys.device}; use one context per model"
-        )
+    _require_alike("index keys", found, shape, keys, layer_number)
     return found
+
+
+def _require_alike(
+    what: str, held: Tensor, shape: tuple[int, ...], new: Tensor, layer_number: int
+) -> None:
+    """Check that a context holds tensors of this shape, of the new ones' dtype and device."""
+    if held.shape != shape or held.dtype != new.dtype or held.device != new.device:
+        raise ValueError(
+            f"the inference context holds {what} {held.dtype} {tuple(held.shape)} on {held.device} "
+            f"for layer {layer_number}, not this layer's {new.dtype} {shape} on {new.device}; "
+            "use one context per model"
+        )
 
 
 ENTRY = StaticCache()

@@ -24,7 +24,6 @@ class DecodeContextParallelAttention:
 
     Args:
         backend: Runs with the heads of all ranks, over this rank's keys.
-        ranks: Share the cache.
     """
 
     def __init__(self, backend: PagedBackend, ranks: CacheShares) -> None:
@@ -84,10 +83,7 @@ class DecodeContextParallelAttention:
 def _one_by_one(rows: Rows, row: Tensor, last: Tensor) -> Rows:
     """A row for each token: two neighbours may see equally many keys of a rank.
 
-    Args:
-        rows: Of the requests.
-        row: Of each token, int64 [T].
-        last: Last key that each token sees, -1 for a token in no row, [T].
+    ``row`` is that of each token, and ``last`` the last key that it sees, -1 for none, [T].
     """
     return Rows(
         query_starts=torch.arange(len(row), dtype=torch.int32, device=row.device),

@@ -28,7 +28,6 @@ def decode_context_parallel_context(
 
     Args:
         model_config: With ``cache_mla_latents``.
-        inference_config: Of Megatron's engine.
 
     Returns:
         The context. It has two attributes more: ``cache_ranks``, those that share the latents, and

@@ -50,17 +50,9 @@ class CacheShares:
     def __init__(self, group: dist.ProcessGroup, heads: dist.ProcessGroup | None = None) -> None:
         self.group, self.heads = group, heads or group
         self.size, self.rank = group.size(), group.rank()
+        self.parts = self.heads.size()
+        self.copies = self.size // self.parts
         assert self.heads.rank() == self.rank % self.parts, "tensor-parallel ranks are neighbours"
-
-    @property
-    def parts(self) -> int:
-        """See the class."""
-        return self.heads.size()
-
-    @property
-    def copies(self) -> int:
-        """See the class."""
-        return self.size // self.parts
 
     def count(self, tokens: Count) -> Count:
         """How many of a request's first ``tokens`` tokens this rank keeps."""

@@ -13,7 +13,6 @@ def require_shares(ranks: int, block_size: int) -> None:
 
     Args:
         ranks: The tensor-parallel size, times the context-parallel one.
-        block_size: Tokens of a block.
 
     Raises:
         ValueError: Naming the option, what it got and what it accepts.

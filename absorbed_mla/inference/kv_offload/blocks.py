@@ -59,12 +59,9 @@ class OffloadedBlocks:
     """Memory for the latents of all layers, in slots, and what lies in them.
 
     Args:
-        layers: Their number.
         device_blocks: Slots on the device, one of them for Megatron's padding.
         host_blocks: Slots in host memory.
         block: Shape of a block, [block_size, C + R].
-        dtype: Of the latents.
-        device: The device.
         staged: Blocks of a buffer, at least as many as requests in a step or all in host memory.
 
     Attributes:
@@ -184,7 +181,8 @@ class OffloadedBlocks:
 
     def read_block(self, block: int) -> Tensor:
         """A copy of a block's latents on the CPU, [layers, block_size, C + R]."""
-        self._synchronize()
+        if self._memory.is_cuda:  # which may still write to host memory
+            torch.cuda.current_stream(self._memory.device).synchronize()
         far = self.host_block(block)
         return self.resident[:, self._slot[block]].cpu().clone() if far is None else far.clone()
 
@@ -204,11 +202,6 @@ class OffloadedBlocks:
         """The latents of these blocks were set."""
         self._filled[list(blocks)] = True
         self._ring.forget()
-
-    def _synchronize(self) -> None:
-        """Let the CPU see host memory as the device left it."""
-        if self._memory.is_cuda:
-            torch.cuda.current_stream(self._memory.device).synchronize()
 
     def _move(self, position: Tensor) -> bool:
         """Bring blocks of the step to the device, instead of others; whether there were any.
@@ -256,9 +249,7 @@ class OffloadedBlocks:
     def _windows(self, column: Tensor, num_columns: int) -> tuple[tuple[Window, ...], Tensor]:
         """Windows of the block table, and for every block the numbers of ``StepPlan.tables``.
 
-        Args:
-            column: Of each block in the table, below 0 if in none.
-            num_columns: Of the table.
+        ``column`` is that of each block in the table, below 0 if it is in none.
         """
         slots = len(self._memory) - NUM_BUFFERS * self._staged
         numbers = self._slot.repeat(NUM_BUFFERS + 1, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,67 +18,39 @@ NUM_BUFFERS = 4
 Run = tuple[int, int, int]
 
 
-class Streams(Protocol):
+class Streams:
     """The order between copies to buffers and the work of the current stream.
 
     A buffer is copied to after :meth:`await_free` and before :meth:`copied`; it is read after
-    :meth:`await_copied` and before :meth:`free`.
+    :meth:`await_copied` and before :meth:`free`. Here on a CPU, where copies are done at once, and
+    nothing has to wait.
     """
 
     def begin(self) -> None:
         """Let copies from now on wait for everything that is queued on the current stream."""
-        ...
 
     def await_free(self, buffer: int) -> None:
         """Let copies from now on wait for what was queued before the buffer's last ``free``."""
-        ...
 
     def copy(self, buffer: int, target: Tensor, source: Tensor) -> None:
         """Copy to a part of a buffer."""
-        ...
-
-    def copied(self, buffer: int) -> None:
-        """All copies to the buffer are queued."""
-        ...
-
-    def await_copied(self, buffer: int) -> None:
-        """Let the current stream from now on wait for the buffer's copies."""
-        ...
-
-    def free(self, buffer: int) -> None:
-        """All work that reads the buffer is queued on the current stream."""
-        ...
-
-
-class DirectCopies:
-    """On a CPU: copies are done at once, and nothing has to wait."""
-
-    def begin(self) -> None:
-        """See :class:`Streams`."""
-
-    def await_free(self, buffer: int) -> None:
-        """See :class:`Streams`."""
-
-    def copy(self, buffer: int, target: Tensor, source: Tensor) -> None:
-        """See :class:`Streams`."""
         target.copy_(source)
 
     def copied(self, buffer: int) -> None:
-        """See :class:`Streams`."""
+        """All copies to the buffer are queued."""
 
     def await_copied(self, buffer: int) -> None:
-        """See :class:`Streams`."""
+        """Let the current stream from now on wait for the buffer's copies."""
 
     def free(self, buffer: int) -> None:
-        """See :class:`Streams`."""
+        """All work that reads the buffer is queued on the current stream."""
 
 
-class StreamCopies:
+class StreamCopies(Streams):
     """On a GPU: a stream for copies, and for each buffer an event in either direction.
 
     Args:
         memory: That of all buffers; it is not given to others before the copies have ended.
-        buffers: Their number.
     """
 
     def __init__(self, memory: Tensor, buffers: int) -> None:
@@ -117,7 +88,7 @@ class StreamCopies:
 
 def streams_for(memory: Tensor, buffers: int) -> Streams:
     """Of the device that the memory is on."""
-    return StreamCopies(memory, buffers) if memory.is_cuda else DirectCopies()
+    return StreamCopies(memory, buffers) if memory.is_cuda else Streams()
 
 
 class StagingRing:

@@ -4,5 +4,3 @@ Each rank has requests, a cache and attention of its own. Dense MLPs, experts, e
 layer are divided, so for these the ranks exchange tokens: what a layer computes, it computes for
 the tokens of all ranks. For inference only.
 """
-
-from __future__ import annotations

@@ -17,9 +17,6 @@ class TokenExchange:
     Every method but the constructor is collective. Ranks may have any number of tokens, or none:
     messages are padded to the longest, what is computed is not.
 
-    Args:
-        group: The ranks.
-
     Attributes:
         size: Number of ranks.
         rank: This one's number.

@@ -22,7 +22,6 @@ class ShardedMLP(MLP):
     """Megatron's MLP: gathers the tokens of all ranks, and gives each the sum for its own.
 
     Args:
-        exchange: With the ranks.
         pg_collection: Process groups of Megatron, for all but the weights.
         host: The other arguments of Megatron's ``as_mlp_submodule``.
     """
@@ -54,9 +53,6 @@ class ShardedMoE(MoELayer):
     ranks compute the routing of all tokens.
 
     Args:
-        config: Of the model.
-        exchange: With the ranks.
-        pg_collection: Process groups of Megatron.
         host: The other arguments of Megatron's layer.
 
     Raises:

@@ -35,7 +35,6 @@ def shard_layers(
 
     Args:
         block: Of ``specs.absorbed_mla_layer_specs``.
-        exchange: With the ranks.
 
     Raises:
         ValueError: If a layer has another MLP than Megatron's own, or Megatron's groups do not fit.
@@ -67,7 +66,6 @@ def shard_vocabulary(model: GPTModel, exchange: TokenExchange) -> GPTModel:
 
     Args:
         model: Its layers are divided, its weights not set yet.
-        exchange: With the ranks.
 
     Raises:
         ValueError: If the vocabulary cannot be divided, or the model has MTP layers.

@@ -15,10 +15,6 @@ class ShardedEmbedding(VocabParallelEmbedding):
     """Megatron's embedding, of which each rank has some rows.
 
     It is the first layer of a forward pass, and tells the others how many tokens every rank has.
-
-    Args:
-        exchange: With the ranks.
-        host: Arguments of Megatron's class.
     """
 
     def __init__(self, *host: Any, exchange: TokenExchange, **more: Any) -> None:
@@ -44,12 +40,7 @@ class ShardedEmbedding(VocabParallelEmbedding):
 
 
 class ShardedOutput(ColumnParallelLinear):
-    """Megatron's output layer, of which each rank has the rows of some tokens of the vocabulary.
-
-    Args:
-        exchange: With the ranks.
-        host: Arguments of Megatron's class.
-    """
+    """Megatron's output layer, of which each rank has the rows of some tokens of the vocabulary."""
 
     def __init__(self, *host: Any, exchange: TokenExchange, **more: Any) -> None:
         super().__init__(*host, tp_group=exchange.group, **more)

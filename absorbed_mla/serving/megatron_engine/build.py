@@ -34,7 +34,7 @@ from absorbed_mla.megatron_names import ALLOCATOR, CONTEXT, Need
 from absorbed_mla.serving.data_parallel_attention.mlp import with_groups
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.controller import make_no_texts
+from absorbed_mla.serving.megatron_engine.attributes import make_no_texts
 from absorbed_mla.serving.megatron_engine.names import (
     ANY_ENGINE,
     CONTROLLER,
@@ -69,8 +69,6 @@ def host_engine(
     """Build Megatron's engine with its cache, and capture CUDA graphs if options ask for them.
 
     Args:
-        model: Generates.
-        options: Of the engine.
         sampler: Draws the tokens, instead of Megatron's own.
 
     Raises:
@@ -152,12 +150,6 @@ def _context(
     config: InferenceConfig,
 ) -> DynamicInferenceContext:
     """Megatron's context, one that ranks share, or one that has blocks in host memory besides.
-
-    Args:
-        model: Generates.
-        options: Of the engine.
-        of_cache: What the context is made from.
-        config: Of Megatron's engine.
 
     Raises:
         ValueError: If it is to have them and the model cannot attend to a part of its keys.

@@ -89,10 +89,7 @@ def write_group(
     """Write a file.
 
     Args:
-        path: Where.
-        hashes: Of the blocks.
         tensors: Of the layout's names, [blocks, *shape] and dtype, on the CPU.
-        layout: Of a block.
         fingerprint: What the latents depend on besides the tokens.
     """
     parts = [bytes_of(tensors[name].contiguous()) for name in layout.shapes]
@@ -111,9 +108,6 @@ def read_header(file: int, name: str, layout: BlockLayout, fingerprint: str) -> 
     """Check a file's header and size.
 
     Args:
-        file: Descriptor.
-        name: Of the file.
-        layout: Of a block.
         fingerprint: As it was written with.
 
     Raises:
@@ -155,10 +149,7 @@ def read_blocks(
     """Read neighbouring blocks of a file.
 
     Args:
-        path: Of the file.
-        hashes: Of the blocks.
         targets: For each block the memory of each of its tensors.
-        layout: Of a block.
         fingerprint: As it was written with.
 
     Returns:

@@ -43,8 +43,6 @@ _FILE_BYTES, _READ_BYTES = 2**25, 2**22
 # folder.
 _WAITING, _BETWEEN_TRIMS = 16, 16
 _FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
-# Files of one block, as versions before wrote them.
-_OLD_FILE = re.compile(r"[0-9a-f]{16}\.safetensors")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 # Files that a process was writing when it ended.
 _STALE_SECONDS = 3600
@@ -56,7 +54,6 @@ class PrefixFolder:
     Args:
         root: The folder that processes share.
         fingerprint: 32 hexadecimal digits.
-        layout: Of a block.
         limit: Bytes of all files under ``root``.
 
     Attributes:
@@ -78,7 +75,6 @@ class PrefixFolder:
         self._places: dict[int, tuple[str, int]] = {}
         self._held: dict[str, tuple[int, ...]] = {}
         self._seen: int | None = None
-        self._remove_old()
 
     def has(self, hash_: int) -> bool:
         """Whether a file has this block, as far as was known at the last :meth:`leading`."""
@@ -93,7 +89,6 @@ class PrefixFolder:
         """Read blocks, in order, up to the first one that is missing or refused.
 
         Args:
-            hashes: Of the blocks.
             targets: For each block the memory of each of its tensors; that of blocks behind the
                 first one that is refused may have changed as well.
 
@@ -252,20 +247,6 @@ class PrefixFolder:
         if next(times_logged(logger, message)) == 0:
             logger.warning(f"{message} (no further warning): {path}: {error}")
 
-    def _remove_old(self) -> None:
-        """Delete the files of former versions, which nobody reads."""
-        removed = 0
-        for entry in self._entries():
-            if _OLD_FILE.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another process did it
-                    entry.unlink()
-                    removed += 1
-        if removed:
-            logger.warning(
-                f"prefix_cache_dir {self._root}: removed {removed} files of an older format, which "
-                "are not read"
-            )
-
     def _trim(self) -> None:
         """Delete the files used longest ago until the others keep the bound."""
         files = sorted(self._files())
@@ -276,13 +257,9 @@ class PrefixFolder:
             path.unlink(missing_ok=True)
             total -= size
         for folder in {path.parent for _, _, path in files} - {self._own}:
-            if not any(folder.iterdir()):
-                self._remove(folder)
-
-    @staticmethod
-    def _remove(folder: Path) -> None:
-        with contextlib.suppress(OSError):  # another process has written to it, or removed it
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # another process has written to it, or removed it
+                if not any(folder.iterdir()):
+                    folder.rmdir()
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Last use, size and path of every file; removes what ended processes left."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -20,9 +19,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.megatron_engine.context import find_cached_blocks
+from absorbed_mla.serving.megatron_engine.attributes import find_cached_blocks
 from absorbed_mla.serving.megatron_engine.names import CHECK_AVAILABILITY, DEREGISTER
-from absorbed_mla.serving.model_ranks import Replicas
+from absorbed_mla.serving.model_ranks import Replicas, max_of
 from absorbed_mla.serving.prefix_cache.block_contents import BlockMemory
 from absorbed_mla.serving.prefix_cache.fingerprint import fingerprint
 from absorbed_mla.serving.prefix_cache.folder import PrefixFolder
@@ -36,7 +35,6 @@ class StoredPrefixes:
     of them schedules by itself.
 
     Args:
-        model: This rank's.
         context: The engine's, with a prefix cache under the LRU policy.
         root: ``prefix_cache_dir``.
         limit: ``prefix_cache_bytes``.
@@ -199,9 +197,4 @@ def stored_prefixes(
 
 def _least(count: int) -> int:
     """The least of the counts of all ranks that hold the model together."""
-    group = parallel_state.get_model_parallel_group()
-    if group.size() == 1:
-        return count
-    found = torch.tensor(count, device=torch.cuda.current_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-    return int(found)
+    return -max_of(-count, parallel_state.get_model_parallel_group())

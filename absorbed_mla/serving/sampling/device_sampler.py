@@ -98,8 +98,6 @@ class DeviceSampler:
     depends on a value, so that a CUDA graph may hold them.
 
     Args:
-        max_rows: Of a step.
-        vocabulary: Its size.
         own: Whether the sampler itself draws all tokens, because ranks have to agree on them.
 
     Attributes:
@@ -249,11 +247,6 @@ def draw_by_weights(logits: Tensor, weights: Tensor, numbers: Tensor, *, filters
     Args:
         logits: fp32 [rows, vocabulary].
         weights: int64 [rows, vocabulary], see :func:`weigh`.
-        numbers: As there.
-        filters: Likewise.
-
-    Returns:
-        int64 [rows].
     """
     _, random, _, top_k, top_p, sampled = numbers.unsqueeze(-1)
     if filters:

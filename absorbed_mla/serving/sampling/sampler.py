@@ -129,11 +129,9 @@ class RequestSampler(Sampling):
             self._depth += 1
             ahead = self._depth
         rows = [_Row(request, end + ahead) for request, _, end in self._running(context)[:n]]
-        picked = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        tokens = self._drawn(picked, rows, are_drafts=ahead > 0)
-        if output is None:
-            return tokens
-        return output.copy_(tokens)
+        places = slice(n) if gather_indices is None else gather_indices[:n]
+        tokens = self._drawn(logits[places], rows, are_drafts=ahead > 0)
+        return tokens if output is None else output.copy_(tokens)
 
     def sample_speculative(
         self,
@@ -165,11 +163,8 @@ class RequestSampler(Sampling):
                 rows += [_Row(request, start + 1 + j, drafts[:j]) for j in range(width)]
             else:
                 rows.append(_Row(request, end))
-        n = len(rows)
-        picked = required_logits[:n]
-        if gather_indices is not None:
-            picked = required_logits[gather_indices[:n]]
-        return self._drawn(picked, rows)
+        places = slice(len(rows)) if gather_indices is None else gather_indices[: len(rows)]
+        return self._drawn(required_logits[places], rows)
 
     def log_probs_kernel(
         self,
@@ -297,12 +292,6 @@ def _column(values: Iterable[float], like: Tensor) -> Tensor:
 def draw_numbers(
     request: SampledRequest, position: int, vocabulary: int
 ) -> tuple[float, float, float, int, float, bool]:
-    """The numbers of a row for ``device_sampler.draw_by_numbers``, in their order.
-
-    Args:
-        request: Whose token is drawn.
-        position: Of the token.
-        vocabulary: Its size.
-    """
+    """The numbers of a row for ``device_sampler.draw_by_numbers``, in their order."""
     temperature, *others = request.numbers(vocabulary)
     return temperature, uniform(request.seed, position), *others

@@ -45,18 +45,19 @@ def cache_config(model: GPTModel) -> MLATransformerConfig:
     Raises:
         ValueError: If its layers cache latents in several dtypes.
     """
-    layers = (getattr(layer, "self_attention", None) for layer in model.decoder.layers)
-    options = {
-        layer.options.latent_cache_dtype: layer.options
-        for layer in layers
-        if isinstance(layer, AbsorbedMLASelfAttention)
-    }
+    options = {one.options.latent_cache_dtype: one.options for one in attentions(model)}
     if len(options) > 1:
         raise ValueError(
             "latent_cache_dtype must be the same in all layers of a model that generates, got "
             f"{', '.join(sorted(options))}"
         )
     return context_config(model.config, *options.values()) if options else model.config
+
+
+def attentions(model: GPTModel) -> list[AbsorbedMLASelfAttention]:
+    """The attention of each of this rank's layers that has ours."""
+    layers = (getattr(layer, "self_attention", None) for layer in model.decoder.layers)
+    return [one for one in layers if isinstance(one, AbsorbedMLASelfAttention)]
 
 
 def indexers(model: GPTModel) -> list[Indexer]:

@@ -60,10 +60,6 @@ def overlap_scheduler(
     """The scheduler that an engine's options ask for.
 
     Args:
-        host: Megatron's engine.
-        model: Generates.
-        sampler: Of the engine.
-        options: Of the engine.
         lockstep: Whether data-parallel ranks share experts, and run each step together.
 
     Returns:

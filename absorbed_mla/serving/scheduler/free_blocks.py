@@ -75,11 +75,7 @@ def _resumable(context: DynamicInferenceContext, active_count: int) -> int:
     """How many of the paused requests, the last ones first, there are blocks for.
 
     Megatron's part for paused requests stays theirs: all others use ``active_count`` blocks of the
-    allocator at most.
-
-    Args:
-        context: Whose rows of paused requests come first, and behind them ``active_count`` rows.
-        active_count: Requests that run.
+    allocator at most. In the tables, rows of paused requests come first, and those behind them.
     """
     paused = context.paused_request_count
     if not paused:

@@ -12,7 +12,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
 from absorbed_mla.caching import full_cuda_graph
-from absorbed_mla.serving.megatron_engine.context import device_tables
+from absorbed_mla.serving.megatron_engine.attributes import device_tables
 from absorbed_mla.serving.megatron_engine.names import LAYER_GRAPHS
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
@@ -109,12 +109,7 @@ class FullCudaGraphs:
         return graph
 
     def _make_room(self, needed: int, larger: float) -> None:
-        """Take the memory of larger steps at once, if this one's is not there, and theirs is free.
-
-        Args:
-            needed: Bytes of this step.
-            larger: See :meth:`run`.
-        """
+        """Take the memory of larger steps at once, where this one's is not there, and theirs is."""
         if needed <= self._room[0]:
             return
         if larger == 1:  # its own memory is there for all that follow

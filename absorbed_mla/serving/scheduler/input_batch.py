@@ -12,7 +12,7 @@ from megatron.core.inference.batch_dimensions_utils import (
 )
 from megatron.core.inference.contexts import DynamicInferenceContext
 
-from absorbed_mla.serving.megatron_engine.context import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     STAGED_TABLES,
     device_tables,
     staged_tables,
@@ -52,11 +52,7 @@ _STAGED = (
     "mha_block_table",
 )
 # The same of every row, and 0 in rows that are padding.
-_OF_ROWS = (
-    "staged_in_prefill",
-    "staged_query_lengths",
-    "mha_query_lengths",
-)
+_OF_ROWS = ("staged_in_prefill", "staged_query_lengths", "mha_query_lengths")
 _SUMS, _COUNT = "mha_cu_query_lengths", "staged_token_count"
 # All of them, by their names here.
 _TABLES = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
@@ -70,9 +66,6 @@ class InputBatch:
     evicted; all may finish. The tables are in CPU memory; NumPy changes them in place, in a tenth
     of the time. Made when Megatron has prepared a step, which computes whole prompts or none; there
     are no paused requests. The steps that follow are decode steps.
-
-    Args:
-        context: Megatron's, initialized for the step.
 
     Attributes:
         count: Rows of the step.

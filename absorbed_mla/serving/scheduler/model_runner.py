@@ -15,7 +15,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from torch import Tensor
 
-from absorbed_mla.serving.megatron_engine.controller import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     logits_of_step,
     run_model,
     sample,
@@ -30,11 +30,7 @@ from absorbed_mla.serving.scheduler.requests import RunningRequests
 
 
 class PinnedOutput:
-    """Pinned memory that a step's tokens are copied to; of two steps in a row, each has its own.
-
-    Args:
-        max_rows: Of a step.
-    """
+    """Pinned memory that a step's tokens are copied to; of two steps in a row, each has its own."""
 
     def __init__(self, max_rows: int) -> None:
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=True)
@@ -136,7 +132,6 @@ class ModelRunner:
 
     Args:
         controller: Of Megatron's engine; its buffers get logits and tokens.
-        context: Of the engine.
         device_sampler: Samples by parameters in a table on the device.
         sampler: Samples where ``device_sampler`` cannot.
         graphs: Of decode steps; None: they are not captured.

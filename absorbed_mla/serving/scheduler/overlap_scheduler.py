@@ -21,13 +21,13 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.serving.megatron_engine.context import device_tables
-from absorbed_mla.serving.megatron_engine.controller import (
+from absorbed_mla.serving.megatron_engine.attributes import (
+    device_tables,
     log_probs_of_step,
     prepare_step,
+    run_coroutine,
     update_context,
 )
-from absorbed_mla.serving.megatron_engine.engine import run_coroutine
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler
 from absorbed_mla.serving.sampling.sampler import RequestSampler
@@ -64,9 +64,6 @@ class OverlapScheduler:
     would have left.
 
     Args:
-        engine: Megatron's engine.
-        model: Generates.
-        sampler: Of the engine.
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
         lockstep: Whether ranks with requests of their own run each step together. What depends on a
             rank's requests, sampling among it, then stays out of the graphs; nothing is launched

@@ -25,13 +25,12 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.inference.full_prefill import MOST_PROMPTS
 from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
-from absorbed_mla.serving.engine_options import EngineOptions
+from absorbed_mla.serving.engine_options import EngineOptions, round_up
 from absorbed_mla.serving.megatron_engine.names import PREPARE_STEP, RUN_MODEL
-from absorbed_mla.serving.scheduler.block_pool import indexers
+from absorbed_mla.serving.scheduler.block_pool import attentions, indexers
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,9 @@ _MOST_ABSORBED = 1536
 MOST_PAIRS = 1_000_000
 # Fewer new tokens after a long context attend absorbed without a graph, too (docs/latent-cache.md).
 _EXPANDED_FROM = 171
+# Of Megatron's context: sizes that it looks through for one that fits, in any step. Those of decode
+# steps do not fit others.
+_OFFERED = "cuda_graph_batch_dimensions_list"
 _NO_WHOLE_STEPS = "no CUDA graph holds whole decode steps here"
 
 
@@ -102,22 +104,9 @@ class PrefillGraphs:
         self._whole_prompts = self._expands and has_whole_prompts(context)
         if not self._whole_prompts and pairs_of(context) > self._most_pairs:
             return self._init(*args, **kwargs)
-        with self._offered(self._sizes if self._whole_prompts else self._absorbed):
+        sizes = self._sizes if self._whole_prompts else self._absorbed
+        with _with(context, _OFFERED, sizes):
             return self._init(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _offered(self, sizes: list[InferenceBatchDimensions]) -> Iterator[None]:
-        """Have Megatron look through these sizes for one that fits."""
-        context = self._context
-        # Those of decode steps do not fit. The list is looked through in such steps, too.
-        others, context.cuda_graph_batch_dimensions_list = (
-            context.cuda_graph_batch_dimensions_list,
-            sizes,
-        )
-        try:
-            yield
-        finally:
-            context.cuda_graph_batch_dimensions_list = others
 
     def capture(self) -> None:
         """Capture the graphs of all sizes, of whole prompts where these attend expanded.
@@ -132,7 +121,7 @@ class PrefillGraphs:
             if (size, self._expands) in self._graphs or not self._is_valid(rows):
                 continue
             try:
-                with self._offered(self._sizes):
+                with _with(self._context, _OFFERED, self._sizes):
                     inputs = self._init(construct_graph_dimensions=rows)
                 self._whole_prompts = self._expands
                 self._run(*inputs[:2])
@@ -154,7 +143,8 @@ class PrefillGraphs:
             return
         self._graphs.keep_for(context)
         key = size, self._whole_prompts
-        with _reading(context, whole_prompts=self._whole_prompts):
+        # It tells the cache which rows a captured step may have.
+        with _with(context, "reads_whole_prompts", self._whole_prompts):
             self._graphs.run(key, step, self._sizes[-1].token_count / size.token_count)
 
 
@@ -167,13 +157,14 @@ def _with_prompts(size: InferenceBatchDimensions) -> InferenceBatchDimensions:
 
 
 @contextlib.contextmanager
-def _reading(context: DynamicInferenceContext, *, whole_prompts: bool) -> Iterator[None]:
-    """Tell the cache inside the block which rows a captured step may have."""
-    context.reads_whole_prompts = whole_prompts
+def _with(context: DynamicInferenceContext, name: str, value: object) -> Iterator[None]:
+    """An attribute of the context is another one inside of the block."""
+    former = getattr(context, name, False)
+    setattr(context, name, value)
     try:
         yield
     finally:
-        context.reads_whole_prompts = False
+        setattr(context, name, former)
 
 
 def prefill_sizes(
@@ -190,7 +181,7 @@ def prefill_sizes(
         tp: Tensor-parallel size, of which all numbers are multiples: ranks may divide the tokens.
     """
     largest = most_tokens // tp * tp
-    tokens = {min(_multiple(count, tp), largest) for count in _token_counts(largest)} | {largest}
+    tokens = {min(round_up(count, tp), largest) for count in _token_counts(largest)} | {largest}
     return [InferenceBatchDimensions(each, min(max_requests, each), 0) for each in sorted(tokens)]
 
 
@@ -202,16 +193,8 @@ def _token_counts(most: int) -> Iterator[int]:
         count += max(_LEAST_STEP, power // 8)
 
 
-def _multiple(count: int, of: int) -> int:
-    return -(-count // of) * of
-
-
 def pairs_of(context: DynamicInferenceContext) -> float:
-    """Pairs of a new token and a key in the next step, in rows that would attend expanded.
-
-    Args:
-        context: Megatron's, whose tables are in host memory.
-    """
+    """Pairs of a new token and a key in the next step, in rows that would attend expanded."""
     rows = slice(context.paused_request_count, context.total_request_count)
     new = context.request_query_lengths[rows].numpy().astype(np.int64)
     cached = context.request_kv_length_offsets[rows].numpy()
@@ -220,11 +203,7 @@ def pairs_of(context: DynamicInferenceContext) -> float:
 
 
 def has_whole_prompts(context: DynamicInferenceContext) -> bool:
-    """Whether the next step has rows as ``WholePrompts`` has them.
-
-    Args:
-        context: Megatron's, whose tables are in host memory.
-    """
+    """Whether the next step has rows as ``WholePrompts`` has them."""
     rows = slice(context.paused_request_count, context.total_request_count)
     prompts = context.request_query_lengths[rows].numpy() > 1
     count = int(prompts.sum())
@@ -239,8 +218,6 @@ def prefill_graphs(
     """Graphs of an engine that asks for them; None, with the reason logged, if it can have none.
 
     Args:
-        host: Megatron's engine.
-        model: Generates.
         graphs: Of its decode steps; None: these have none.
         most_tokens: Of a step with a graph; 0: the engine does not ask.
     """
@@ -251,7 +228,7 @@ def prefill_graphs(
         return None
     assert graphs is not None
     # What attends absorbed in any case gains from every graph.
-    options = [one.options for one in _attentions(model)]
+    options = (one.options for one in attentions(model))
     absorbed = all(one.form == "absorbed" or one.batch_invariant for one in options)
     most_pairs = math.inf if absorbed else MOST_PAIRS
     return PrefillGraphs(host, graphs, most_tokens, most_pairs, expands=_expands(model))
@@ -260,17 +237,12 @@ def prefill_graphs(
 def _expands(model: GPTModel) -> bool:
     """Whether whole prompts attend expanded in a graph, in all layers."""
     device, dtype = next(model.parameters()).device, model.config.params_dtype
-    layers = _attentions(model)
-    return all(one.cached_attention.expands_in_graphs(device, dtype) for one in layers)
+    layers = (one.cached_attention for one in attentions(model))
+    return all(one.expands_in_graphs(device, dtype) for one in layers)
 
 
 def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
-    """``prefill_graph_tokens`` for an engine of which nobody says it; logs why it is 0.
-
-    Args:
-        model: Generates.
-        options: Of the engine, with ``prefill_graph_tokens=0``.
-    """
+    """``prefill_graph_tokens`` for options where it is 0; logs why if it stays so."""
     if options.num_cuda_graphs is None:
         return 0
     refused = options.not_with_prefill_graphs()
@@ -293,7 +265,7 @@ def why_none(model: GPTModel) -> str:
         "ranks read prompts of their own": exchange_of(model) is not None,
         # With room for every token in every expert, most of a prefill would be padding.
         "experts run one after the other": config.moe_pad_experts_for_cuda_graph_inference,
-        "attention is Megatron's": len(_attentions(model)) < len(model.decoder.layers),
+        "attention is Megatron's": len(attentions(model)) < len(model.decoder.layers),
         "attention is sparse": bool(indexers(model)),
         # Its memory would be that of all requests with as many tokens as the step.
         "FlashMLA pads every request to the longest": _may_take_flash_mla(model),
@@ -302,11 +274,5 @@ def why_none(model: GPTModel) -> str:
 
 
 def _may_take_flash_mla(model: GPTModel) -> bool:
-    names = {one.options.paged_attention_backend for one in _attentions(model)}
+    names = {one.options.paged_attention_backend for one in attentions(model)}
     return "flash_mla" in names or ("auto" in names and find_spec("flash_mla") is not None)
-
-
-def _attentions(model: GPTModel) -> list[AbsorbedMLASelfAttention]:
-    """The attention of each layer that has ours."""
-    layers = (layer.self_attention for layer in model.decoder.layers)
-    return [one for one in layers if isinstance(one, AbsorbedMLASelfAttention)]

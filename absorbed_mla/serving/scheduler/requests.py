@@ -19,7 +19,7 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
-from absorbed_mla.serving.megatron_engine.engine import (
+from absorbed_mla.serving.megatron_engine.attributes import (
     PREFIX_COUNTERS,
     admits_by_cuda_graph,
     can_schedule_chunk,
@@ -49,7 +49,6 @@ class WaitingQueue:
     own, with chunked prefill.
 
     Args:
-        engine: Megatron's engine.
         admits: Whether any can be admitted; if not, all are left to Megatron's own steps.
     """
 
@@ -220,11 +219,8 @@ def enqueue(
 class RunningRequests:
     """The requests of the input batch: Megatron's records of them, which get their tokens.
 
-    It does to the records what Megatron does in a step that pauses and evicts no request.
-
-    Args:
-        engine: Megatron's engine.
-        sampler: Of the engine; it gets the tokens, too.
+    It does to the records what Megatron does in a step that pauses and evicts no request. The
+    engine's sampler gets the tokens, too.
 
     Attributes:
         numbers: Of the requests, by row of the last step that was prepared.
@@ -323,7 +319,6 @@ class RunningRequests:
         The sampler does not get the token, by which the engine knows that it is new.
 
         Args:
-            number: Of the request.
             token: The last one; None: it finishes without.
             log_prob: Of the token, if it was asked for.
         """

@@ -427,8 +427,8 @@ MUTATIONS = {
     ),
     "whole_prompts_seen_in_later_steps": Mutation(
         "absorbed_mla/serving/scheduler/prefill_graphs.py",
-        "        context.reads_whole_prompts = False",
-        "        pass",
+        "setattr(context, name, former)",
+        "setattr(context, name, former or value)",
     ),
     "whole_prompts_attend_absorbed_too": Mutation(
         "absorbed_mla/inference/full_prefill.py",
@@ -452,13 +452,13 @@ MUTATIONS = {
     ),
     "prompts_in_graphs_that_ranks_cannot_divide": Mutation(
         "absorbed_mla/serving/scheduler/prefill_graphs.py",
-        "min(_multiple(count, tp), largest)",
+        "min(round_up(count, tp), largest)",
         "count",
     ),
     "prompts_leave_their_sizes_to_decode_steps": Mutation(
         "absorbed_mla/serving/scheduler/prefill_graphs.py",
-        "            context.cuda_graph_batch_dimensions_list = others",
-        "            pass",
+        "setattr(context, name, former)",
+        "setattr(context, name, former and value)",
     ),
     "prompts_in_no_graphs_by_default": Mutation(
         "absorbed_mla/serving/executor/engine_options.py",

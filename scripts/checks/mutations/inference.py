@@ -52,8 +52,8 @@ MUTATIONS = {
     ),
     "cache_of_the_first_layer": Mutation(
         "absorbed_mla/inference/caches/dynamic.py",
-        "DynamicStep(context, layer_number - offset, tokens, offset)",
-        "DynamicStep(context, 1, tokens, offset)",
+        "self.steps(context, layer_number - offset, tokens, offset)",
+        "self.steps(context, 1, tokens, offset)",
     ),
     "shared_cache_owner_of_a_token": Mutation(
         "absorbed_mla/inference/decode_context_parallel/layout.py",

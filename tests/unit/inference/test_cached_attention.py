@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.core_attention.cost import machine_name
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.row_groups import (
     ChunkedContext,
-    KeyRange,
     chunks,
     is_cheaper_expanded,
     segments,
@@ -140,9 +138,6 @@ class TestChoice:
         assert first == pytest.approx(1 / (1 / 170.7 + 1 / keys), abs=2)
         assert all(expands(n) for n in range(first, keys, 997))
 
-    def test_machine(self):
-        assert machine_name(torch.device("cpu")) == "cpu"
-
     def test_segments(self):
         found = segments(RowLengths((1, 1, 300, 2, 500, 600), (9,) * 6), lambda row: row[0] > 100)
         assert [(s.form[0], s.rows, s.tokens) for s in found] == [
@@ -159,12 +154,6 @@ class TestChoice:
 
 
 class TestChunks:
-    def test_example(self):
-        assert list(chunks((3, 0, 4), 0, None, 5)) == [
-            [KeyRange(0, 0, 3), KeyRange(2, 0, 2)],
-            [KeyRange(2, 2, 4)],
-        ]
-
     @settings(deadline=None, max_examples=60)
     @given(
         context=st.lists(st.integers(0, 9), max_size=5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import ClassVar
 
 import pytest
@@ -15,7 +14,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from absorbed_mla.inference.caches.dynamic import DynamicStep
+from absorbed_mla.inference.caches.dynamic import DynamicStep, of_active_requests
 from absorbed_mla.inference.context_config import context_config
 from absorbed_mla.registry import PAGED_BACKENDS
 from absorbed_mla.serving.cpu_engine import enable_cpu_inference
@@ -108,13 +107,12 @@ class Host:
 
 def active_rows(context) -> list[int]:
     """Numbers of the requests that the next forward has."""
-    return context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+    return of_active_requests(context, "request_ids")[0]
 
 
 def query_lengths(context) -> list[int]:
     """New tokens of each."""
-    active = slice(context.paused_request_count, context.total_request_count)
-    return context.request_query_lengths[active].tolist()
+    return of_active_requests(context, "request_query_lengths")[0]
 
 
 def build(form: str = "auto", setup: dict | None = None, **config):
@@ -134,41 +132,29 @@ GRAPHS = {"num_cuda_graphs": 4}
 FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
 
 
-@pytest.mark.parametrize(
-    ("form", "config", "setup"),
-    [
-        pytest.param("auto", {}, {}, id="auto"),
-        pytest.param("absorbed", {}, {}, id="absorbed"),
-        pytest.param("expanded", {}, {}, id="expanded"),
-        # The other form refuses: see test_expanded_form_in_a_graph.
-        pytest.param("auto", GRAPHS, {}, id="auto-graphs"),
-        pytest.param("absorbed", GRAPHS, {}, id="absorbed-graphs"),
-        pytest.param("absorbed", {}, FP8, id="absorbed-fp8"),
-        pytest.param("expanded", {}, FP8, id="expanded-fp8"),
-        pytest.param("auto", GRAPHS, FP8, id="auto-graphs-fp8"),
-    ],
-)
+FORMS = {
+    **{form: (form, {}, {}) for form in ("auto", "absorbed", "expanded")},
+    # The other form refuses: see test_expanded_form_in_a_graph.
+    **{f"{form}-graphs": (form, GRAPHS, {}) for form in ("auto", "absorbed")},
+    **{f"{form}-fp8": (form, {}, FP8) for form in ("absorbed", "expanded")},
+    "auto-graphs-fp8": ("auto", GRAPHS, FP8),
+}
+
+
+@pytest.mark.parametrize(("form", "config", "setup"), FORMS.values(), ids=FORMS)
 def test_forwards_of_every_kind(form, config, setup):
     """Prefill, decode, both, and a prompt in three parts; NaN in padding and in unused slots."""
     host = Host(build(form, setup), **config)
     host.add(0, 63)
     host.add(1, 5)
-    host.check(host.forward())
-    host.end_step()
-    host.check(host.forward())
-    host.end_step()
-    host.add(2, 150, chunk=70)
-    host.check(host.forward())
-    host.end_step()
-    host.add(2, 150, chunk=50)
-    host.check(host.forward())
-    host.end_step()
-    host.add(2, 150)
-    assert query_lengths(host.context) == [1, 1, 30]
-    host.check(host.forward())
-    for _ in range(3):
-        host.end_step()
+    # Tokens of the third prompt that each step reads.
+    for chunk in (0, 0, 70, 50, 30, 0, 0, 0):
+        if chunk:
+            host.add(2, 150, chunk=chunk)
+        if chunk == 30:
+            assert query_lengths(host.context) == [1, 1, 30]
         host.check(host.forward())
+        host.end_step()
     assert len(host.texts[2]) == 153 and len(host.texts[0]) == 63 + 7
 
 
@@ -320,42 +306,19 @@ class TestRefused:
             match = f"must hold {wanted} bytes of a token, got {held}.*latent_cache_dtype"
             refuse(user, hidden, host.context, match)
 
-    def test_other_tokens_than_scheduled(self, layer):
+    @pytest.mark.parametrize(
+        ("more", "batch", "match"),
+        [(1, 1, "{0} tokens.*scheduled {1}"), (0, 2, "batch must be 1, got 2")],
+    )
+    def test_other_tokens_than_scheduled(self, layer, more, batch, match):
         host = Host(layer)
         host.add(0, 63)
         tokens = _initialized(host.context)
-        hidden = _zeros(tokens + 1)
-        refuse(layer, hidden, host.context, f"{tokens + 1} tokens.*scheduled {tokens}")
-
-    def test_batch(self, layer):
-        host = Host(layer)
-        host.add(0, 63)
-        hidden = _zeros(_initialized(host.context), batch=2)
-        refuse(layer, hidden, host.context, "batch must be 1, got 2")
+        hidden = _zeros(tokens + more, batch)
+        refuse(layer, hidden, host.context, match.format(tokens + more, tokens))
 
     def test_expanded_form_in_a_graph(self):
         host = Host(build("expanded"), **GRAPHS)
         host.add(0, 63)
         with pytest.raises(ValueError, match="form='expanded' cannot be captured"):
             host.forward()
-
-
-def test_nothing_of_other_requests(layer):
-    """Two prompts that differ: neither's outputs depend on the other's hidden states."""
-    outputs = []
-    for _ in range(2):
-        host = Host(layer)
-        host.add(0, 30)
-        host.add(1, 40)
-        torch.manual_seed(7)
-        first = torch.randn(30, 1, TINY.hidden, dtype=torch.float64)
-        host.context.initialize_attention_state()
-        hidden = torch.randn(
-            host.context.padded_active_token_count, 1, TINY.hidden, dtype=torch.float64
-        )
-        hidden = hidden.to(world.device()) * (len(outputs) + 1)
-        hidden[:30] = first.to(hidden)
-        with torch.inference_mode():
-            outputs.append(layer(hidden, None, inference_context=host.context)[0][:30])
-    assert torch.equal(*outputs)
-    assert math.isfinite(outputs[0].sum())

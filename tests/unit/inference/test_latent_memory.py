@@ -9,7 +9,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.inference.latent_memory import OffloadedLatents
+from absorbed_mla.inference.latent_memory import LatentMemory
 from absorbed_mla.inference.step import choose_cache
 from tests.support import world
 from tests.support.refusal import refusal
@@ -17,10 +17,10 @@ from tests.support.refusal import refusal
 BATCH, WIDTH = 2, 3
 
 
-def offloaded(resident: int, behind: int, chunk: int) -> OffloadedLatents:
+def offloaded(resident: int, behind: int, chunk: int) -> LatentMemory:
     host = torch.full((behind, BATCH, WIDTH), torch.nan, pin_memory=torch.cuda.is_available())
     near = torch.full((resident, BATCH, WIDTH), torch.nan, device=world.device())
-    return OffloadedLatents(near, host, chunk)
+    return LatentMemory(near, host, chunk)
 
 
 class TestOffloaded:

@@ -145,20 +145,6 @@ def test_a_part_outlives_its_generator(tiers, streams):
         read(tiers, layer)
 
 
-def test_blocks_that_change_after_their_copy_are_copied_again():
-    """Where copies are done at once."""
-    tiers = filled_tiers()
-    far = next(b for b in range(BLOCKS) if tiers._slot[b] >= 5)
-    write_block(tiers, far, -1.0)
-    for layer in range(LAYERS):
-        found = [
-            float(part.cache[int(part.rows.block_table[0, place]), 0])
-            for part in tiers.parts(layer, rows(), None)
-            for place in range(part.rows.block_table.shape[1])
-        ]
-        assert found[far] == -1.0
-
-
 def test_steps_never_read_what_they_write_from_host_memory(tiers):
     """Every block of the request in turn is the one that is written to."""
     for block in torch.arange(BLOCKS).tolist():

@@ -5,26 +5,33 @@ Every case also says what must have happened, so that none passes because the en
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from megatron.core.inference.config import (
-    KVCacheManagementMode,
-    PrefixCachingEvictionPolicy,
-)
+from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.utils import InferenceMode
 
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from tests.support import world
+from tests.support.cases import TINY
 from tests.support.engine import (
+    CHUNKED,
+    KEPT,
     Request,
+    Run,
+    add,
     assert_generates,
     by_whole_forwards,
     engine_of,
     generate,
     generating_model,
     prompt,
+    step_to_the_end,
+    whole_forwards,
 )
+from tests.support.models import MIXED as EXPERTS
 from tests.support.models import gpt_model
 
 # One token, within a block, at its end and beyond, several blocks.
@@ -33,101 +40,84 @@ MIXED = [Request(prompt(length, seed), 8) for seed, length in enumerate(LENGTHS)
 SHARED = [Request(prompt(100 + seed, seed, shared=70), 8) for seed in range(6)]
 # All of them cross the end of a block together.
 CROSSING = [Request(prompt(58, seed), 12) for seed in range(8)]
-CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
 PREFIX = {"prefix_caching": True}
 GRAPHS = {"num_cuda_graphs": 4}
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return generating_model()
-
-
-@pytest.fixture(scope="module")
 def expected(model):
-    """Results of whole forwards by request, each computed once."""
-    known = [*MIXED, *SHARED, *CROSSING]
-    found = dict(zip(map(id, known), by_whole_forwards(model, known)))
-    return lambda requests: [found[id(request)] for request in requests]
+    return whole_forwards(model, [*MIXED, *SHARED, *CROSSING])
 
 
-@pytest.mark.parametrize(
-    ("requests", "options", "happened"),
-    [
-        pytest.param(MIXED, {}, lambda done: done.most_rows == 6, id="batched"),
-        pytest.param(
-            MIXED, CHUNKED, lambda done: done.chunks > 2 and done.mixed_steps, id="chunked"
+PREFIXED = {**CHUNKED, **PREFIX}
+DECODE_GRAPHS = {"use_cuda_graphs_for_non_decode_steps": False}
+EVERYTHING = {"blocks": 11, "paused_blocks": 2, **PREFIXED, **GRAPHS}
+# Requests, options, and what must have happened.
+CASES = {
+    "batched": (MIXED, {}, lambda run: run.most_rows == 6),
+    "chunked": (MIXED, CHUNKED, lambda run: run.chunks > 2 and run.mixed_steps),
+    "prefix": (SHARED, PREFIX, lambda run: run.prefix_blocks >= 5),
+    "chunked-prefix": (SHARED, PREFIXED, lambda run: run.prefix_blocks and run.chunks),
+    "graphs": (MIXED, {**CHUNKED, **GRAPHS}, lambda run: run.graph_steps == run.steps),
+    "decode-graphs": (
+        MIXED,
+        {**GRAPHS, "inference_config": DECODE_GRAPHS},
+        lambda run: 0 < run.graph_steps < run.steps,
+    ),
+    "evicted": (CROSSING, {"blocks": 11}, lambda run: run.evicted),
+    "paused": (
+        CROSSING,
+        {"blocks": 11, "paused_blocks": 5},
+        lambda run: run.most_paused and not run.evicted,
+    ),
+    "everything": (
+        [*CROSSING, *SHARED],
+        EVERYTHING,
+        lambda run: (
+            (run.prefix_blocks and run.chunks and run.graph_steps) and run.evicted + run.most_paused
         ),
-        pytest.param(SHARED, PREFIX, lambda done: done.prefix_blocks >= 5, id="prefix"),
-        pytest.param(
-            SHARED,
-            {**CHUNKED, **PREFIX},
-            lambda done: done.prefix_blocks and done.chunks,
-            id="chunked-prefix",
-        ),
-        pytest.param(
-            MIXED, {**CHUNKED, **GRAPHS}, lambda done: done.graph_steps == done.steps, id="graphs"
-        ),
-        pytest.param(
-            MIXED,
-            {**GRAPHS, "inference_config": {"use_cuda_graphs_for_non_decode_steps": False}},
-            lambda done: 0 < done.graph_steps < done.steps,
-            id="decode-graphs",
-        ),
-        pytest.param(CROSSING, {"blocks": 11}, lambda done: done.evicted, id="evicted"),
-        pytest.param(
-            CROSSING,
-            {"blocks": 11, "paused_blocks": 5},
-            lambda done: done.most_paused and not done.evicted,
-            id="paused",
-        ),
-        pytest.param(
-            [*CROSSING, *SHARED],
-            {"blocks": 11, "paused_blocks": 2, **CHUNKED, **PREFIX, **GRAPHS},
-            lambda done: (
-                done.prefix_blocks
-                and done.chunks
-                and done.graph_steps
-                and done.evicted + done.most_paused
-            ),
-            id="everything",
-        ),
-        pytest.param(
-            MIXED,
-            {"inference_config": {"async_sched_mode": "async"}},
-            lambda done: done.steps,
-            id="async",
-        ),
-    ],
-)
+    ),
+    "async": (MIXED, {"inference_config": {"async_sched_mode": "async"}}, lambda run: run.steps),
+}
+
+
+@pytest.mark.parametrize(("requests", "options", "happened"), CASES.values(), ids=CASES)
 def test_tokens_of_whole_forwards(model, expected, requests, options, happened):
     run = generate(engine_of(model, **options), requests, log_probs=True)
     assert_generates(run, expected(requests))
     assert happened(run.statistics), run.statistics
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-def test_forms(form):
-    """Chunks attend to cached context, each form in its own way; auto is tested above."""
-    model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
-    run = generate(engine_of(model, **CHUNKED, **PREFIX), SHARED[:3], log_probs=True)
-    assert run.statistics.chunks and run.statistics.prefix_blocks
-    assert_generates(run, by_whole_forwards(model, SHARED[:3]))
+FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
+MODELS = {
+    **{
+        f"{form}-{size}": {"options": AbsorbedMLAOptions(form=form, context_chunk_size=size)}
+        for form in ("auto", "absorbed", "expanded")
+        for size in (7, 2**16)
+    },
+    "fp8": {"options": AbsorbedMLAOptions(**FP8)},
+    "column-parallel": {"options": AbsorbedMLAOptions(down_projection="column_parallel")},
+    "no-q-lora": {"mla": replace(TINY, q_lora_rank=None)},
+    "no-rope": {"mla": replace(TINY, rope=0, rope_type="rope", kv_lora_rank=20)},
+    "no-latent-norm": {"mla": replace(TINY, latent_norm=False)},
+    "experts": EXPERTS,
+}
 
 
-def test_single_requests(model):
-    """One after the other, and all together with everything that shares and takes away blocks."""
-    with engine_of(model) as engine:
-        alone = [generate(engine, [request]).tokens[0] for request in CROSSING]
-    everything = engine_of(model, blocks=11, **CHUNKED, **PREFIX, **GRAPHS)
-    assert generate(everything, CROSSING).tokens == alone
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """Chunks attend to what is cached, also of others' prompts, beside requests that decode."""
+    model, requests = generating_model(**MODELS[name]), [*SHARED[:3], *MIXED[:3]]
+    run = generate(engine_of(model, **CHUNKED, **PREFIX), requests, log_probs=True)
+    done = run.statistics
+    assert done.chunks and done.prefix_blocks and done.mixed_steps
+    assert_generates(run, by_whole_forwards(model, requests))
 
 
 def test_prefix_of_requests_that_have_ended(model, expected):
     """Kept under the LRU policy, and used again; Megatron evicts what it needs."""
-    policy = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
-    with engine_of(model, **PREFIX, inference_config=policy) as engine:
+    with engine_of(model, **KEPT) as engine:
         assert generate(engine, SHARED[:1]).statistics.prefix_blocks == 0
         again = generate(engine, SHARED[:1], log_probs=True)
     assert again.statistics.prefix_blocks == 1
@@ -137,54 +127,54 @@ def test_prefix_of_requests_that_have_ended(model, expected):
         assert generate(engine, SHARED[:1]).statistics.prefix_blocks == 0
 
 
-@pytest.mark.parametrize("drafts", [1, 2])
-def test_speculative_decoding(drafts):
-    """Rejected drafts leave their latents behind in the cache, where nothing may see them."""
-    model = generating_model(mtp_num_layers=2)
-    requests = [Request(prompt(60, seed), 20) for seed in range(3)]
-    engine = engine_of(model, num_speculative_tokens=drafts)
-    run = generate(engine, requests)
-    assert run.tokens == [result.tokens for result in by_whole_forwards(model, requests)]
-    assert 0 < run.statistics.accepted < run.statistics.drafted
+@pytest.fixture(scope="module")
+def drafting():
+    return generating_model(mtp_num_layers=2)
+
+
+DRAFTED = {
+    # Rejected drafts leave their latents behind in the cache, where nothing may see them.
+    "rejected": (
+        [Request(prompt(60, seed), 20) for seed in range(3)],
+        {},
+        lambda done: 0 < done.accepted < done.drafted,
+    ),
+    # An eviction moves rows of requests whose next step begins in one block and ends in another.
+    # Latents of the first one must not be written to a block of the request that was in that row.
+    "across-blocks-after-an-eviction": (
+        CROSSING[:3],
+        {"blocks": 4, "paused_blocks": 1},
+        lambda done: done.evicted,
+    ),
+    "beyond-the-end-of-the-context": (
+        [Request(prompt(length), 76 - length) for length in (60, 70)],
+        {"max_sequence_length": 76},
+        lambda done: done.drafted,
+    ),
+}
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
-def test_drafts_across_blocks_after_an_eviction(drafts):
-    """An eviction moves rows of requests whose next step begins in one block and ends in another.
-
-    Latents of the first one must not be written to a block of the request that was in that row.
-    """
-    model = generating_model(mtp_num_layers=2)
-    requests = CROSSING[:3]
-    options = {"blocks": 4, "paused_blocks": 1, "num_speculative_tokens": drafts}
-    run = generate(engine_of(model, **options), requests, log_probs=True)
-    assert run.statistics.evicted
-    assert_generates(run, by_whole_forwards(model, requests))
+@pytest.mark.parametrize(("requests", "options", "happened"), DRAFTED.values(), ids=DRAFTED)
+def test_speculative_decoding(drafting, requests, options, happened, drafts):
+    engine = engine_of(drafting, num_speculative_tokens=drafts, **options)
+    run = generate(engine, requests, log_probs=True)
+    assert happened(run.statistics), run.statistics
+    assert_generates(run, by_whole_forwards(drafting, requests))
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_drafts_in_a_crowded_cache(prefix_caching):
+def test_drafts_in_a_crowded_cache(drafting, prefix_caching):
     """Chunks of prompts, evictions and, where they share a prefix, blocks of several requests."""
-    model = generating_model(mtp_num_layers=2)
     requests = [Request(prompt(122, seed, shared=70), 20) for seed in range(4)]
     requests += [Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)]
     options = {"blocks": 6, "paused_blocks": 1, "num_speculative_tokens": 2, **CHUNKED}
-    engine = engine_of(model, **options, prefix_caching=prefix_caching)
+    engine = engine_of(drafting, **options, prefix_caching=prefix_caching)
     run = generate(engine, requests, log_probs=True)
     done = run.statistics
     assert done.evicted and done.most_paused and done.chunks and done.accepted
     assert bool(done.prefix_blocks) == prefix_caching
-    assert_generates(run, by_whole_forwards(model, requests))
-
-
-@pytest.mark.parametrize("drafts", [1, 2])
-def test_drafts_beyond_the_end_of_the_context(drafts):
-    model = generating_model(mtp_num_layers=2)
-    requests = [Request(prompt(length), 76 - length) for length in (60, 70)]
-    run = generate(
-        engine_of(model, max_sequence_length=76, num_speculative_tokens=drafts), requests
-    )
-    assert_generates(run, by_whole_forwards(model, requests))
+    assert_generates(run, by_whole_forwards(drafting, requests))
 
 
 def test_progress_reports_every_token_once(model):
@@ -246,17 +236,14 @@ class TestLiveModel:
     @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
     def test_suspended_and_resumed(self, model, expected, mode):
         with engine_of(model, inference_config={"kv_cache_management_mode": mode}) as engine:
-            for request in MIXED:
-                engine.add_request(request.prompt, request.sampling())
+            add(engine, MIXED)
             for _ in range(3):
                 engine.step()
             engine.host.suspend()
             engine.host.resume()
-            while engine.is_busy():
-                engine.step()
+            results = step_to_the_end(engine)
         engine.require_no_leak()
-        tokens = [engine.results[number].tokens for number in range(len(MIXED))]
-        assert tokens == [result.tokens for result in expected(MIXED)]
+        assert_generates(Run(results, engine.statistics), expected(MIXED))
 
     def test_changed_while_suspended(self):
         """By a training step, which tensors made under inference mode must not reach."""
@@ -269,18 +256,6 @@ class TestLiveModel:
             after = generate(engine, requests, log_probs=True)
         assert before.tokens != after.tokens
         assert_generates(after, by_whole_forwards(model, requests))
-
-    def test_changed_between_calls(self):
-        """A prefix that was cached before is not used."""
-        model, engine = (made := generating_model()), engine_of(made, **CHUNKED, **PREFIX)
-        before = generate(engine, SHARED[:2], log_probs=True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-        after = generate(engine, SHARED[:2], log_probs=True)
-        assert after.results != before.results
-        fresh = engine_of(model, **CHUNKED, **PREFIX)
-        assert after.results == generate(fresh, SHARED[:2], log_probs=True).results
 
     def test_modes_that_others_leave(self):
         """As another engine of the process does when it stops, and a program that evaluates."""

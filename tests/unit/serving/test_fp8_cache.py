@@ -1,4 +1,4 @@
-"""The engine over a latent cache in FP8: the tokens of whole forwards, in fewer bytes."""
+"""The engine over a latent cache in FP8; ``test_engine.py`` has its tokens, too."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 from tests.support.cases import TINY
 from tests.support.engine import (
+    CHUNKED,
     Request,
+    add,
     assert_generates,
     by_whole_forwards,
     engine_of,
     generate,
     generating_model,
     prompt,
+    step_to_the_end,
 )
 from tests.support.refusal import refusal
 
 FP8 = AbsorbedMLAOptions(latent_cache_dtype="fp8", train_on_cached_latents=True)
 MIXED = [Request(prompt(length, seed), 6) for seed, length in enumerate((1, 64, 65, 130))]
-SHARED = [Request(prompt(100 + seed, seed, shared=70), 6) for seed in range(4)]
-CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
+ALONE = [Request(prompt(100), 6)]
 OFFLOAD = {"inference_config": {"kv_cache_management_mode": KVCacheManagementMode.OFFLOAD}}
 
 
@@ -34,36 +36,10 @@ def model():
     return generating_model(FP8)
 
 
-@pytest.fixture(scope="module")
-def expected(model):
-    """Results of whole forwards by request, each computed once."""
-    known = [*MIXED, *SHARED]
-    found = dict(zip(map(id, known), by_whole_forwards(model, known)))
-    return lambda requests: [found[id(request)] for request in requests]
-
-
-@pytest.mark.parametrize(
-    ("requests", "options", "happened"),
-    [
-        pytest.param(MIXED, {}, lambda done: done.most_rows == 4, id="batched"),
-        pytest.param(
-            SHARED,
-            {**CHUNKED, "prefix_caching": True},
-            lambda done: done.prefix_blocks and done.chunks,
-            id="chunked-prefix",
-        ),
-        pytest.param(
-            MIXED,
-            {**CHUNKED, "num_cuda_graphs": 4},
-            lambda done: done.graph_steps == done.steps,
-            id="graphs",
-        ),
-    ],
-)
-def test_tokens_and_log_probs_of_whole_forwards(model, expected, requests, options, happened):
-    run = generate(engine_of(model, **options), requests, log_probs=True)
-    assert_generates(run, expected(requests))
-    assert happened(run.statistics)
+def test_steps_of_graphs_sizes(model):
+    run = generate(engine_of(model, **CHUNKED, num_cuda_graphs=4), MIXED, log_probs=True)
+    assert run.statistics.graph_steps == run.statistics.steps
+    assert_generates(run, by_whole_forwards(model, MIXED))
 
 
 def test_the_cache_is_rounded(model):
@@ -100,17 +76,15 @@ def test_suspended_and_resumed(model, monkeypatch):
     engine = engine_of(model, **OFFLOAD)
     context = engine.host.context
     with engine:
-        engine.add_request(SHARED[0].prompt, SHARED[0].sampling())
+        add(engine, ALONE)
         engine.step()
         before = context.memory_buffer.clone()
         context.deallocate_inference_state_buffers()
         assert not context.memory_buffer.untyped_storage().size()
         context.reinitialize_inference_state_buffers()
         assert torch.equal(context.memory_buffer.view(torch.uint8), before.view(torch.uint8))
-        while engine.is_busy():
-            engine.step()
-        found = engine.results[0].tokens
-    assert found == generate(engine_of(model), SHARED[:1]).tokens[0]
+        [found] = step_to_the_end(engine)
+    assert found.tokens == generate(engine_of(model), ALONE).tokens[0]
 
 
 def test_layers_that_differ(model, monkeypatch):

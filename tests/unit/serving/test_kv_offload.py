@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.inference.kv_offload import context
 from absorbed_mla.inference.kv_offload.blocks import OffloadedBlocks, cuts_of, runs_of
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.serving.engine_options import EngineOptions
 from tests.support import world
 from tests.support.copy_streams import record
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import (
+    KEPT,
     Request,
+    Run,
+    add,
     assert_generates,
     engine_of,
     generate,
     generating_model,
     prompt,
 )
+from tests.support.refusal import refusal
 
 # 5 blocks on the device, which are 320 tokens.
 SMALL = {
@@ -34,18 +38,12 @@ SMALL = {
 }
 LONG = Request(prompt(700, seed=1), 12)
 TWO = [Request(prompt(450, seed=2), 9), Request(prompt(90, seed=3), 16)]
-LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
 
 
 @pytest.fixture(autouse=True)
 def few_staged(monkeypatch):
     """Buffers of three blocks, so that every step has several windows."""
     monkeypatch.setattr(context, "STAGED_BLOCKS", 3)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return generating_model()
 
 
 def with_large_cache(model, requests):
@@ -55,13 +53,10 @@ def with_large_cache(model, requests):
 
 
 class TestTokens:
-    @pytest.mark.parametrize(
-        ("form", "cached"),
-        [("auto", "model"), ("absorbed", "model"), ("expanded", "model"), ("auto", "fp8")],
-    )
-    def test_one_context_of_several_devices(self, form, cached):
+    @pytest.mark.parametrize("cached", ["model", "fp8"])
+    def test_one_context_of_several_devices(self, cached):
         """712 tokens over the 320 that the device holds."""
-        options = AbsorbedMLAOptions(form=form, context_chunk_size=100, latent_cache_dtype=cached)
+        options = AbsorbedMLAOptions(context_chunk_size=100, latent_cache_dtype=cached)
         model = generating_model(options)
         found = generate(engine_of(model, **SMALL), [LONG], log_probs=True)
         assert found.statistics.streamed_blocks > 12 * 6
@@ -77,34 +72,24 @@ class TestTokens:
         assert_generates(found, expected)
         assert len(streams.ahead) > 100
 
-    def test_several_requests(self, model):
-        """The short one ends first, and blocks of the other return to its place."""
-        requests = [*TWO, Request(prompt(300, seed=4), 30)]
-        found = generate(engine_of(model, **SMALL), requests, log_probs=True)
-        assert found.statistics.streamed_blocks and found.statistics.most_rows == 2
-        assert_generates(found, with_large_cache(model, requests))
-
     def test_blocks_return(self, model):
         """A request that fits is not streamed any more once it is alone."""
         requests = [Request(prompt(200, seed=5), 60), Request(prompt(500, seed=6), 2)]
         engine = engine_of(model, **SMALL)
         streamed = []
         with engine:
-            for request in requests:
-                engine.add_request(request.prompt, request.sampling(log_probs=True))
+            add(engine, requests, log_probs=True)
             while engine.is_busy():
                 engine.step()
                 streamed.append(engine.host.context.tiers.num_streamed)
-            results = [engine.results[number] for number in range(2)]
+            run = Run([engine.results[number] for number in range(2)], engine.statistics)
         assert max(streamed) > 5 and not any(streamed[-20:])
-        for result, expected in zip(results, with_large_cache(model, requests)):
-            assert result.tokens == expected.tokens
+        assert_generates(run, with_large_cache(model, requests))
 
     def test_prefix_cache(self, model):
         """Blocks that no request has are the first to leave the device, and are found again."""
         shared = [Request(prompt(450, seed, shared=300), 8) for seed in (7, 8)]
-        options = {**SMALL, "prefix_caching": True, "inference_config": LRU}
-        with engine_of(model, **options) as engine:
+        with engine_of(model, **SMALL, **KEPT) as engine:
             for request in [*shared, *TWO]:
                 run = generate(engine, [request], log_probs=True)
                 assert_generates(run, with_large_cache(model, [request]))
@@ -121,36 +106,41 @@ class TestTokens:
             assert run.statistics.disk_blocks == disk_blocks
             assert_generates(run, expected)
 
-    def test_pausing_and_eviction(self, model):
-        """Too little host memory for both requests."""
-        requests = [Request(prompt(370, seed), 24) for seed in (9, 10)]
-        options = {**SMALL, "host_cache_tokens": 7 * 64}
-        run = generate(engine_of(model, **options), requests, log_probs=True)
-        assert run.statistics.evicted
+    CASES: ClassVar = {
+        # The short one ends first, and blocks of the other return to its place.
+        "several": (
+            [*TWO, Request(prompt(300, seed=4), 30)],
+            {},
+            lambda done: done.streamed_blocks and done.most_rows == 2,
+        ),
+        # Too little host memory for both requests.
+        "evicted": (
+            [Request(prompt(370, seed), 24) for seed in (9, 10)],
+            {"host_cache_tokens": 7 * 64},
+            lambda done: done.evicted,
+        ),
+        # A step finds the blocks of the requests that run.
+        **{
+            f"paused-{lengths[0]}": (
+                [Request(prompt(length, 9 + i), 24) for i, length in enumerate(lengths)],
+                {"host_cache_tokens": 6 * 64, "paused_blocks": 4},
+                lambda done: done.most_paused and done.streamed_blocks > 12,
+            )
+            for lengths in ((300, 120), (120, 300))
+        },
+        "drafts": (
+            TWO,
+            {"num_speculative_tokens": 2},
+            lambda done: done.drafted and done.streamed_blocks,
+        ),
+    }
+
+    @pytest.mark.parametrize(("requests", "options", "happened"), CASES.values(), ids=CASES)
+    def test_requests_beside_each_other(self, model, drafting, requests, options, happened):
+        model = drafting if "num_speculative_tokens" in options else model
+        run = generate(engine_of(model, **{**SMALL, **options}), requests, log_probs=True)
+        assert happened(run.statistics), run.statistics
         assert_generates(run, with_large_cache(model, requests))
-
-    @pytest.mark.parametrize("lengths", [(300, 120), (120, 300)], ids=str)
-    def test_pausing(self, model, lengths):
-        """A step finds the blocks of the requests that run."""
-        requests = [Request(prompt(length, 9 + i), 24) for i, length in enumerate(lengths)]
-        options = {**SMALL, "host_cache_tokens": 6 * 64, "paused_blocks": 4}
-        run = generate(engine_of(model, **options), requests, log_probs=True)
-        assert run.statistics.most_paused and run.statistics.streamed_blocks > 12
-        assert_generates(run, with_large_cache(model, requests))
-
-    def test_rows_in_fp8(self):
-        """Their bytes lie in memory of the model's dtype."""
-        model = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
-        found = generate(engine_of(model, **SMALL), TWO, log_probs=True)
-        assert found.statistics.streamed_blocks
-        assert_generates(found, with_large_cache(model, TWO))
-
-    def test_drafts(self):
-        model = generating_model(mtp_num_layers=2)
-        options = {**SMALL, "num_speculative_tokens": 2}
-        run = generate(engine_of(model, **options), TWO, log_probs=True)
-        assert run.statistics.drafted and run.statistics.streamed_blocks
-        assert_generates(run, with_large_cache(model, TWO))
 
     def test_nothing_in_host_memory(self, model):
         """The same bits as without it."""
@@ -239,37 +229,12 @@ def test_runs():
     assert runs_of([]) == ()
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("changes", "error"),
-        [
-            (
-                {"host_cache_tokens": 63},
-                "host_cache_tokens must be an integer of at least 64, or 0, got 63",
-            ),
-            ({"num_cuda_graphs": 4}, "host_cache_tokens needs num_cuda_graphs=None, got 4"),
-            ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
-            (
-                {"inference_config": {"unified_memory_level": 1}},
-                "host_cache_tokens needs inference_config unified_memory_level=0, got 1",
-            ),
-        ],
-    )
-    def test_options(self, changes, error):
-        sizes = {"max_sequence_length": 100, "max_requests": 2, "host_cache_tokens": 640}
-        with pytest.raises(ValueError, match=error):
-            EngineOptions(**{**sizes, **changes})
-
-    def test_little_on_the_device(self, model):
-        with pytest.raises(ValueError, match=r"needs cache_tokens of at least 320 for 2 requests"):
-            engine_of(model, **{**SMALL, "blocks": 4})
-
-    def test_parity_mode(self):
-        parity = generating_model(AbsorbedMLAOptions(batch_invariant=True))
-        with pytest.raises(ValueError, match="host_cache_tokens must be 0 with batch_invariant"):
-            engine_of(parity, **SMALL)
-
-    def test_sparse_attention(self):
-        sparse = generating_model(**generating_fields())
-        with pytest.raises(ValueError, match=r"host_cache_tokens must be 0 for .*'dsa', got 2560"):
-            engine_of(sparse, **SMALL)
+def test_refused(model):
+    parity = generating_model(AbsorbedMLAOptions(batch_invariant=True))
+    sparse = generating_model(**generating_fields())
+    with refusal("host_cache_tokens must be 0 with batch_invariant"):
+        engine_of(parity, **SMALL)
+    with refusal("host_cache_tokens must be 0 for", "'dsa', got 2560"):
+        engine_of(sparse, **SMALL)
+    with refusal("needs cache_tokens of at least 320 for 2 requests"):
+        engine_of(model, **{**SMALL, "blocks": 4})

@@ -12,19 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.dsa import core_attention
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
 from absorbed_mla.serving.selections import record_request_selections
 from tests.support import world
 from tests.support.dsa_models import DSA, generating_fields
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import (
+    CHUNKED,
+    Request,
+    add,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+    step_to_the_end,
+)
 from tests.support.layouts import Layout, packed
 from tests.support.refusal import refusal
 
 # The last one has no choice: two tokens go through the model.
 REQUESTS = [Request(prompt(n, n), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
-CROWDED = {"step_tokens": 64, "chunked_prefill": True, "blocks": 5}
+CROWDED = {**CHUNKED, "blocks": 5}
 TOKENS = 140
 
 
@@ -135,15 +143,13 @@ def test_prefilled_again():
     """The later selections count: here they are another indexer's."""
     engine = engine_of(model_of(), **CROWDED)
     with record_request_selections(engine) as recorder, engine:
-        for request in REQUESTS:
-            engine.add_request(request.prompt, request.sampling())
+        add(engine, REQUESTS)
         while not engine.statistics.evicted:
             engine.step()
         [number, *_] = engine.host.waiting_request_ids
         engine.model.load_state_dict(noisy(engine.model).state_dict())
-        while engine.is_busy():
-            engine.step()
-        text = [*REQUESTS[number].prompt, *engine.results[number].tokens]
+        results = step_to_the_end(engine)
+        text = [*REQUESTS[number].prompt, *results[number].tokens]
     found = Rollout(engine.model, [text], [recorder.take(number)])
     with record_selections(engine.model) as own:
         found.forward(TOKENS)
@@ -181,38 +187,6 @@ def test_other_indexers(rollout, name):
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
 
 
-def test_exactly_these_keys(rollout, monkeypatch):
-    """By another choice than any indexer's: every token has the first keys."""
-    requests = [
-        RequestSelections(one.num_tokens, one.topk, {n: _first(one) for n in one.chosen})
-        for one in rollout.requests
-    ]
-    layout = layouts(rollout)["thd_padded"]
-    selections = training_selections([requests], [layout.packed_seq_params(world.device())])
-    over, seen = core_attention.TopKBackend, []
-    monkeypatch.setattr(
-        core_attention,
-        "TopKBackend",
-        lambda sparse, keys: (seen.append(keys), over(sparse, keys))[1],
-    )
-    with replay_selections(rollout.model, selections):
-        rollout.forward(layout).sum().backward()
-    assert len(seen) == 4
-    seen = [one.cpu() for one in seen]
-    start, keys = 0, seen[0][:, 0]
-    for slot, request in zip(layout.slots, rollout.requests):
-        rows, count = keys[start : start + slot], request.num_tokens
-        assert (rows[:count].amax(-1) == start + torch.arange(count).clamp(max=DSA.topk - 1)).all()
-        assert (rows[count:] == -1).all()
-        start += slot
-    assert all(torch.equal(keys, one[:, 0]) for one in seen)
-
-
-def _first(request: RequestSelections) -> Tensor:
-    keys = torch.arange(request.topk, dtype=torch.int32).expand(request.num_tokens, -1)
-    return keys.where(keys <= torch.arange(request.num_tokens)[:, None], -1)
-
-
 def test_learning_after_replay(rollout):
     """The indexer learns from recorded tokens; the others add 0 to its mean over all tokens."""
     gradients = []
@@ -244,20 +218,19 @@ def test_aborted_and_stopped(rollout):
     engine = engine_of(rollout.model)
     with record_request_selections(engine) as recorder:
         with engine:
-            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            [number] = add(engine, REQUESTS[:1])
             for _ in range(4):
                 engine.step()
             engine.stop()
             rollout.forward(TOKENS)
             assert len(recorder._pieces[number]) == 4
         with engine:
-            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            [number] = add(engine, REQUESTS[:1])
             for _ in range(4):
                 engine.step()
             engine.abort(number)
-            while engine.is_busy():
-                engine.step()
-        taken, result = recorder.take(number), engine.results[number]
+            [result] = step_to_the_end(engine)
+        taken = recorder.take(number)
     assert result.finish == "abort"
     text = [*REQUESTS[0].prompt, *result.tokens]
     assert taken.num_tokens == len(text)
@@ -266,15 +239,20 @@ def test_aborted_and_stopped(rollout):
 
 
 class TestRefused:
-    def test_engines(self, rollout):
-        for option, value in {"prefix_caching": True, "num_speculative_tokens": 1}.items():
-            fields = {"mtp_num_layers": 1} if option == "num_speculative_tokens" else {}
-            engine = engine_of(generating_model(**generating_fields(**fields)), **{option: value})
-            with refusal(f"{option}=", f"got {value}"), record_request_selections(engine):
-                pass
-        engine = engine_of(rollout.model, num_cuda_graphs=4)
-        with refusal("num_cuda_graphs=", "got 4"), record_request_selections(engine):
+    @pytest.mark.parametrize(
+        ("fields", "option", "value"),
+        [
+            ({}, "prefix_caching", True),
+            ({}, "num_cuda_graphs", 4),
+            ({"mtp_num_layers": 1}, "num_speculative_tokens", 1),
+        ],
+    )
+    def test_engines(self, fields, option, value):
+        engine = engine_of(generating_model(**generating_fields(**fields)), **{option: value})
+        with refusal(f"{option}=", f"got {value}"), record_request_selections(engine):
             pass
+
+    def test_models(self):
         model = generating_model(**generating_fields(mtp_num_layers=1))
         with refusal("mtp_num_layers"), record_request_selections(engine_of(model)):
             pass
@@ -291,8 +269,7 @@ class TestRefused:
                 recorder.take(number)
             with refusal("without requests"), record_request_selections(engine):
                 pass
-            while engine.is_busy():
-                engine.step()
+            step_to_the_end(engine)
             assert recorder.take(number).num_tokens == 4 + 8 - 1
             with refusal("request 0 has no selections"):
                 recorder.take(number)

@@ -37,12 +37,7 @@ ON_GPU = torch.cuda.is_available()
 PARITY = replace(DSA, mla=INTERPRETED, width=16) if ON_GPU else DSA
 FP8_CACHE = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
 FP8 = AbsorbedMLAOptions(**FP8_CACHE)
-CROWDED = {
-    "step_tokens": 64,
-    "prefix_caching": True,
-    "blocks": 6,
-    "paused_blocks": 1,
-}
+CROWDED = {"step_tokens": 64, "prefix_caching": True, "blocks": 6, "paused_blocks": 1}
 
 
 def model_of(options: AbsorbedMLAOptions | None = None, **changes):
@@ -55,14 +50,24 @@ def assert_same(found, expected) -> None:
         assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
 
 
+@pytest.fixture(scope="module", params=[None, FP8], ids=["", "fp8"])
+def options(request):
+    """Of the attention; keys are chosen by index keys of the model's dtype in both cases."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model():
-    return model_of()
+def model(options):
+    return model_of(options)
 
 
 @pytest.fixture(scope="module")
 def expected(model):
     return by_forwards(model, PROMPTS, NUM_TOKENS)
+
+
+def requests_of(*prompts) -> list[Request]:
+    return [Request(prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def test_static(model, expected):
@@ -71,59 +76,23 @@ def test_static(model, expected):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, CROWDED, {"num_cuda_graphs": 4}], ids=["", "crowded", "as-for-graphs"]
+    ("options_of_engine", "happened"),
+    [
+        ({}, lambda done: done.most_rows > 1),
+        (
+            CROWDED,
+            lambda done: done.chunks and done.prefix_blocks and done.evicted + done.most_paused,
+        ),
+        ({"num_cuda_graphs": 4}, lambda done: done.graph_steps),
+    ],
+    ids=["", "crowded", "as-for-graphs"],
 )
-def test_engine(model, expected, options):
+def test_engine(model, expected, options_of_engine, happened):
     """Also with chunks, a prefix cache, and too few blocks for all requests."""
-    found = by_dynamic_context(model, [*PROMPTS, PROMPTS[2]], NUM_TOKENS, **options)
-    assert_same(found, [*expected, expected[2]])
-
-
-class TestFp8Cache:
-    """Keys are chosen by index keys of the model's dtype; chosen latents are FP8 rows."""
-
-    @pytest.fixture(scope="class")
-    def model(self):
-        return model_of(FP8)
-
-    @pytest.fixture(scope="class")
-    def expected(self, model):
-        return by_forwards(model, PROMPTS, NUM_TOKENS)
-
-    @pytest.mark.parametrize("options", [CROWDED, {"num_cuda_graphs": 4}], ids=["crowded", ""])
-    def test_engine(self, model, expected, options):
-        found = by_dynamic_context(model, PROMPTS, NUM_TOKENS, **options)
-        assert_same(found, expected)
-
-    def test_the_cache_is_rounded(self, model, expected):
-        """Otherwise these tests would not see that it is one in FP8."""
-        plain = model_of()
-        plain.load_state_dict(model.state_dict())
-        [exact] = by_forwards(plain, PROMPTS[2:3], 1)
-        assert abs(exact.log_probs[0] - expected[2].log_probs[0]) > 1e-3
-
-    def test_drafts(self):
-        model = model_of(FP8, mtp_num_layers=1)
-        requests = _requests()[:3]
-        alone = generate(engine_of(model), requests)
-        run = generate(engine_of(model, num_speculative_tokens=1), requests)
-        assert run.tokens == alone.tokens and run.statistics.drafted
-
-    def test_memory(self, model):
-        context = engine_of(model, blocks=10).host.context
-        # 48 bytes in each of 4 layers, and 16 numbers of fp32 in the two that choose.
-        assert context.memory_buffer.nbytes == 11 * BLOCK_SIZE * 4 * 48
-        assert context.index_keys.nbytes == 11 * BLOCK_SIZE * 2 * 16 * 4
-        allocated = context.memory_buffer.nbytes + context.index_keys.nbytes
-        assert allocated == 11 * all_block_bytes(model)
-
-    def test_prefix_cache_on_disk(self, model, expected, tmp_path):
-        options = {"prefix_caching": True, "prefix_cache_dir": tmp_path}
-        request = Request(PROMPTS[2], NUM_TOKENS)
-        for blocks in (0, 2):
-            found = generate(engine_of(model, **options), [request], log_probs=True)
-            assert found.statistics.disk_blocks == blocks
-            assert_same(found.results, expected[2:3])
+    engine = engine_of(model, **{"step_tokens": 128, "chunked_prefill": True, **options_of_engine})
+    run = generate(engine, requests_of(*PROMPTS, PROMPTS[2]), log_probs=True)
+    assert_same(run.results, [*expected, expected[2]])
+    assert happened(run.statistics), run.statistics
 
 
 def test_layers_that_are_captured(model, expected, monkeypatch):
@@ -138,33 +107,54 @@ def test_layers_that_are_captured(model, expected, monkeypatch):
     assert_same(found, expected[1:2])
 
 
-def test_crowded_engine_evicts(model):
-    run = generate(engine_of(model, chunked_prefill=True, **CROWDED), _requests())
-    done = run.statistics
-    assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
-
-
-def _requests() -> list[Request]:
-    return [Request(prompt, NUM_TOKENS) for prompt in [*PROMPTS, PROMPTS[2]]]
-
-
-def test_selections_count(model, expected):
-    """With all keys the text is another one: these tests see which keys are attended to."""
-    other = model_of(dsa_indexer_topk=256)
+@pytest.mark.parametrize("options", [FP8], indirect=True, ids=["fp8"])
+@pytest.mark.parametrize(
+    ("others", "changes", "bound"),
+    [(FP8, {"dsa_indexer_topk": 256}, 1e-2), (None, {}, 1e-3)],
+    ids=["all-keys", "exact-latents"],
+)
+def test_what_these_tests_see(model, expected, others, changes, bound):
+    other = model_of(others, **changes)
     other.load_state_dict(model.state_dict())
     [text] = by_forwards(other, PROMPTS[2:3], NUM_TOKENS)
-    assert abs(text.log_probs[0] - expected[2].log_probs[0]) > 1e-2
+    assert abs(text.log_probs[0] - expected[2].log_probs[0]) > bound
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
-def test_speculative_decoding(drafts):
+def test_speculative_decoding(options, drafts):
     """Drafts are computed without a context; accepted tokens are those without drafts."""
-    model = model_of(mtp_num_layers=2)
-    requests = [Request(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    model, requests = model_of(options, mtp_num_layers=2), requests_of(*PROMPTS)
     alone = generate(engine_of(model), requests)
     run = generate(engine_of(model, num_speculative_tokens=drafts), requests)
-    assert run.tokens == alone.tokens
-    assert run.statistics.drafted
+    assert run.tokens == alone.tokens and run.statistics.drafted
+
+
+def test_prefix_cache_on_disk(model, expected, tmp_path):
+    """Without its index keys a block from the folder would choose other keys."""
+    options = {"prefix_caching": True, "prefix_cache_dir": tmp_path}
+    for blocks in (0, 2):
+        found = generate(engine_of(model, **options), requests_of(PROMPTS[2]), log_probs=True)
+        assert found.statistics.disk_blocks == blocks
+        assert_same(found.results, expected[2:3])
+
+
+def test_memory(model, options):
+    """What the engine allocates is what its sizes are counted with.
+
+    Latents of 4 layers, in fp32 or 48 bytes each, and index keys of fp32 in the two that choose.
+    """
+    context = engine_of(model, blocks=10).host.context
+    latents, keys = context.memory_buffer, context.index_keys
+    assert keys.shape == (2, 11, BLOCK_SIZE, DSA.width) and keys.dtype == torch.float32
+    if options is FP8:
+        assert latents.nbytes == 11 * BLOCK_SIZE * 4 * 48
+    assert latents.nbytes + keys.nbytes == 11 * all_block_bytes(model)
+
+
+def test_memory_of_a_model_without_an_indexer():
+    dense = generating_model()
+    memory = engine_of(dense, blocks=10).host.context.memory_buffer
+    assert memory.nbytes == 11 * all_block_bytes(dense)
 
 
 @pytest.mark.parametrize("generated", [by_static_context, by_dynamic_context])
@@ -179,19 +169,6 @@ def test_training_goes_on_as_if_nothing_had_been_generated(generated):
     assert losses == expected
     assert not differing(training.state(), through.state())
     assert generated(training.model.eval(), PROMPTS[:2], 3) != before
-
-
-def test_memory(model):
-    """What the engine allocates is what its sizes are counted with."""
-    engine = engine_of(model, blocks=10)
-    context = engine.host.context
-    assert context.index_keys.shape == (2, 11, BLOCK_SIZE, DSA.width)
-    allocated = context.memory_buffer.nbytes + context.index_keys.nbytes
-    assert allocated == 11 * all_block_bytes(model)
-    dense = generating_model()
-    assert engine_of(dense, blocks=10).host.context.memory_buffer.nbytes == 11 * all_block_bytes(
-        dense
-    )
 
 
 def test_selections_of_captured_steps(model, monkeypatch):
@@ -238,13 +215,3 @@ class TestParity:
         for prompt, one in zip(PROMPTS[:3], found):
             [alone] = by_forwards(model, [prompt], NUM_TOKENS)
             assert (one.tokens, one.log_probs) == (alone.tokens, alone.log_probs)
-
-
-def test_index_keys_of_the_prefix_cache_on_disk(model, tmp_path):
-    """Without its index keys a block from the folder would choose other keys."""
-    options = {"prefix_caching": True, "prefix_cache_dir": tmp_path}
-    request = Request(PROMPTS[2], NUM_TOKENS)
-    cold = generate(engine_of(model, **options), [request], log_probs=True)
-    found = generate(engine_of(model, **options), [request], log_probs=True)
-    assert (cold.statistics.disk_blocks, found.statistics.disk_blocks) == (0, 2)
-    assert_same(found.results, cold.results)

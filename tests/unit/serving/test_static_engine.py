@@ -1,4 +1,4 @@
-"""Megatron's static engine, unmodified: batches of prompts over a ``StaticInferenceContext``."""
+"""Batches of prompts over a ``StaticInferenceContext``, also by Megatron's engine, unmodified."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
 from tests.support.engine import Request, by_whole_forwards, generating_model, prompt
+from tests.support.generation import by_static_context
 from tests.support.models import VOCAB
 
 NUM_TOKENS = 8
@@ -55,3 +57,16 @@ def test_tokens_of_whole_forwards(model, engine):
         requests = [Request(prompt(n, seed * 10 + i), NUM_TOKENS) for i, n in enumerate(lengths)]
         expected = by_whole_forwards(model, requests)
         assert generate(engine, requests) == [result.tokens for result in expected]
+
+
+@pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
+@pytest.mark.parametrize("prefill_size", [1, 24, 256])
+def test_uneven_prompts(form, prefill_size):
+    """Read in parts, so that the expanded form gathers what the parts before cached."""
+    options = AbsorbedMLAOptions(form=form, context_chunk_size=7)
+    model, prompts = generating_model(options).eval(), [prompt(30, 1), prompt(64, 2)]
+    found = by_static_context(model, prompts, NUM_TOKENS, prefill_size=prefill_size)
+    expected = by_whole_forwards(model, [Request(one, NUM_TOKENS) for one in prompts])
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    for one, other in zip(found, expected):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)

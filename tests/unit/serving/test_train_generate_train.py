@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from tests.support.engine import Request, engine_of, generate, generating_model
-from tests.support.generation import (
-    by_dynamic_context,
-    by_static_context,
-    prompts_of,
-)
+from tests.support.engine import KEPT, Request, engine_of, generate, generating_model
+from tests.support.generation import by_dynamic_context, by_static_context, prompts_of
 from tests.support.models import MIXED
 from tests.support.programs import run_script
 from tests.support.training import Training, differing
@@ -67,25 +63,22 @@ class TestTraining:
         training = Training(generating_model(**changes))
         losses = training.steps(3)
         evaluated(generated, training.model)
-        losses += training.steps(3)
-        assert losses == expected
+        assert losses + training.steps(3) == expected
         assert not differing(training.state(), through.state())
 
     def test_needs_no_switch_of_modes(self):
         """Generating in training mode; there is nothing random in this model."""
-        through, training = Training(generating_model()), Training(generating_model())
+        through, training = (Training(generating_model()) for _ in range(2))
         expected = through.steps(4)
         losses = training.steps(2)
         training.model.train()
         in_training = by_static_context(training.model, PROMPTS, 6)
-        for one, other in zip(
-            in_training, evaluated(by_static_context, training.model), strict=True
-        ):
+        evaluating = evaluated(by_static_context, training.model)
+        for one, other in zip(in_training, evaluating, strict=True):
             assert one.tokens == other.tokens
             # A GPU's norms of few rows have a kernel of their own in evaluation mode.
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-        losses += training.steps(2)
-        assert losses == expected
+        assert losses + training.steps(2) == expected
         assert not differing(training.state(), through.state())
 
     def test_survives_tables_made_by_a_rollout(self, tmp_path):
@@ -140,50 +133,52 @@ def test_nothing_is_kept_or_lost(generated, form):
     assert before.keys() == after.keys()
 
 
+def update(model) -> None:
+    Training(model).steps(1)
+
+
+def load_others(model) -> None:
+    model.load_state_dict(generating_model(seed=3).state_dict())
+
+
+def scale(name: str):
+    """W_UK and W_UV are read where they are, not in a copy that was made once."""
+
+    def change(model) -> None:
+        with torch.no_grad():
+            getattr(model.decoder.layers[1].self_attention, name).weight.mul_(1.5)
+
+    return change
+
+
+CHANGES = {
+    "update": update,
+    "load": load_others,
+    "W_UK": scale("linear_k_up_proj"),
+    "W_UV": scale("linear_v_up_proj"),
+}
+
+
 class TestWeights:
     """The next token sees the parameters as they are."""
 
     @contexts
-    def test_after_an_update(self, generated):
-        training = Training(generating_model())
-        before = evaluated(generated, training.model)
-        training.steps(1)
-        after = evaluated(generated, training.model)
-        fresh = generating_model(seed=3)
-        fresh.load_state_dict(training.model.state_dict())
-        assert after == evaluated(generated, fresh)
-        assert after != before
-
-    @contexts
-    def test_after_loading_others(self, generated):
-        other, model = generating_model(seed=3), generating_model()
-        before = evaluated(generated, model)
-        model.load_state_dict(other.state_dict())
-        assert evaluated(generated, model) == evaluated(generated, other) != before
-
-    @contexts
-    @pytest.mark.parametrize("name", ["linear_k_up_proj", "linear_v_up_proj"])
-    def test_of_one_projection(self, generated, name):
-        """W_UK and W_UV are read where they are, not in a copy that was made once."""
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    def test_after_a_change(self, generated, change):
         model = generating_model()
         before = evaluated(generated, model)
-        with torch.no_grad():
-            getattr(model.decoder.layers[1].self_attention, name).weight.mul_(1.5)
+        change(model)
         after = evaluated(generated, model)
-        fresh = generating_model(seed=3)
+        fresh = generating_model(seed=4)
         fresh.load_state_dict(model.state_dict())
-        assert after == evaluated(generated, fresh)
-        assert after != before
+        assert after == evaluated(generated, fresh) != before
 
     @pytest.mark.parametrize("prefix_caching", [False, True])
     def test_in_an_engine_that_is_kept(self, prefix_caching):
         """Latents of the old weights are forgotten; the engine stays."""
         training = Training(generating_model())
         requests = [Request(prompt, 8) for prompt in PROMPTS]
-        options = {
-            "prefix_caching": prefix_caching,
-            "inference_config": {"prefix_caching_eviction_policy": "lru"},
-        }
+        options = {**KEPT, "prefix_caching": prefix_caching}
         engine = engine_of(training.model, **options)
         old = generate(engine, requests, log_probs=True)
         training.steps(1)

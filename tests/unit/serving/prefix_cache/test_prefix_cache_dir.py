@@ -8,24 +8,19 @@ from contextlib import closing
 
 import pytest
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from safetensors.torch import load_file
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.prefix_cache import block_file
 from absorbed_mla.serving.prefix_cache import folder as prefix_folder
-from absorbed_mla.serving.prefix_cache.block_file import (
-    BlockLayout,
-    bytes_of,
-    group_name,
-    write_group,
-)
+from absorbed_mla.serving.prefix_cache.block_file import BlockLayout, bytes_of, group_name
+from absorbed_mla.serving.prefix_cache.block_file import write_group as write_file
 from absorbed_mla.serving.prefix_cache.fingerprint import weights_digest
 from absorbed_mla.serving.prefix_cache.folder import PrefixFolder
 from tests.support.engine import (
     Request,
+    add,
     assert_generates,
     by_whole_forwards,
     engine_of,
@@ -41,11 +36,6 @@ LONGER = Request([*TEXT, *prompt(60, seed=4)], 6)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return generating_model()
-
-
-@pytest.fixture(scope="module")
 def expected(model):
     return by_whole_forwards(model, [REQUEST])
 
@@ -55,10 +45,13 @@ def folder(tmp_path):
     return tmp_path / "prefixes"
 
 
+def engine_with(folder, model, **options):
+    return engine_of(model, **{"prefix_caching": True, "prefix_cache_dir": folder, **options})
+
+
 def run(model, folder, *requests, **options):
-    """One engine's life; the statistics, and how many prompt tokens were computed."""
-    changes = {"prefix_caching": True, "prefix_cache_dir": folder, "step_tokens": 256, **options}
-    engine = engine_of(model, **changes)
+    """One engine's life; the results, and how many prompt tokens were computed."""
+    engine = engine_with(folder, model, **{"step_tokens": 256, **options})
     with engine:
         done = generate(engine, requests or [REQUEST], log_probs=True)
         computed = engine.host.context.lifetime_prefill_token_count
@@ -90,8 +83,7 @@ class TestRestart:
 
     def test_bits_of_the_memory(self, model, folder):
         """A block from the folder is the block that a request left in the cache."""
-        options = {"prefix_caching": True, "prefix_cache_dir": folder}
-        with engine_of(model, **options) as engine:
+        with engine_with(folder, model) as engine:
             generate(engine, [REQUEST])
             warm = generate(engine, [REQUEST], log_probs=True)
         assert (warm.statistics.prefix_blocks, warm.statistics.disk_blocks) == (2, 0)
@@ -130,18 +122,15 @@ class TestRestart:
     def test_evicted_blocks(self, model, folder):
         """They are written when they are evicted, and come back into the same engine."""
         others = [Request(prompt(150, seed), 6) for seed in range(10, 13)]
-        options = {"prefix_caching": True, "prefix_cache_dir": folder, "blocks": 6}
-        with engine_of(model, **options) as engine:
+        with engine_with(folder, model, blocks=6) as engine:
             for request in [REQUEST, *others]:
                 generate(engine, [request])
             assert generate(engine, [REQUEST]).statistics.disk_blocks == 2
 
     def test_requests_in_flight_are_left_out(self, model, expected, folder):
         """Blocks are known before all their tokens are computed."""
-        options = {"prefix_caching": True, "prefix_cache_dir": folder, "chunked_prefill": True}
-        engine = engine_of(model, step_tokens=100, **options)
-        with engine:
-            engine.add_request(TEXT, REQUEST.sampling(log_probs=True))
+        with engine_with(folder, model, chunked_prefill=True, step_tokens=100) as engine:
+            add(engine, [REQUEST], log_probs=True)
             engine.step()
             allocator = engine.host.context.kv_block_allocator
             assert allocator.kv_hash_to_block_id and not files_in(folder)
@@ -152,7 +141,7 @@ class TestRestart:
 
     def test_a_block_that_has_other_tokens_by_now(self, model, folder):
         """What is cached under a hash is written only where the block still has that hash."""
-        with engine_of(model, prefix_caching=True, prefix_cache_dir=folder) as engine:
+        with engine_with(folder, model) as engine:
             generate(engine, [REQUEST])
             allocator = engine.host.context.kv_block_allocator
             first, _ = allocator.kv_hash_to_block_id.values()
@@ -168,8 +157,7 @@ class TestRestart:
         Megatron finds a block only where all before it are cached.
         """
         run(model, folder, LONGER)
-        options = {"prefix_caching": True, "prefix_cache_dir": folder, "step_tokens": 256}
-        with engine_of(model, **options) as engine:
+        with engine_with(folder, model, step_tokens=256) as engine:
             for request, blocks in ((REQUEST, 2), (LONGER, 1)):
                 assert generate(engine, [request]).statistics.disk_blocks == blocks
             allocator = engine.host.context.kv_block_allocator
@@ -186,8 +174,7 @@ class TestRestart:
         whole = Request([*TEXT, *prompt(250, seed=5)], 6)
         options = {"max_sequence_length": 448, "step_tokens": 448, "blocks": 7}
         run(model, folder, whole, **options)
-        options |= {"prefix_caching": True, "prefix_cache_dir": folder}
-        with engine_of(model, **options) as engine:
+        with engine_with(folder, model, **options) as engine:
             for request in (REQUEST, Request(prompt(150, seed=6), 6)):
                 generate(engine, [request])
             done = generate(engine, [whole], log_probs=True)
@@ -198,9 +185,8 @@ class TestRestart:
         run(model, folder)
         config = model.config
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        for path in files_in(folder):
-            found = load_file(path)
-            assert {n: tuple(t.shape) for n, t in found.items()} == {"latents": (2, 2, 64, width)}
+        [found] = map(load_file, files_in(folder))
+        assert {n: tuple(t.shape) for n, t in found.items()} == {"latents": (2, 2, 64, width)}
 
 
 class TestOtherModels:
@@ -218,7 +204,7 @@ class TestOtherModels:
 
     def test_one_engine_over_an_update(self, folder):
         model = generating_model(num_layers=1)
-        engine = engine_of(model, prefix_caching=True, prefix_cache_dir=folder)
+        engine = engine_with(folder, model)
         assert generate(engine, [REQUEST]).statistics.disk_blocks == 0
         assert generate(engine, [REQUEST]).statistics.disk_blocks == 2
         with torch.no_grad():
@@ -228,24 +214,18 @@ class TestOtherModels:
         assert_generates(run_, by_whole_forwards(model, [REQUEST]))
 
     @pytest.mark.parametrize(
-        "changes", [{"num_layers": 3}, {"layernorm_epsilon": 1e-3}, {"rotary_base": 5000}]
+        "changes",
+        [
+            *({"num_layers": 3}, {"layernorm_epsilon": 1e-3}, {"rotary_base": 5000}),
+            {"options": AbsorbedMLAOptions(latent_norm_eps=1e-3)},
+            {"options": AbsorbedMLAOptions(form="absorbed")},
+            {"options": AbsorbedMLAOptions(context_chunk_size=100)},
+        ],
     )
     def test_other_models(self, model, folder, changes):
+        """Their bits, or values, may be others, also with the same weights and config."""
         run(model, folder)
-        _, computed = run(generating_model(**changes), folder)
-        assert computed == 150
-
-    @pytest.mark.parametrize(
-        "changes",
-        [{"latent_norm_eps": 1e-3}, {"form": "absorbed"}, {"context_chunk_size": 100}],
-        ids=str,
-    )
-    def test_other_options_of_the_attention(self, model, folder, changes):
-        """With the same weights and config: bits, or values, may be others."""
-        run(model, folder)
-        other = generating_model(AbsorbedMLAOptions(**changes))
-        other.load_state_dict(model.state_dict())
-        changed, computed = run(other, folder)
+        changed, computed = run(generating_model(**changes), folder)
         assert (computed, changed.statistics.disk_blocks) == (150, 0)
 
     def test_digest_sees_every_word(self):
@@ -268,10 +248,8 @@ class TestDamage:
     def test_flipped_byte(self, model, expected, folder, place, wanted, caplog):
         """In the header's length, in the header, and in the latents of the second block."""
         run(model, folder)
-        for path in files_in(folder):
-            data = bytearray(path.read_bytes())
-            data[place] ^= 4
-            path.write_bytes(data)
+        [path] = files_in(folder)
+        flip(path, place, 4)
         with caplog.at_level(logging.WARNING):
             done, computed = run(model, folder)
         assert computed == wanted
@@ -281,36 +259,25 @@ class TestDamage:
         # What was computed was written anew.
         assert run(model, folder)[1] == 22
 
-    def test_foreign_files(self, model, expected, folder):
-        """Other blocks' file under this name, a short one, and files of other programs."""
-        run(model, folder)
-        run(model, folder, LONGER)
-        first, second = files_in(folder)
-        data = first.read_bytes()
-        first.write_bytes(second.read_bytes())
-        second.write_bytes(data[:100])
-        (folder / "notes.txt").write_text("mine")
-        done, computed = run(model, folder)
-        assert computed == 150
-        assert_generates(done, expected)
-        assert (folder / "notes.txt").exists()
 
-    def test_older_format(self, model, expected, folder, caplog):
-        """Removed, with one line."""
-        old = [folder / NAME / f"{number:016x}.safetensors" for number in range(3)]
-        (folder / NAME).mkdir(parents=True)
-        for path in old:
-            path.write_bytes(b"a file of one block")
-        with caplog.at_level(logging.WARNING):
-            done, computed = run(model, folder)
-        assert computed == 150 and not any(path.exists() for path in old)
-        assert_generates(done, expected)
-        lines = [r.getMessage() for r in caplog.records if "prefix_cache_dir" in r.getMessage()]
-        assert len(lines) == 1 and "removed 3 files of an older format" in lines[0]
+def flip(path, place: int, bits: int = 1) -> None:
+    """Change bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= bits
+    path.write_bytes(data)
 
 
 LAYOUT = BlockLayout({"latents": (2, 4), "index_keys": (1, 3)}, torch.bfloat16)
 NAME = "0123456789abcdef" * 2
+
+
+def opened(root, name: str = NAME, limit: int = 10**6):
+    """A folder that is closed at the end of the block."""
+    return closing(PrefixFolder(root, name, LAYOUT, limit))
+
+
+def write_group(path, *hashes: int, layout=LAYOUT, fingerprint=NAME, tensors=None) -> None:
+    write_file(path, hashes, tensors or blocks(*hashes), layout, fingerprint)
 
 
 def blocks(*values: float) -> dict[str, torch.Tensor]:
@@ -343,16 +310,13 @@ def held(folder: PrefixFolder, *numbers: int) -> list[int]:
 class TestFolder:
     def test_parts_of_files(self, tmp_path):
         """Any run of blocks, over several files and in one, each with one or several threads."""
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             write(folder, 1, 2, 3, 4)
             write(folder, 5, 6)
             write(folder, 7)
             folder.flush()
         for most in (1, 2 * LAYOUT.num_bytes, 2**20):
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder,
-            ):
+            with pytest.MonkeyPatch.context() as patch, opened(tmp_path) as folder:
                 patch.setattr(prefix_folder, "_READ_BYTES", most)
                 patch.setattr(block_file, "_MOST_VIEWS", 3)
                 assert folder.leading([1, 2, 3, 4, 5, 6, 7, 8]) == 7
@@ -363,15 +327,14 @@ class TestFolder:
 
     def test_any_flipped_bit(self, tmp_path):
         """The file is refused, or its blocks up to the one that has it are right."""
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             write(folder, 1, 2, 3)
         [path] = files_in(tmp_path)
         right = path.read_bytes()
         for place in range(0, len(right), 5):
-            data = bytearray(right)
-            data[place] ^= 1 << place % 8
-            path.write_bytes(data)
-            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            path.write_bytes(right)
+            flip(path, place, 1 << place % 8)
+            with opened(tmp_path) as folder:
                 assert folder.leading([1, 2, 3]) in (0, 3)
                 found = read(folder, 1, 2, 3)
                 assert found == [1.0, 2.0, 3.0][: len(found)] and len(found) < 3
@@ -379,131 +342,126 @@ class TestFolder:
 
     @pytest.mark.parametrize("size", [0, 7, 8, 100, -1])
     def test_short_files(self, tmp_path, size):
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             write(folder, 1, 2)
         [path] = files_in(tmp_path)
         path.write_bytes(path.read_bytes()[:size])
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             assert held(folder, 1, 2) == [] and read(folder, 1) == []
 
     def test_other_format_or_model(self, tmp_path, monkeypatch):
         """A right file of another version, fingerprint or layout."""
         path = tmp_path / NAME / group_name([1])
         path.parent.mkdir()
+        shaped = {**blocks(1), "latents": torch.ones(1, 4, 2).bfloat16()}
         other = BlockLayout({**LAYOUT.shapes, "latents": (4, 2)}, LAYOUT.dtype)
-        same_bytes = {**blocks(1), "latents": torch.ones(1, 4, 2).bfloat16()}
         makers = [
-            lambda: write_group(path, [1], same_bytes, other, NAME),
-            lambda: write_group(path, [1], blocks(1), LAYOUT, NAME[::-1]),
-            lambda: write_group(path, [2], blocks(1), LAYOUT, NAME),
+            lambda: write_group(path, 1, tensors=shaped, layout=other),
+            lambda: write_group(path, 1, fingerprint=NAME[::-1]),
+            lambda: write_group(path, 2),
         ]
         for make in makers:
             make()
-            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            with opened(tmp_path) as folder:
                 assert held(folder, 1) == []
         with monkeypatch.context() as patch:
             patch.setattr(block_file, "_FORMAT", "absorbed_mla prefix blocks 4")
-            write_group(path, [1], blocks(1), LAYOUT, NAME)
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            write_group(path, 1)
+        with opened(tmp_path) as folder:
             assert held(folder, 1) == []
 
     def test_blocks_of_other_tokens(self, tmp_path):
         """Whose file and header say that they are these."""
         path = tmp_path / NAME / group_name([1])
         path.parent.mkdir()
-        write_group(path, [2], blocks(2), LAYOUT, NAME)
+        write_group(path, 2)
         path.write_bytes(path.read_bytes().replace(b"%016x" % 2, b"%016x" % 1))
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             assert held(folder, 1) == [1] and read(folder, 1) == []
 
     def test_newest_file_of_a_block(self, tmp_path):
         """A damaged file of the same block may still be there."""
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             write(folder, 1, 2)
             folder.flush()
             [damaged] = files_in(tmp_path)
             write(folder, 1)
-        data = bytearray(damaged.read_bytes())
-        data[-2 * LAYOUT.num_bytes] ^= 1  # in the first block
-        damaged.write_bytes(data)
+        flip(damaged, -2 * LAYOUT.num_bytes)  # in the first block
         os.utime(damaged, ns=(1, 1))
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             assert held(folder, 1, 2) == [1, 2]
             assert read(folder, 1) == [1.0]
 
     def test_bound(self, tmp_path):
-        write_group(one := tmp_path / "one", [0], blocks(0), LAYOUT, NAME)
+        write_group(one := tmp_path / "one", 0)
         size = one.stat().st_size
-        folder = PrefixFolder(tmp_path, NAME, LAYOUT, 3 * size)
-        for number in (1, 2, 3):
-            write(folder, number)
-        folder.flush()
-        folder.touch([1])
-        # Another process, of other weights.
-        other = PrefixFolder(tmp_path, NAME[::-1], LAYOUT, 3 * size)
-        write(other, 4)
-        other.close()
-        assert held(folder, 1, 2, 3) == [1, 3] and held(other, 4) == [4]
-        assert read(folder, 1) == [1.0]
-        assert read(folder, 2, 3) == []
-        folder.close()
+        with opened(tmp_path, limit=3 * size) as folder:
+            for number in (1, 2, 3):
+                write(folder, number)
+            folder.flush()
+            folder.touch([1])
+            # Another process, of other weights.
+            with opened(tmp_path, NAME[::-1], 3 * size) as other:
+                write(other, 4)
+            assert held(folder, 1, 2, 3) == [1, 3] and held(other, 4) == [4]
+            assert read(folder, 1) == [1.0]
+            assert read(folder, 2, 3) == []
 
     def test_chain_is_deleted_from_its_end(self, tmp_path):
-        folder = PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)
-        for number in (1, 3, 5, 7):
-            write(folder, number, number + 1)
-        folder.flush()
-        folder.touch(range(1, 9))
-        size = next(tmp_path.glob("*/*.safetensors")).stat().st_size
-        small = PrefixFolder(tmp_path, NAME, LAYOUT, 2 * size)
-        small.close()
-        assert folder.leading(range(1, 9)) == 4 and held(folder, *range(1, 9)) == [1, 2, 3, 4]
-        folder.close()
+        with opened(tmp_path) as folder:
+            for number in (1, 3, 5, 7):
+                write(folder, number, number + 1)
+            folder.flush()
+            folder.touch(range(1, 9))
+            size = files_in(tmp_path)[0].stat().st_size
+            with opened(tmp_path, limit=2 * size):
+                pass
+            assert folder.leading(range(1, 9)) == 4 and held(folder, *range(1, 9)) == [1, 2, 3, 4]
 
     def test_files_are_small_beside_the_bound(self, tmp_path):
         """Or the only one would be deleted for another block."""
         for limit, most in ((10**12, 2**25), (LAYOUT.num_bytes * 12, LAYOUT.num_bytes * 3)):
-            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, limit)) as folder:
+            with opened(tmp_path, limit=limit) as folder:
                 assert folder.blocks_per_file == most // LAYOUT.num_bytes
 
     def test_processes_share_it(self, tmp_path):
         """Each writes the same files again and again, and never sees a part of one."""
-        folders = [PrefixFolder(tmp_path, NAME, LAYOUT, 10**6) for _ in range(2)]
-        write(folders[0], 1, 2)
-        folders[0].flush()
-        for _ in range(100):
-            for folder in folders:
-                write(folder, 1, 2)
-            for folder in folders:
-                assert folder.leading([1, 2]) == 2
-                assert read(folder, 1, 2) == [1.0, 2.0]
-        for folder in folders:
-            folder.close()
+        with opened(tmp_path) as one, opened(tmp_path) as other:
+            write(one, 1, 2)
+            one.flush()
+            for _ in range(100):
+                for folder in (one, other):
+                    write(folder, 1, 2)
+                for folder in (one, other):
+                    assert folder.leading([1, 2]) == 2
+                    assert read(folder, 1, 2) == [1.0, 2.0]
         assert len(list((tmp_path / NAME).iterdir())) == 1
 
     def test_leftovers_are_removed(self, tmp_path):
+        """And not what other programs have there."""
         (tmp_path / NAME).mkdir()
+        (tmp_path / "notes.txt").write_text("mine")
         for name, age in ((".old.1.0", 7200), (".new.1.0", 0)):
             path = tmp_path / NAME / name
             path.touch()
             os.utime(path, (path.stat().st_mtime - age,) * 2)
-        PrefixFolder(tmp_path, NAME, LAYOUT, 100).close()
+        with opened(tmp_path, limit=100):
+            pass
         assert [path.name for path in (tmp_path / NAME).iterdir()] == [".new.1.0"]
+        assert (tmp_path / "notes.txt").exists()
 
     def test_what_cannot_be_written(self, tmp_path, caplog):
         (tmp_path / NAME).write_text("a file in the folder's place")
-        folder = PrefixFolder(tmp_path, NAME, LAYOUT, 100)
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.WARNING), opened(tmp_path, limit=100) as folder:
             write(folder, 1)
             write(folder, 2)
-            folder.close()
         assert len(caplog.records) == 1 and held(folder, 1) == []
 
     def test_same_bits(self, tmp_path):
         odd = {n: torch.randn(1, *s).bfloat16() for n, s in LAYOUT.shapes.items()}
         odd["latents"][0, 0, 0] = float("nan")
         again = {name: torch.zeros_like(tensor) for name, tensor in odd.items()}
-        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+        with opened(tmp_path) as folder:
             folder.write([1], odd)
             folder.flush()
             # In several parts, as memory of several layers is.
@@ -513,46 +471,13 @@ class TestFolder:
             assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16))
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("changes", "error"),
-        [
-            ({"prefix_caching": False}, "prefix_cache_dir needs prefix_caching=True, got False"),
-            ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
-            (
-                {
-                    "inference_config": {
-                        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO
-                    }
-                },
-                "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU",
-            ),
-            (
-                {
-                    "prefix_cache_dir": "",
-                    "inference_config": {
-                        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO
-                    },
-                },
-                "prefix_cache_dir needs inference_config prefix_caching_eviction_policy=.*LRU",
-            ),
-            (
-                {"prefix_cache_bytes": 0},
-                "prefix_cache_bytes must be an integer of at least 1, got 0",
-            ),
-        ],
-    )
-    def test_options(self, changes, error):
-        sizes = {"max_sequence_length": 100, "max_requests": 2, "prefix_cache_dir": "somewhere"}
-        with pytest.raises(ValueError, match=error):
-            EngineOptions(**{**sizes, **changes})
-
-    def test_bound_below_a_block(self, model, folder):
-        with pytest.raises(ValueError, match=r"prefix_cache_bytes must be at least a block's"):
-            engine_of(model, prefix_caching=True, prefix_cache_dir=folder, prefix_cache_bytes=99)
-
-    def test_no_folder(self, model, tmp_path):
-        (tmp_path / "file").touch()
-        options = {"prefix_caching": True, "prefix_cache_dir": tmp_path / "file"}
-        with pytest.raises(ValueError, match="prefix_cache_dir must be a folder that can be"):
-            engine_of(model, **options)
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"prefix_cache_bytes": 99}, "prefix_cache_bytes must be at least a block's"),
+        ({"prefix_cache_dir": __file__}, "prefix_cache_dir must be a folder that can be"),
+    ],
+)
+def test_refused_options(model, folder, changes, error):
+    with pytest.raises(ValueError, match=error):
+        engine_with(folder, model, **changes)

@@ -10,12 +10,7 @@ import itertools
 import pytest
 import torch
 
-from absorbed_mla.serving.request_results import (
-    NON_FINITE_LOGITS,
-    Failures,
-    Progress,
-    Result,
-)
+from absorbed_mla.serving.request_results import NON_FINITE_LOGITS, Failures, Progress, Result
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row
@@ -38,6 +33,13 @@ ENGINES = {
     "megatron": {"decode_loop": False},
     "drafts": {"num_speculative_tokens": 1},
 }
+
+
+def with_nan(model, token: int):
+    """The model, in which a token's embedding is NaN."""
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[token] = torch.nan
+    return model
 
 
 def run(model, params: SamplingParams, **options) -> list[Result]:
@@ -65,9 +67,7 @@ def test_tokens_until_the_failure(engine, params):
     written = {token for one in right for token in one.tokens[2:12]}.difference(*PROMPTS)
     bad = min(written, key=lambda token: (sum(token in one.tokens for one in right), token))
     assert sum(bad in one.tokens[:-1] for one in right) in range(1, len(PROMPTS))
-    with torch.no_grad():
-        model.embedding.word_embeddings.weight[bad] = torch.nan
-    found = run(model, sampling, **options)
+    found = run(with_nan(model, bad), sampling, **options)
     for one, expected in zip(found, right, strict=True):
         if bad not in expected.tokens[:-1]:
             assert (one.finish, one.error) == (expected.finish, "")
@@ -82,11 +82,7 @@ def test_tokens_until_the_failure(engine, params):
 
 def test_progress_is_the_result():
     """Step by step, nothing is reported that is taken back; the engine has all of its blocks."""
-    model = generating_model()
-    with torch.no_grad():
-        model.embedding.word_embeddings.weight[BAD] = torch.nan
-    engine = engine_of(model)
-    with engine:
+    with engine_of(with_nan(generating_model(), BAD)) as engine:
         for tokens in PROMPTS:
             engine.add_request(tokens, PARAMS["greedy"])
         reported = {number: [] for number in range(len(PROMPTS))}
@@ -122,9 +118,8 @@ def test_progress_is_the_result():
 def test_a_failure_in_the_first_step(changes, ahead):
     """The sampler draws that step, while tokens of the one before are on their way."""
     # Top log-probabilities would be a reason not to launch it before that one has ended.
-    model, sampling = generating_model(), SamplingParams(max_tokens=24, temperature=0)
-    with torch.no_grad():
-        model.embedding.word_embeddings.weight[BAD] = torch.nan
+    sampling = SamplingParams(max_tokens=24, temperature=0)
+    model = with_nan(generating_model(), BAD)
     [right] = engine_of(model).generate(PROMPTS[:1], sampling)
     assert BAD not in right.tokens
     engine = engine_of(model)
@@ -163,15 +158,14 @@ def test_an_engine_goes_on():
     weight = model.embedding.word_embeddings.weight
     with engine_of(model, prefix_caching=True, blocks=6) as engine:
         row = weight[BAD].clone()
-        with torch.no_grad():
-            weight[BAD] = torch.nan
-        assert engine.generate(PROMPTS[1:2], PARAMS["greedy"])[0].finish == "error"
+        with_nan(model, BAD)
+        [failed] = engine.generate(PROMPTS[1:2], PARAMS["greedy"])
+        assert failed.finish == "error"
         with torch.no_grad():
             weight[BAD] = row
         for i in (0, 2, 3):
-            assert (
-                engine.generate(PROMPTS[i : i + 1], PARAMS["greedy"])[0].tokens == right[i].tokens
-            )
+            [result] = engine.generate(PROMPTS[i : i + 1], PARAMS["greedy"])
+            assert result.tokens == right[i].tokens
 
 
 class TestFailures:

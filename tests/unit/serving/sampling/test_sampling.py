@@ -9,25 +9,15 @@ import torch
 
 from absorbed_mla.serving.sampling.device_sampler import (
     SampledRequest,
-    derive_seed,
     draw_by_numbers,
     most_likely,
-    uniform,
     weigh,
 )
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row, draw
 from tests.support import world
 from tests.support.drawing import drawn, table_of
-from tests.support.engine import (
-    Request,
-    by_whole_forwards,
-    engine_of,
-    generating_model,
-    prompt,
-)
-from tests.support.models import VOCAB
-from tests.support.overlap_scheduler import LRU
+from tests.support.engine import CHUNKED, KEPT, engine_of, generating_model, prompt
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
 DRAWS = 20_000
@@ -57,10 +47,7 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
         ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids must be token ids"),
         ({"logprobs": 101}, "logprobs must be an integer from 0 to 100, or None, got 101"),
-        (
-            {"prompt_logprobs": -1},
-            "prompt_logprobs must be an integer from 0 to 100, or None, got -1",
-        ),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be an integer from 0 to 100, or None, got"),
     ],
 )
 def test_refused(changes, error):
@@ -138,9 +125,7 @@ def reference_penalties(logits, tokens, output, repetition, presence, frequency)
     result = logits.clone()
     for token in range(len(logits)):
         if token in tokens or token in output:
-            result[token] = (
-                result[token] * repetition if result[token] <= 0 else (result[token] / repetition)
-            )
+            result[token] *= repetition if result[token] <= 0 else 1 / repetition
         if token in output:
             result[token] -= frequency * output.count(token) + presence
     return result
@@ -256,17 +241,6 @@ def test_exact_ties_at_top_p_and_min_p():
     assert draw_by_numbers(logits, numbers, filters=False).tolist() == [30] * 6
 
 
-def test_random_numbers():
-    """The same for the same seed and position, and as good as independent otherwise."""
-    values = [[uniform(seed, position) for position in range(100)] for seed in range(100)]
-    numbers = torch.tensor(values, dtype=torch.float64)
-    assert uniform(3, 5) == numbers[3, 5].item()
-    assert len(numbers.unique()) == numbers.numel()
-    assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 1 / 12) < 0.005
-    assert torch.corrcoef(numbers[:5]).fill_diagonal_(0).abs().max() < 0.4
-    assert len({derive_seed(0, i) for i in range(1000)}) == 1000
-
-
 def test_penalties_count_the_drafts_before_a_token():
     """A step verifies them together, each place after other tokens."""
     sampler = RequestSampler(2)
@@ -286,10 +260,6 @@ def test_penalties_count_the_drafts_before_a_token():
 
 class TestInTheEngine:
     """With Megatron's scheduler, which says what each row is."""
-
-    @pytest.fixture(scope="class")
-    def model(self):
-        return generating_model()
 
     @pytest.fixture(scope="class")
     def drafting(self):
@@ -313,11 +283,7 @@ class TestInTheEngine:
 
     @pytest.mark.parametrize(
         "options",
-        [
-            {"chunked_prefill": True, "step_tokens": 64},
-            {"blocks": 5},
-            {"prefix_caching": True},
-        ],
+        [CHUNKED, {"blocks": 5}, {"prefix_caching": True}],
         ids=["chunked", "evicted", "prefix"],
     )
     def test_alone_or_together(self, model, options):
@@ -342,25 +308,7 @@ class TestInTheEngine:
                 assert result.tokens == tokens[: tokens.index(stop) + 1]
                 assert result.finish == "stop"
 
-    def test_several_stop_tokens(self, model):
-        request = Request(self.PROMPTS[0], 8)
-        [whole] = by_whole_forwards(model, [request])
-        for index in (0, 3, 7):
-            stop = [VOCAB - 1, whole.tokens[index]]
-            params = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=stop)
-            [result] = engine_of(model).generate([request.prompt], params)
-            assert result.tokens == whole.tokens[: whole.tokens.index(stop[1]) + 1]
-            assert result.finish == "stop"
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"chunked_prefill": True, "step_tokens": 64},
-            {"prefix_caching": True, "inference_config": LRU},
-        ],
-        ids=["plain", "chunked", "prefix"],
-    )
+    @pytest.mark.parametrize("options", [{}, CHUNKED, KEPT], ids=["plain", "chunked", "prefix"])
     def test_log_probs(self, model, options):
         """Of generated tokens and of the prompt, before penalties, with the most likely ones."""
         params = SamplingParams(

@@ -10,21 +10,16 @@ import torch
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.sampling.stop_tokens import end_at_first_stop_token
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import engine_of, prompt
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
 PROMPT = prompt(9, 3)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1, mtp_num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def expected(model):
+def expected(drafting):
     """Without drafts and stop tokens."""
-    [result] = engine_of(model).generate([PROMPT], GREEDY)
+    [result] = engine_of(drafting).generate([PROMPT], GREEDY)
     return result
 
 
@@ -49,12 +44,12 @@ def stops(tokens) -> list[tuple[int, ...]]:
     return sorted({*near, *((b, a) for a, b in near), *((token,) for token in tokens)})
 
 
-def test_the_first_of_several(model, expected, right_drafts):
+def test_the_first_of_several(drafting, expected, right_drafts):
     tokens = expected.tokens
     # A step of three tokens adds one of them twice.
     assert tokens[4] == tokens[5]
     cases = stops(tokens)
-    engine = engine_of(model, num_speculative_tokens=2, max_requests=2)
+    engine = engine_of(drafting, num_speculative_tokens=2, max_requests=2)
     params = [GREEDY.replace(stop_token_ids=stop) for stop in cases]
     results = engine.generate([PROMPT] * len(cases), params)
     assert engine.statistics.accepted > 2 * len(cases)

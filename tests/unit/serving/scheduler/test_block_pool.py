@@ -9,7 +9,15 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 
 from absorbed_mla.serving.scheduler.free_blocks import evict_blocks_together
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import (
+    CHUNKED,
+    KEPT,
+    Request,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
 
 
 def lose(allocator):
@@ -60,16 +68,7 @@ def test_blocks_are_evicted_together(lacking, evicted):
 
 def test_every_cached_block_can_be_evicted():
     """Also the parent of one that a prompt has found there, but computes again in two chunks."""
-    policy = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
-    engine = engine_of(
-        generating_model(),
-        blocks=4,
-        step_tokens=64,
-        max_requests=2,
-        prefix_caching=True,
-        chunked_prefill=True,
-        inference_config=policy,
-    )
+    engine = engine_of(generating_model(), blocks=4, max_requests=2, **CHUNKED, **KEPT)
     # Two whole blocks; the last one is computed, or there would be no logits. Beside the other
     # prompt, there is room for 24 of its tokens.
     twice, other = Request(prompt(128, 1), 1), Request(prompt(40, 2), 4)

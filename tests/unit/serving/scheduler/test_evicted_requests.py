@@ -5,42 +5,28 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import CHUNKED, KEPT, engine_of, prompt
 
 # Each needs a second block with its sixth token; there is one.
 PROMPTS = [prompt(60, seed) for seed in range(3)]
 LENGTH = 20
 SAMPLED = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=1)
-LRU = {
-    "prefix_caching": True,
-    "inference_config": {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
-}
 WAYS = {
-    "chunks": {"chunked_prefill": True, "step_tokens": 64},
-    "prefix": {"chunked_prefill": True, "step_tokens": 64, **LRU},
-    "drafts": {"chunked_prefill": True, "step_tokens": 64, "num_speculative_tokens": 1},
-    "megatron": {"chunked_prefill": True, "step_tokens": 128, "decode_loop": False},
+    "chunks": CHUNKED,
+    "prefix": {**CHUNKED, **KEPT},
+    "drafts": {**CHUNKED, "num_speculative_tokens": 1},
+    "megatron": {**CHUNKED, "step_tokens": 128, "decode_loop": False},
 }
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return generating_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def drafting():
-    return generating_model(num_layers=1, mtp_num_layers=1)
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
-def engines(request, plain, drafting):
+def engines(request, model, drafting):
     """One that has to evict requests, and one that has not."""
     options = {**request.param, "prompt_logprobs": True}
-    model = drafting if "num_speculative_tokens" in options else plain
+    if "num_speculative_tokens" in options:
+        model = drafting
     return [engine_of(model, blocks=blocks, **options) for blocks in (4, 30)]
 
 

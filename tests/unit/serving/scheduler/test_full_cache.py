@@ -6,32 +6,25 @@ import random
 from contextlib import closing
 
 import pytest
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla import LLM
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import (
+    CHUNKED,
+    KEPT,
+    Request,
+    add,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
 from tests.support.overlap_scheduler import count_calls
 
-LRU = {
-    "prefix_caching": True,
-    "inference_config": {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
-}
-CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
 FP8 = AbsorbedMLAOptions(latent_cache_dtype="fp8")
 # Each leaves a block in the prefix cache, and needs a third one after a few tokens.
 CROSSING = [Request(prompt(124, seed), 8) for seed in range(9)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def drafting():
-    return generating_model(num_layers=1, mtp_num_layers=2)
 
 
 def tokens_without_sharing(model, requests) -> list[list[int]]:
@@ -61,7 +54,7 @@ def test_blocks_of_ended_requests_are_given_up(model, drafting, options, togethe
         model = drafting
     if "prefix_cache_dir" in options:
         options = {"prefix_cache_dir": tmp_path / "prefixes"}
-    with engine_of(model, **{"blocks": 6, "max_requests": together, **LRU, **options}) as engine:
+    with engine_of(model, **{"blocks": 6, "max_requests": together, **KEPT, **options}) as engine:
         for first in range(0, len(CROSSING), 3):
             part = CROSSING[first : first + 3]
             run = generate(engine, part)
@@ -75,7 +68,7 @@ def test_blocks_of_ended_requests_are_given_up(model, drafting, options, togethe
 
 def test_latents_in_fp8():
     model = generating_model(FP8, num_layers=1)
-    with engine_of(model, blocks=3, max_requests=1, **LRU) as engine:
+    with engine_of(model, blocks=3, max_requests=1, **KEPT) as engine:
         run = generate(engine, CROSSING)
     assert run.tokens == tokens_without_sharing(model, CROSSING)
 
@@ -98,7 +91,7 @@ def test_llm(model):
 
 def test_the_overlap_scheduler_goes_on(model):
     """Cached blocks are no reason to leave a step to Megatron's scheduler."""
-    with engine_of(model, blocks=3, max_requests=1, **LRU) as engine:
+    with engine_of(model, blocks=3, max_requests=1, **KEPT) as engine:
         for request in CROSSING[:3]:
             generate(engine, [request])
             assert engine.scheduler.last is not None
@@ -114,7 +107,7 @@ class TestSharedBlocks:
     def test_nobody_is_evicted(self, model):
         """Two requests with one beginning of two blocks have room for a block each."""
         shared = [Request(prompt(128), 9), Request(prompt(128), 9)]
-        run = generate(engine_of(model, blocks=4, **LRU, decode_loop=False), shared)
+        run = generate(engine_of(model, blocks=4, **KEPT, decode_loop=False), shared)
         assert not run.statistics.evicted and not run.statistics.most_paused
         assert run.tokens == tokens_without_sharing(model, shared)
 
@@ -122,11 +115,10 @@ class TestSharedBlocks:
     def test_an_eviction_that_frees_nothing(self, model, decode_loop):
         """All three need a block at once; the last one has no block of its own."""
         requests = [Request(prompt(64, 1), 70), Request(prompt(128), 70), Request(prompt(128), 5)]
-        with engine_of(model, blocks=5, step_tokens=256, **LRU, decode_loop=decode_loop) as engine:
+        with engine_of(model, blocks=5, step_tokens=256, **KEPT, decode_loop=decode_loop) as engine:
             for step in range(1000):
                 if step in (0, 64):
-                    for one in requests[:2] if step == 0 else requests[2:]:
-                        engine.add_request(one.prompt, one.sampling())
+                    add(engine, requests[:2] if step == 0 else requests[2:])
                 if not engine.is_busy():
                     break
                 engine.step()
@@ -145,7 +137,7 @@ def random_case(seed: int) -> tuple[dict, list[Request]]:
         "max_requests": draw.choice([1, 2, 3, 8]),
         "num_speculative_tokens": drafts,
         **draw.choice([{}, CHUNKED, {**CHUNKED, "step_tokens": 128}]),
-        **LRU,
+        **KEPT,
     }
     requests = []
     for _ in range(8):

@@ -21,11 +21,11 @@ from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.row_groups import ChunkedContext
 from absorbed_mla.rope import RotaryTable
-from absorbed_mla.serving.sampling.device_sampler import Randoms, uniform
+from absorbed_mla.serving.sampling.device_sampler import Randoms, derive_seed, uniform
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.detokenizer import HuggingFaceStream
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import engine_of, generating_model, prompt, step_to_the_end
 from tests.support.tokenizers import byte_level, with_byte_fallback
 
 # Each waits for the device, unless its tensor is on the host.
@@ -61,10 +61,13 @@ class Counts(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counts]:
-    """Of the block; functions that it adds are restored at its end."""
+def counting(*functions: tuple[object, str]) -> Iterator[Counts]:
+    """Counts of the block, of these functions of owners and of any that it adds."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Counts(patch)
+        counts = Counts(patch)
+        for owner, name in functions:
+            counts.count(owner, name)
+        yield counts
 
 
 def steps(layers: int, lengths, watch, **options) -> Counts:
@@ -129,20 +132,15 @@ def test_tables_of_graphs():
             with full_cuda_graph() if one_graph else contextlib.nullcontext():
                 engine.step()
             assert counts.calls["_made"] == expected
-        while engine.is_busy():
-            engine.step()
-        found = engine.results[0].tokens
-    [result] = engine_of(generating_model(num_layers=2)).generate(
-        [prompt(30)], SamplingParams(max_tokens=9, temperature=0)
-    )
-    assert found == result.tokens
+        found = step_to_the_end(engine)
+    plain = engine_of(generating_model(num_layers=2))
+    assert found == plain.generate([prompt(30)], SamplingParams(max_tokens=9, temperature=0))
     engine.close()
 
 
-def test_no_texts_of_ended_requests(monkeypatch):
+def test_no_texts_of_ended_requests():
     engine = engine_of(generating_model())
-    with counting() as counts:
-        counts.count(IntegerTokenizer, "detokenize")
+    with counting((IntegerTokenizer, "detokenize")) as counts:
         [result] = engine.generate([prompt(30)], SamplingParams(max_tokens=3))
     assert len(result.tokens) == 3 and not counts.calls
 
@@ -151,15 +149,13 @@ def test_texts_are_decoded_about_once_a_token():
     tokenizer = with_byte_fallback()
     tokens = tokenizer("ab a b aa bb " * 20, add_special_tokens=False)["input_ids"]
     stream = HuggingFaceStream(tokenizer, [])
-    with counting() as counts:
-        counts.count(tokenizer, "decode")
+    with counting((tokenizer, "decode")) as counts:
         text = "".join(stream.push([token]) for token in tokens) + stream.finish()
     assert counts.calls["decode"] < 1.2 * len(tokens)
     assert text == tokenizer.decode(tokens)
     # Bytes need no tokenizer.
     tokenizer = byte_level()
-    with counting() as counts:
-        counts.count(tokenizer, "decode")
+    with counting((tokenizer, "decode")) as counts:
         HuggingFaceStream(tokenizer, []).push(list(range(200)))
     assert not counts.calls["decode"]
 
@@ -167,12 +163,13 @@ def test_texts_are_decoded_about_once_a_token():
 def test_random_numbers_are_those_of_their_seeds():
     """They may never change: requests with a seed would draw other tokens."""
 
-    def expected(seed: int, position: int) -> float:
-        packed = struct.pack("<qq", seed, position)
-        digest = hashlib.blake2b(packed, digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2**53
+    def digest(seed: int, position: int) -> bytes:
+        return hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
 
     seeds, positions = [3, -5, 2**63 - 1, 3], [0, 9, 2**40, 1]
-    wanted = list(map(expected, seeds, positions))
+    digests = list(map(digest, seeds, positions))
+    wanted = [(int.from_bytes(one, "little") >> 11) / 2**53 for one in digests]
     assert Randoms(seeds).at(positions) == wanted
     assert list(map(uniform, seeds, positions)) == wanted
+    signed = [int.from_bytes(one, "little", signed=True) for one in digests]
+    assert list(map(derive_seed, seeds, positions)) == signed

@@ -6,6 +6,7 @@ their reports, Megatron's tables, the blocks and their latents are compared, bit
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,22 +25,22 @@ from absorbed_mla.serving.scheduler.full_cuda_graphs import (
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
 from tests.support.dsa_models import generating_fields
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import (
+    KEPT,
+    engine_of,
+    generating_model,
+    prompt,
+    step_to_the_end,
+)
 from tests.support.models import MIXED as EXPERTS
 from tests.support.overlap_scheduler import (
     CASES,
     GREEDY,
-    LRU,
     check,
     check_ahead,
     count_in_flight,
     parity_model,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +89,7 @@ def test_aborted_while_its_prompt_is_read(model):
         engine.step()
         assert joined == [1]
         engine.abort(late)
-        while engine.is_busy():
-            engine.step()
+        step_to_the_end(engine)
         assert [engine.results[number] for number in numbers] == expected
         assert engine.results[late].finish == "abort" and not engine.results[late].tokens
         engine.require_no_leak()
@@ -134,7 +134,7 @@ def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
 def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
     """Steps are shortened by what has to be computed: here 8 of 72 tokens, or all of them."""
     monkeypatch.setattr(requests, "_AT_LEAST", 90)
-    engine = engine_of(model, **BURSTS, prefix_caching=True, inference_config=LRU)
+    engine = engine_of(model, **BURSTS, **KEPT)
     shared = 64 if cached else 0
     with engine:
         engine.generate([prompt(72, 9, shared)], GREEDY)
@@ -151,8 +151,7 @@ def test_time_to_the_first_token(model):
         engine.step()
         late = engine.add_request(prompt(40), GREEDY.replace(max_tokens=1))
         records = [entry.record for entry in engine.host.requests.values()]
-        while engine.is_busy():
-            engine.step()
+        step_to_the_end(engine)
         assert all(0 < record[-1].ttft < 60 for record in records)
         assert len(records) == 2 and late in engine.results
 
@@ -167,54 +166,37 @@ def test_layers_run_without_graphs_of_their_own():
     assert model[0].cudagraph_manager is manager and model[1].cudagraph_manager is None
 
 
-def test_graphs_of_weights_that_move():
-    model = nn.Linear(2, 2)
-    graphs = FullCudaGraphs(model)
-    graphs.keep_if_weights_stay()
-    graphs._graphs["step"] = None
-    with torch.no_grad():
-        model.weight.mul_(2)
-    graphs.keep_if_weights_stay()
-    assert graphs._graphs
-    model.weight.data = model.weight.data.clone()
-    graphs.keep_if_weights_stay()
-    assert not graphs._graphs
-
-
-def test_graphs_of_buffers_that_move():
-    """Such as the router's bias of experts."""
+@pytest.mark.parametrize("name", ["weight", "expert_bias"])
+def test_graphs_of_weights_that_move(name):
+    """Also of buffers, such as the router's bias of experts."""
     model = nn.Linear(2, 2)
     model.register_buffer("expert_bias", torch.zeros(2))
     graphs = FullCudaGraphs(model)
     graphs.keep_if_weights_stay()
     graphs._graphs["step"] = None
-    model.expert_bias.add_(1)
+    tensor = getattr(model, name)
+    tensor.data.add_(1)
     graphs.keep_if_weights_stay()
     assert graphs._graphs
-    model.expert_bias = model.expert_bias.clone()
+    tensor.data = tensor.data.clone()
     graphs.keep_if_weights_stay()
     assert not graphs._graphs
 
 
-SMALL = CASES["everything"]
+MODELS = {
+    "parity": parity_model,
+    "fp8": lambda: generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")),
+    "sparse": lambda: generating_model(
+        **generating_fields(OracleDSA(mla=TINY, heads=2, width=16, topk=24))
+    ),
+    "experts": lambda: generating_model(**EXPERTS),
+}
 
 
-def test_parity_mode():
-    with batch_invariant_mode():
-        check(parity_model(), SMALL)
-
-
-def test_latents_in_fp8():
-    check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), SMALL)
-
-
-def test_sparse_attention():
-    sparse = OracleDSA(mla=TINY, heads=2, width=16, topk=24)
-    check(generating_model(**generating_fields(sparse)), SMALL)
-
-
-def test_experts():
-    check(generating_model(**EXPERTS), SMALL)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    with batch_invariant_mode() if name == "parity" else nullcontext():
+        check(MODELS[name](), CASES["everything"])
 
 
 @pytest.mark.parametrize(
@@ -223,30 +205,11 @@ def test_experts():
         {"decode_loop": False},
         {"inference_config": {"async_sched_mode": "async"}},
         {"host_cache_tokens": 640, "cache_tokens": 1920},
+        {"num_speculative_tokens": 1},
     ],
 )
-def test_left_to_megatron(model, options):
-    assert engine_of(model, **options).scheduler is None
-
-
-def test_drafts_are_left_to_megatron():
-    model = generating_model(mtp_num_layers=1)
-    assert engine_of(model, num_speculative_tokens=1).scheduler is None
-
-
-def test_weights_that_change(model):
-    """The engine is started anew after an update, and forgets what its last step was."""
-    model = generating_model()
-    with_loop, without = (engine_of(model, decode_loop=on) for on in (True, False))
-    found = []
-    for factor in (1, 1.1):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(factor)
-        runs = [one.generate([prompt(20), prompt(30)], GREEDY) for one in (with_loop, without)]
-        assert runs[0] == runs[1]
-        found.append(runs[0])
-    assert found[0] != found[1]
+def test_left_to_megatron(drafting, options):
+    assert engine_of(drafting, **options).scheduler is None
 
 
 def test_stopped_in_the_middle(model):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from megatron.core.inference.batch_dimensions_utils import CUDAGraphBatchDimensionBuilder
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions as Size
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.inference.attention import CachedAttention
@@ -41,7 +40,7 @@ from tests.oracle_dsa import OracleDSA
 from tests.support import needs
 from tests.support.cases import TINY
 from tests.support.dsa_models import generating_fields
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import engine_of, generating_model, prompt, step_to_the_end
 from tests.support.experts import FEW, grouped_model
 from tests.support.models import MIXED
 from tests.support.recorded_graphs import RecordedGraph
@@ -51,6 +50,7 @@ pytestmark = needs.no_gpu
 
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__", "numpy")
 MOST = 128
+CHUNKS = {"chunked_prefill": True, "step_tokens": 128}
 OPTIONS = {"num_cuda_graphs": 2, "prefill_graph_tokens": MOST, "blocks": 40}
 # Of an engine that is not made.
 SIZES = {"max_sequence_length": 64, "max_requests": 2, "num_cuda_graphs": 2}
@@ -117,9 +117,7 @@ def run(engine: Engine, *, batches=BATCHES) -> list:
             # The next batch is read while this one decodes.
             for _ in range(3):
                 engine.step()
-        while engine.is_busy():
-            engine.step()
-        return [engine.results[number] for number in sorted(engine.results)]
+        return step_to_the_end(engine)
 
 
 def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> Engine:
@@ -134,10 +132,10 @@ def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> 
     return ours
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunked_prefill": True, "step_tokens": 128}])
-def test_same_tokens(graphs, chunks):
+@pytest.mark.parametrize("options", [{}, CHUNKS, {"prefix_caching": True}])
+def test_same_tokens(graphs, options):
     """Of steps of many lengths from few graphs, none of which reads anything on the host."""
-    engine = check(generating_model(), graphs, **chunks)
+    engine = check(generating_model(), graphs, **options)
     sizes = {size for size, _ in graphs[0]._graphs}
     assert sizes <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
     assert graphs[0].larger == {MOST / size.token_count for size in sizes}
@@ -155,7 +153,7 @@ def tiles(graphs, monkeypatch) -> TileReference:
     return backend
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunked_prefill": True, "step_tokens": 128}])
+@pytest.mark.parametrize("chunks", [{}, CHUNKS])
 @pytest.mark.parametrize("latents", ["model", "fp8"])
 def test_whole_prompts(graphs, tiles, chunks, latents):
     """Expanded over the step's own tokens, beside rows that decode over the cache."""
@@ -197,11 +195,9 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
             engine.capture()
         engine.step()
         engine.add_request(prompt(60, 7), GREEDY)
-        while engine.is_busy():
-            engine.step()
+        found = [result.tokens for result in step_to_the_end(engine)]
         more = graphs[0]._graphs.keys() - captured
         assert {whole for _, whole in more} == {False}, "six prompts"
-        found = [engine.results[number].tokens for number in sorted(engine.results)]
     with pytest.raises(RuntimeError, match="started engine"):
         engine.capture()
     plain = engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0})
@@ -211,7 +207,7 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
         plain.capture()  # nothing
 
 
-@pytest.mark.parametrize("longest", [20, 30, 40])
+@pytest.mark.parametrize("longest", [5, 20, 30, 40])
 def test_sizes_that_few_prompts_do_not_fill_are_not_captured(graphs, tiles, longest):
     """Four prompts of the greatest length, and rows that decode."""
     engine = engine_of(generating_model(), **OPTIONS, max_sequence_length=longest)
@@ -219,13 +215,6 @@ def test_sizes_that_few_prompts_do_not_fill_are_not_captured(graphs, tiles, long
         engine.capture()
         found = {size.token_count for size, _ in graphs[0]._graphs}
     assert found == {size for size in (64, 96, 128) if size <= 4 * longest + 4}
-
-
-def test_nothing_fits(graphs, tiles):
-    engine = engine_of(generating_model(), **OPTIONS, max_sequence_length=5)
-    with engine:
-        engine.capture()
-    assert not graphs[0]._graphs
 
 
 def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
@@ -253,14 +242,6 @@ def test_larger_steps_of_other_rows_attend_expanded(graphs, tiles, monkeypatch):
         assert not engine.host.context.using_cuda_graph_this_step()
 
 
-def test_prefixes(graphs):
-    check(generating_model(), graphs, prefix_caching=True)
-
-
-def test_latents_in_fp8(graphs):
-    check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), graphs)
-
-
 def without_reads(x, weights, ends, tokens=None):
     """``grouped_product`` as on a GPU: on a CPU it reads how many rows an expert has."""
     rows = x if tokens is None else x[tokens]
@@ -281,31 +262,19 @@ def test_larger_steps_run_without(graphs):
     assert not graphs[0]._graphs
 
 
-def test_graphs_of_another_cache(graphs):
-    """Another buffer than the one that graphs have been captured with."""
-    engine = check(generating_model(), graphs, batches=[(20,)])
-    first = next(iter(graphs[0]._graphs.values()))
-    context = engine.host.context
-    graphs[0].keep_for(context)
-    assert graphs[0]._graphs
-    context.memory_buffer = context.memory_buffer.clone()
-    graphs[0].keep_for(context)
-    assert first and not graphs[0]._graphs
+@pytest.mark.parametrize("moved", ["memory_buffer", "gpu_view"])
+def test_graphs_of_another_context(moved):
+    """Whose cache, or whose tables, are elsewhere."""
 
+    def made() -> dict:
+        return {"memory_buffer": torch.zeros(2), "gpu_view": SimpleNamespace(_buf=torch.zeros(2))}
 
-def test_graphs_of_other_tables():
-    """The cache where it was, but the rows of another context."""
-    cache = torch.zeros(2)
-    first, other = (
-        SimpleNamespace(memory_buffer=cache, gpu_view=SimpleNamespace(_buf=torch.zeros(2)))
-        for _ in range(2)
-    )
-    graphs = FullCudaGraphs(torch.nn.Linear(2, 2))
-    graphs.keep_for(first)
+    first, graphs = made(), FullCudaGraphs(torch.nn.Linear(2, 2))
+    graphs.keep_for(SimpleNamespace(**first))
     graphs._graphs["step"] = None
-    graphs.keep_for(first)
+    graphs.keep_for(SimpleNamespace(**first))
     assert graphs._graphs
-    graphs.keep_for(other)
+    graphs.keep_for(SimpleNamespace(**{**first, moved: made()[moved]}))
     assert not graphs._graphs
 
 
@@ -395,16 +364,15 @@ def test_which_rows_are_whole_prompts(new, cached, whole):
     assert has_whole_prompts(table([9, *new], [3, *cached], paused=1)) is whole
 
 
-def in_graphs(engine: Engine, lengths, **kinds) -> list[bool]:
+def in_graphs(engine: Engine, lengths) -> list[bool]:
     """Whether each step that reads a prompt runs as a graph, of prompts one after the other."""
     found, context = [], engine.host.context
     with engine:
         for length in lengths:
-            engine.add_request(prompt(length, **kinds), GREEDY)
+            engine.add_request(prompt(length), GREEDY)
             engine.step()
             found.append(context.using_cuda_graph_this_step())
-            while engine.is_busy():
-                engine.step()
+            step_to_the_end(engine)
     return found
 
 
@@ -414,16 +382,6 @@ def test_steps_with_more_pairs_run_without(graphs, most, taken):
     engine._prefill_graphs._most_pairs = most
     assert in_graphs(engine, [100, 20]) == [taken, True]
     assert len(graphs[0]._graphs) == 1 + taken
-
-
-@pytest.mark.parametrize(("most", "taken"), [(11_400, True), (11_399, False)])
-def test_pairs_with_a_context_from_the_prefix_cache(graphs, most, taken):
-    """A prompt of 164 tokens, of which 64 are cached."""
-    kept = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
-    options = {**OPTIONS, "prefix_caching": True, "inference_config": kept}
-    engine = engine_of(generating_model(), **options)
-    engine._prefill_graphs._most_pairs = most
-    assert in_graphs(engine, [65, 164], shared=64) == [True, taken]
 
 
 def test_same_tokens_with_and_without_graphs(graphs, monkeypatch):
@@ -482,32 +440,14 @@ def captures(monkeypatch):
     return made
 
 
-def made_sparse(made):
-    sparse = OracleDSA(mla=TINY, heads=2, width=16, topk=24)
-    return made(**generating_fields(sparse))
-
-
 def with_layer(model, **fields):
     """The model with another second layer."""
     vars(model.decoder.layers[1].self_attention).update(fields)
     return model
 
 
-REASONS = {
-    "no CUDA graph holds whole decode steps": lambda made: with_config(made(), "none"),
-    "one after the other": lambda made: with_config(
-        made(), moe_pad_experts_for_cuda_graph_inference=True
-    ),
-    "attention is sparse": made_sparse,
-    "every request to the longest": lambda made: with_layer(
-        made(), options=AbsorbedMLAOptions(paged_attention_backend="flash_mla")
-    ),
-    "attention is Megatron's": lambda made: with_standard_attention(made()),
-}
-
-
-def with_config(model, graphs: str = "local", **fields):
-    vars(model.config).update(fields, cuda_graph_impl=graphs)
+def with_config(model, **fields):
+    vars(model.config).update(fields)
     return model
 
 
@@ -516,30 +456,56 @@ def with_standard_attention(model):
     return model
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_why_none(captures, reason):
+def patched(owner, name: str, value):
+    """A model as it should be, in a process that is not."""
+
+    def made(make, monkeypatch):
+        monkeypatch.setattr(owner, name, value)
+        return make()
+
+    return made
+
+
+WHOLE_STEPS = "no CUDA graph holds whole decode steps"
+TWO = {"owner": prefill_graphs.parallel_state, "value": lambda: 2}
+# Why there are none, and a model for which that holds.
+REASONS = {
+    "config": (WHOLE_STEPS, lambda make, _: with_config(make(), cuda_graph_impl="none")),
+    "padded experts": (
+        "one after the other",
+        lambda make, _: with_config(make(), moe_pad_experts_for_cuda_graph_inference=True),
+    ),
+    "sparse": (
+        "attention is sparse",
+        lambda make, _: make(**generating_fields(OracleDSA(mla=TINY, heads=2, width=16, topk=24))),
+    ),
+    "named FlashMLA": (
+        "every request to the longest",
+        lambda make, _: with_layer(
+            make(), options=AbsorbedMLAOptions(paged_attention_backend="flash_mla")
+        ),
+    ),
+    "FlashMLA": (
+        "every request to the longest",
+        patched(prefill_graphs, "find_spec", lambda name: name == "flash_mla"),
+    ),
+    "Megatron's": ("attention is Megatron's", lambda make, _: with_standard_attention(make())),
+    "divided": (
+        "prompts of their own",
+        patched(prefill_graphs, "exchange_of", lambda model: "of ranks"),
+    ),
+    "context ranks": (WHOLE_STEPS, patched(name="get_context_parallel_world_size", **TWO)),
+    "stages": (WHOLE_STEPS, patched(name="get_pipeline_model_parallel_world_size", **TWO)),
+    "no GPU": (WHOLE_STEPS, patched(prefill_graphs, "torch", with_cuda(False))),
+}
+
+
+@pytest.mark.parametrize(("reason", "made"), REASONS.values(), ids=REASONS)
+def test_why_none(captures, monkeypatch, reason, made):
     assert not why_none(captures())
-    model = REASONS[reason](captures)
+    model = made(captures, monkeypatch)
     assert reason in why_none(model)
     assert chosen_tokens(model, EngineOptions(**SIZES)) == 0
-
-
-def test_why_none_of_the_process(captures, monkeypatch):
-    model = captures()
-    with monkeypatch.context() as patch:
-        patch.setattr(prefill_graphs, "find_spec", lambda name: name == "flash_mla")
-        assert "every request to the longest" in why_none(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(prefill_graphs, "exchange_of", lambda model: "of ranks")
-        assert "prompts of their own" in why_none(model)
-    for place in ("context", "pipeline_model"):
-        with monkeypatch.context() as patch:
-            name = f"get_{place}_parallel_world_size"
-            patch.setattr(prefill_graphs.parallel_state, name, lambda: 2)
-            assert "whole decode steps" in why_none(model)
-    assert not why_none(model)
-    monkeypatch.setattr(prefill_graphs, "torch", with_cuda(False))
-    assert "whole decode steps" in why_none(model)
 
 
 @pytest.mark.parametrize(
@@ -610,36 +576,20 @@ def test_reason_is_logged_once(caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefill_graph_tokens": 4096}, "from 0 to step_tokens 2048, got 4096"),
-        ({"prefill_graph_tokens": -1}, "got -1"),
-        ({"num_cuda_graphs": None}, "needs num_cuda_graphs, got None"),
-        ({"decode_loop": False}, "needs decode_loop=True or None, got False"),
-        ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
-        ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
-    ],
-)
-def test_options_of_the_engine(changes, message):
-    with pytest.raises(ValueError, match=message):
-        EngineOptions(**{**SIZES, "prefill_graph_tokens": 64, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"prefill_graph_tokens": 4096}, "at most max_num_batched_tokens 2048, got 4096"),
         ({"prefill_graph_tokens": -1}, "prefill_graph_tokens must be an integer of at least 0"),
         ({"cuda_graphs": False}, "prefill_graph_tokens needs cuda_graphs=True, got False"),
         ({"num_speculative_tokens": 1}, "needs num_speculative_tokens=0, got 1"),
-        (
-            {"decode_context_parallel": True},
-            "needs decode_context_parallel=False or 'auto', got True",
-        ),
+        ({"decode_context_parallel": True}, "decode_context_parallel=False or 'auto', got True"),
         ({"data_parallel_attention": True}, "needs data_parallel_attention=False, got True"),
     ],
 )
-def test_options_of_the_front(changes, message):
+def test_refused_options_of_llm(changes, message):
     with pytest.raises(ValueError, match=message):
         LLMOptions(**{"cuda_graphs": True, "prefill_graph_tokens": 64, **changes})
-    for tokens, given in ((64, 64), (0, 0), (0, None)):
-        options = LLMOptions(cuda_graphs=True, prefill_graph_tokens=given)
-        assert options.engine_options(64, None, None).prefill_graph_tokens == tokens
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(64, 64), (0, 0), (None, 0)])
+def test_what_the_engine_gets(given, tokens):
+    options = LLMOptions(cuda_graphs=True, prefill_graph_tokens=given)
+    assert options.engine_options(64, None, None).prefill_graph_tokens == tokens

@@ -1,0 +1,12 @@
+"""The scheduler sees no layers: one is enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.serving.conftest import made
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made(num_layers=1)
