@@ -53,6 +53,13 @@ megatron_reduce_scatter: Callable | None = getattr(mappings, REDUCE_SCATTER.name
 # Passes on to TransformerEngine what it does not compute.
 megatron_te_normalization: Callable | None = getattr(megatron, TE_NORMALIZATION.name, None)
 
+
+def megatrons(function: Callable | None) -> Callable:
+    """One of these, by the time that it has been replaced, so that it is there."""
+    assert function is not None, "it has been replaced"
+    return function
+
+
 # Megatron's own, while ours have their names.
 _theirs: dict[MegatronName, Any] = {}
 
@@ -100,6 +107,8 @@ def require_sums() -> None:
 
 def replace_sums(reduce: Callable, reduce_scatter: Callable) -> None:
     """Replace the sums over tensor-parallel ranks in Megatron's own layers.
+
+    TransformerEngine's layers have their own.
 
     Raises:
         ValueError: If this release of Megatron has not the functions that make them.

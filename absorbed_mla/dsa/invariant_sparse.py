@@ -7,7 +7,7 @@ from absorbed_mla.dsa.sparse_kernels import SparseKernels
 
 
 class InvariantSparse(SparseKernels):
-    """Attention over chosen keys by ``kernels/dsa/invariant_forward.py``."""
+    """Attention over chosen keys by ``kernels/dsa/forward.py``."""
 
     forward_kernel = "invariant"
     backward_kernel = "triton"

@@ -216,17 +216,13 @@ def next_left(
 
     Args:
         tile: As in ``start_left``, like all that is not below.
-        shared: As there.
         s: Products of the block's scores.
         o: The half, of the blocks before, as the next three are.
         top: References.
         total: Sums.
         most: Largest products.
         q_rope: Of ``rope_queries``.
-        scale: As there.
-        blocks: As there.
         block: Of the tile.
-        RECORD: As there.
 
     Returns:
         The first five with the block; ``s`` of the next block is being computed.

@@ -314,10 +314,6 @@ def attend_multi_head(
         lse: [S_q, B, N] fp32, contiguous.
         largest: Likewise; not written without RECORD.
         total: See ``Works``, like the next four.
-        section: As there.
-        section_works: As there.
-        groups: As there.
-        heads: N.
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
     """

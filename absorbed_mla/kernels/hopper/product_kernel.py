@@ -259,10 +259,6 @@ def multiply_rows(
         result: Of [rows, columns] in boxes [64, 64].
         bias: [columns], contiguous; not read without HAS_BIAS.
         row_tiles: See ``Work``, like the next four.
-        column_tiles: As there.
-        steps: As there.
-        part_steps: As there.
-        columns: As there.
         STAGES: Of the ring, at most 4.
         SEVERAL: Whether there is more than one part.
         HAS_BIAS: Whether there is one.

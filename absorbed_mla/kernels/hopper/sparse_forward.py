@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import KeyLists, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import KeyLists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
@@ -21,35 +20,6 @@ from absorbed_mla.kernels.launch import launch
 _CHUNKS = 4
 
 
-def sparse_forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    chosen: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
-
-    Args:
-        q_content: [S_q, B, N, C] in bf16 or fp16; C = 128, 256 or 512.
-        q_rope: [S_q, B, N, R]; R = 64.
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
-        chosen: int32 [S_q, B, topk], no key twice for a query; -1 for none, anywhere.
-        scale: Multiplies the scores.
-
-    Returns:
-        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
-        a query without keys.
-
-    Raises:
-        ValueError: The scale is not positive.
-    """
-    lists = partial(key_lists, chosen)
-    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
-
-
 def attend(
     q_content: Tensor,
     q_rope: Tensor,
@@ -59,16 +29,23 @@ def attend(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`sparse_forward`.
+    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
 
     Args:
-        q_content: As there, like the next three.
-        q_rope: As there.
-        latent: As there.
-        k_rope: As there.
+        q_content: [S_q, B, N, C] in bf16 or fp16; C = 128, 256 or 512.
+        q_rope: [S_q, B, N, R]; R = 64.
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
         lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
         topk: Most keys of a query.
         scale: Multiplies the scores.
+
+    Returns:
+        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
+        a query without keys.
+
+    Raises:
+        ValueError: The scale is not positive.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_stored
 from absorbed_mla.kernels.hopper.stored_backward_shared import CHUNK, KEYS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
@@ -22,6 +21,7 @@ from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
+from absorbed_mla.kernels.triton.backward import delta_of
 
 _CHUNK, _KEYS = CHUNK.value, KEYS.value
 
@@ -62,7 +62,7 @@ def backward_stored(
         tensor_map(latent, (_KEYS, 1, _CHUNK)),
         tensor_map(k_rope, (_KEYS, 1, rope)),
     )
-    rows = lse.contiguous(), delta(grad_out, grad_lse, out)
+    rows = lse.contiguous(), delta_of(grad_out, grad_lse, out)
     kv = torch.cat((latent, k_rope), -1)
     part_blocks = (parts[:, 3] - parts[:, 2] + _KEYS - 1) // _KEYS
     pairs = (parts[:, 1] - parts[:, 0]) * part_blocks * (_KEYS * batch * heads)

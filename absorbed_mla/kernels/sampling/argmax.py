@@ -14,9 +14,9 @@ from absorbed_mla.kernels.sampling.weights import (
     is_number,
     load_block,
     logit_of,
-    max_of,
     ordered,
 )
+from absorbed_mla.kernels.triton.common import max_of
 
 # Bits of a token's number.
 _TOKENS = tl.constexpr(0x7FFFFFFF)

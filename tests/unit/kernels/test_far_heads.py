@@ -19,8 +19,9 @@ QUERIES, KEYS, HEADS, WIDTH, ROPE = 4, 40, 3, 32, 16
 SCALE = 0.2
 
 with triton_interpreter():
+    from absorbed_mla.kernels import operators
+    from absorbed_mla.kernels.dsa import forward  # noqa: F401
     from absorbed_mla.kernels.dsa.backward import backward as sparse_backward
-    from absorbed_mla.kernels.dsa.forward import forward as sparse_forward
     from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
     from absorbed_mla.kernels.dsa.index_scores import index_scores
@@ -61,14 +62,16 @@ def chosen(move):
     return chosen_target(operands(move), random(QUERIES, 1, HEADS) + 3, chosen_keys(), SCALE)
 
 
+def sparse_forward(move):
+    return operators.sparse_attention_forward(*operands(move), chosen_keys(), SCALE, "triton")
+
+
 def attention(move):
-    return torch.cat(
-        [x.float().flatten() for x in sparse_forward(*operands(move), chosen_keys(), SCALE)]
-    )
+    return torch.cat([x.float().flatten() for x in sparse_forward(move)])
 
 
 def attention_gradient(move):
-    out, lse = sparse_forward(*operands(torch.clone), chosen_keys(), SCALE)
+    out, lse = sparse_forward(torch.clone)
     grad = move(random(QUERIES, 1, HEADS, WIDTH).bfloat16())
     call = LatentBackward(grad, None, move(out), lse, *operands(move), SCALE)
     found = sparse_backward(call, chosen_keys(), deterministic=True)

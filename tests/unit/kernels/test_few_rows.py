@@ -65,7 +65,7 @@ def rows(monkeypatch) -> list[int]:
     launch = decode._launch
 
     def record(kernel, *args):
-        found.extend([args[-1]["ROWS"]] if args[-1] else [])
+        found.extend([args[-1]["ROWS"]] if "ROWS" in args[-1] else [])
         launch(kernel, *args)
 
     monkeypatch.setattr(decode, "_launch", record)

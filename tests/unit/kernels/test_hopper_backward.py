@@ -52,12 +52,6 @@ def add_fragments(part, target):
     (target + torch.arange(len(numbers))).add(numbers, torch.tensor(True))
 
 
-def delta(grad_out, grad_lse, out):
-    """What the kernel of this name computes."""
-    total = (out.float() * grad_out.float()).sum(-1)
-    return total if grad_lse is None else total - grad_lse
-
-
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
     """The launchers' kernels run in PyTorch."""
@@ -67,8 +61,6 @@ def _emulated(monkeypatch):
     monkeypatch.setattr(backward, "attend_backward", adding)
     storing = Emulation().load("stored_backward_kernel").attend_backward_stored
     monkeypatch.setattr(stored_backward, "attend_backward_stored", storing)
-    for launcher in (backward, stored_backward):
-        monkeypatch.setattr(launcher, "delta", delta)
 
 
 def gradients(case: Case) -> dict:

@@ -48,7 +48,7 @@ def test_rows_do_not_depend_on_others():
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_roles_and_copies(seed, monkeypatch):
     """Works of one block and of several, last blocks that keys fill and that they do not."""
-    monkeypatch.setattr(multi_head, "_processors", lambda device: 1)
+    monkeypatch.setattr(multi_head, "processors", lambda device: 1)
     spans = (Span(0, 130, 0, 256, 126), Span(130, 160, 256, 300, None))
     run(MultiHeadCase(160, 300, spans, heads=1, width=96, values=64), seed)
 
@@ -58,7 +58,7 @@ def test_any_order_of_roles_and_copies(seed, monkeypatch):
 def test_every_work_is_done_once(programs, section_bytes, monkeypatch):
     """With sections of one head, and of two of three."""
     monkeypatch.setattr(multi_head, "_SECTION_BYTES", section_bytes)
-    monkeypatch.setattr(multi_head, "_processors", lambda device: programs)
+    monkeypatch.setattr(multi_head, "processors", lambda device: programs)
     run(MultiHeadCase(300, 300, (Span(0, 300, 0, 300, 0),), heads=3, width=96, values=64))
 
 

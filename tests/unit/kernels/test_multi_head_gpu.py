@@ -56,7 +56,7 @@ def test_rows_do_not_depend_on_others():
 @pytest.mark.parametrize("programs", [1, 7, 2**30])
 def test_every_work_is_done_once(programs, section_bytes, monkeypatch):
     monkeypatch.setattr(multi_head, "_SECTION_BYTES", section_bytes)
-    monkeypatch.setattr(multi_head, "_processors", lambda device: programs)
+    monkeypatch.setattr(multi_head, "processors", lambda device: programs)
     spans = (Span(0, 300, 0, 300, 0), Span(300, 700, 300, 700, 0))
     MultiHeadCase(700, 700, spans, heads=5, batch=2).check(multi_head.forward, DEVICE)
 

@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOPK, WIDTH = 12, 48
 
 with triton_interpreter():
-    from absorbed_mla.kernels.dsa import forward, invariant_forward  # noqa: F401
+    from absorbed_mla.kernels.dsa import forward  # noqa: F401
     from absorbed_mla.kernels.dsa import key_lists as lists_module
     from absorbed_mla.kernels.dsa import splits as splits_module
     from absorbed_mla.kernels.dsa import topk_slots as module
