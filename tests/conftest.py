@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 # What is imported and collected stays; looking for garbage among it takes a third of the time.
@@ -111,6 +112,15 @@ def _seed() -> None:
 def _no_former_losses() -> None:
     """What Megatron keeps of the last model's losses: their scale, and sums to be logged."""
     forget_auxiliary_losses()
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Without a GPU Triton's kernels run in its interpreter."""
+    from tests.support.backends import triton_interpreter
+
+    with triton_interpreter():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.support import world
+
 EAGER_FACTOR = 3.0
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normally distributed numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(world.device(), dtype)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -18,6 +18,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.invariant.grouped_product import TILES, grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # More than one tile of columns and three parts of several steps, the last ones not full.
 SUMMANDS, COLUMNS = 300, 130
@@ -33,12 +34,6 @@ DISTRIBUTIONS = {
 }
 distributions = pytest.mark.parametrize("counts", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:

@@ -19,15 +19,10 @@ from tests.support.numerics import relative_error
 with triton_interpreter():
     import absorbed_mla.kernels.invariant.rms_norm as kernel
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 EPS = 1e-5
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 WIDTH = 75
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -30,6 +30,7 @@ with triton_interpreter():
         tile_for,
     )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Of the result's rounding, and in fp32 of a sum of 2048, each added to the ones before.
 BOUNDS = {BF16: 4e-3, FP16: 5e-4, FP32: 5e-6}
@@ -38,12 +39,6 @@ ROWS, SUMMANDS, COLUMNS = 70, 300, 130
 SMALL_PART = 128
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
 tiles = pytest.mark.parametrize("tile", [*TILES, *FP32_TILES], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 @pytest.fixture

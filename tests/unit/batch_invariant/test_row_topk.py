@@ -23,15 +23,10 @@ from tests.support.backends import triton_interpreter
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import row_topk
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 dtypes = pytest.mark.parametrize("dtype", BITS, ids=lambda dtype: str(dtype)[6:])
 directions = pytest.mark.parametrize("largest", [True, False], ids=["largest", "least"])
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def scores(*shape: int, dtype: torch.dtype = torch.float32, special: bool = True) -> Tensor:

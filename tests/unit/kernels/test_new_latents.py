@@ -22,13 +22,8 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged import new_latents as module
     from absorbed_mla.kernels.rotation import rotate
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 ROWS = [1, 3, 33]
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

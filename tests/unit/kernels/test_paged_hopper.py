@@ -34,6 +34,7 @@ from tests.unit.kernels.paged import (
     training_operands,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("it needs compute capability 9.0, or no GPU", allow_module_level=True)
@@ -58,12 +59,6 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged.schedule import schedule
 
 PIECE = _PIECE.value
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, seed=0):

@@ -28,6 +28,7 @@ from tests.unit.kernels.paged import (
     training_operands,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -42,12 +43,6 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged.padding import clear_padding
     from absorbed_mla.kernels.paged.schedule import Schedule, schedule
     from absorbed_mla.kernels.triton.launch import launch_for
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None):
