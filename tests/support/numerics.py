@@ -7,6 +7,7 @@ precision: the module rounds at other places (absorbed query, partial sums), not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,20 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = torch.linalg.vector_norm(actual.double().cpu() - expected.double().cpu()).item()
     size = torch.linalg.vector_norm(expected.double()).item()
     return difference / size if size else difference
+
+
+def check_gradients(function: Callable, exact: Callable, leaves: list, bound: float) -> Tensor:
+    """Errors of a function's value and gradients, of what ``exact`` makes in fp64; the value."""
+    doubles = [x.double().requires_grad_() for x in leaves]
+    found, expected = function(*(x.requires_grad_() for x in leaves)), exact(*doubles)
+    grad = random(*found.shape, dtype=found.dtype, seed=3)
+    gradients = torch.autograd.grad(found, leaves, grad)
+    truth = torch.autograd.grad(expected, doubles, grad.double())
+    for actual, wanted in zip((found, *gradients), (expected, *truth), strict=True):
+        assert actual.dtype == found.dtype
+        error = relative_error(actual.detach(), wanted.detach())
+        assert error < bound, f"{error:.1e} of {tuple(actual.shape)}"
+    return found
 
 
 def rounding_floor(dtype: torch.dtype) -> float:

@@ -19,6 +19,7 @@ from absorbed_mla.kernels.invariant.topk import (
 )
 from tests.support import needs, world
 from tests.support.backends import triton_interpreter
+from tests.support.gpu_calls import capture
 
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import row_topk
@@ -174,10 +175,7 @@ class TestInTheMode:
     def test_in_a_graph(self):
         x = scores(5, 256, special=False)
         with batch_invariant_mode("cuda"):
-            torch.topk(x, 8)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                values, indices = torch.topk(x, 8)
+            graph, (values, indices) = capture(lambda: torch.topk(x, 8))
         x.copy_(x.roll(1, 0).neg())
         graph.replay()
         expected = torch.sort(x, descending=True, stable=True)
