@@ -35,9 +35,7 @@ TE_NORMALIZATION = _operator(
 )
 REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_in_rank_order")
 REDUCE_SCATTER = MegatronName(
-    _MAPPINGS,
-    "_reduce_scatter_along_first_dim",
-    "collectives.reduce_scatter_in_rank_order",
+    _MAPPINGS, "_reduce_scatter_along_first_dim", "collectives.reduce_scatter_in_rank_order"
 )
 
 SUMS = Need("batch-invariant mode", REFUSED, (REDUCE, REDUCE_SCATTER))

@@ -90,12 +90,7 @@ def _(q_content, q_rope, latent, k_rope, tiles, starts, blocks, queries, keys, s
 
 @operator
 def multi_head_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_tiles: Tensor,
-    scale: float,
-    record_largest: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, query_tiles: Tensor, scale: float, record_largest: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S_q, B, N, V] and LSE [S_q, B, N] of ``kernels/hopper/multi_head.py``.
 

@@ -30,12 +30,7 @@ from absorbed_mla.kernels.hopper.forward_scores import (
     some_change,
     start_scores,
 )
-from absorbed_mla.kernels.hopper.forward_shared import (
-    STAGES,
-    allocate,
-    clear_rows,
-    load_queries,
-)
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, clear_rows, load_queries
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
 from absorbed_mla.kernels.hopper.pieces import BLOCKS, WholeTiles, running_sum

@@ -72,6 +72,5 @@ def _side_by_side(latent: Tensor, k_rope: Tensor) -> Tensor:
     rows[:, :keys, :width] = latent.transpose(0, 1)
     rows[:, :keys, width:] = k_rope.transpose(0, 1)
     return rows.as_strided(
-        (batch, keys, KEYS.value, width + rope),
-        (rows.stride(0), rows.stride(1), rows.stride(1), 1),
+        (batch, keys, KEYS.value, width + rope), (rows.stride(0), rows.stride(1), rows.stride(1), 1)
     )

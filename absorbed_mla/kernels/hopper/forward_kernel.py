@@ -199,18 +199,7 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
 
 @gluon.jit
 def next_left(
-    tile,
-    shared,
-    s,
-    o,
-    top,
-    total,
-    most,
-    q_rope,
-    scale,
-    blocks,
-    block,
-    RECORD: gl.constexpr = False,
+    tile, shared, s, o, top, total, most, q_rope, scale, blocks, block, RECORD: gl.constexpr = False
 ):
     """Add a block to the left half, and queue the scores of the next one.
 

@@ -2,11 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
 from absorbed_mla.kernels.hopper.ring import new_barriers

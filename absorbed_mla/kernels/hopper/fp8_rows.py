@@ -17,12 +17,7 @@ from absorbed_mla.kernels import fp8_latents
 from absorbed_mla.kernels.hopper.decode_kernel import load_role, score_role, value_role
 from absorbed_mla.kernels.hopper.decode_tile import Part
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import (
-    STAGES,
-    allocate_blocks,
-    announce,
-    chunk_full,
-)
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate_blocks, announce, chunk_full
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
 from absorbed_mla.kernels.hopper.ring import empty_position

@@ -18,12 +18,7 @@ _SECTION_BYTES = 24 * 2**20
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tensor,
-    scale: float,
-    largest: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * q . k``.
 

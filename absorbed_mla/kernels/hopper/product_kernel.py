@@ -117,13 +117,7 @@ def _load(operand, first, summand, full, target):
 
 @gluon.jit
 def _multiply_role(
-    work,
-    shared,
-    result,
-    bias,
-    ROLE: gl.constexpr,
-    SEVERAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    work, shared, result, bias, ROLE: gl.constexpr, SEVERAL: gl.constexpr, HAS_BIAS: gl.constexpr
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)

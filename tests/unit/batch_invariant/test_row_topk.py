@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.kernels.invariant.topk import (
-    MOST_COLUMNS,
-    MOST_FOUND,
-    is_of_short_rows,
-    topk,
-)
+from absorbed_mla.kernels.invariant.topk import MOST_COLUMNS, MOST_FOUND, is_of_short_rows, topk
 from tests.support import needs, world
 from tests.support.backends import triton_interpreter
 from tests.support.gpu_calls import capture

@@ -16,10 +16,7 @@ from tests.support.gpu_calls import capture, on_streams
 from tests.support.hostile import Case, named
 from tests.unit.kernels.test_latent_kernels import DEVICE, backend_for, compute
 
-pytestmark = [
-    needs.gpu,
-    pytest.mark.parametrize("kernel", ["triton", "hopper"]),
-]
+pytestmark = [needs.gpu, pytest.mark.parametrize("kernel", ["triton", "hopper"])]
 
 CASE = Case(500, 500, (Span(0, 500, 0, 500, 0),), content=512, rope=64, lse_gradient=False)
 # Hopper's backward adds in any order, in fp32.

@@ -241,10 +241,7 @@ class TestSchedule:
             [(112, 336)],
         ]
         found = self.tables(rows, tiles, plan.SplitKV(3, 3, 16, 0))
-        assert [[piece[1:3] for piece in part] for part in found.parts] == [
-            [(0, 336)],
-            [(0, 336)],
-        ]
+        assert [[piece[1:3] for piece in part] for part in found.parts] == [[(0, 336)], [(0, 336)]]
 
     @pytest.mark.parametrize("fixed", [0, 1, 3])
     @pytest.mark.parametrize("seed", range(6))

@@ -141,10 +141,7 @@ def hopper(seed: int = 0):
         yield
 
 
-SPLIT = {
-    "triton": Case(3, 90, 3, 64),
-    "hopper": Case(3, 260, 20, 256, content=128, rope=64),
-}
+SPLIT = {"triton": Case(3, 90, 3, 64), "hopper": Case(3, 260, 20, 256, content=128, rope=64)}
 
 
 @pytest.mark.no_cover
@@ -359,9 +356,7 @@ def test_runs_occupy_all_multiprocessors(programs, found, monkeypatch):
     """As long as they are longer than that."""
     monkeypatch.setattr(scatter_add, "_MOST_BYTES", 900 * 10)
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: mock.Mock(multi_processor_count=132),
+        torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132)
     )
     cuda = torch.device("cuda")
     assert scatter_add.tiles_at_a_time(4096, 10, programs, cuda) == found
