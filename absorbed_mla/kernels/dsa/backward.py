@@ -18,8 +18,8 @@ from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.scatter_add import add_in_order, parts_dtype
 from absorbed_mla.kernels.latent_backward import LatentBackward
-from absorbed_mla.kernels.triton.backward import rows_of, strides_of
-from absorbed_mla.kernels.triton.common import interpreted, precision
+from absorbed_mla.kernels.triton.backward import rows_of
+from absorbed_mla.kernels.triton.common import interpreted, precision, strides_of
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
 
 # Columns of one product, and most rows of a tile: the most that need no stack on Hopper.
@@ -83,9 +83,8 @@ class _Gradients(NamedTuple):
                 *self.operands,
                 *self.dq,
                 dkv,
-                self.lists.entries,
-                self.lists.counts,
-                *strides_of(self.operands[:5]),
+                *self.lists[:2],
+                *strides_of(*self.operands[:5]),
                 tiles.start,
                 len(q_content),
                 heads,

@@ -42,9 +42,7 @@ def backward(
     tile = query_tile(q_content.shape[2], ROWS.value, len(q_content), keys, least=ROWS.value)
     lists = key_lists(chosen, keys, tile.tokens)
     queries = q_content, q_rope, grad_out
-    latent, *latent_strides = rows_of_16_bytes(latent)
-    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
-    rows = latent, k_rope, *latent_strides, *rope_strides
+    rows = rows_of_16_bytes(latent, k_rope)
     gradients = _Gradients(queries, rows, statistics, dq, lists, tile, scale)
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.counts)), dkv, in_order=False)
@@ -79,9 +77,7 @@ class _Gradients(NamedTuple):
             tensor_map(grad_out, (*box, kv_lora_rank)),
             *self.keys,
             *self.statistics,
-            self.lists.entries,
-            self.lists.counts,
-            self.lists.open_counts,
+            *self.lists[:3],
             *self.dq,
             dkv,
             tiles.start,

@@ -61,20 +61,13 @@ def attend(
         return nothing, lse.new_full(q_content.shape[:3], -math.inf)
     tile = query_tile(heads, ROWS.value, queries, len(latent), least=ROWS.value)
     lists = lists_of(len(latent), tile.tokens, splits)
-    latent, *latent_strides = rows_of_16_bytes(latent)
-    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     launch(
         attend_sparse_forward,
         (lists.counts.numel() * tile.blocks,),
         tensor_map(q_content, (tile.tokens, 1, tile.heads, kv_lora_rank)),
         tensor_map(q_rope, (tile.tokens, 1, tile.heads, rope)),
-        latent,
-        k_rope,
-        *latent_strides,
-        *rope_strides,
-        lists.entries,
-        lists.counts,
-        lists.open_counts,
+        *rows_of_16_bytes(latent, k_rope),
+        *lists[:3],
         out,
         lse,
         lists.entries.shape[2],
@@ -92,20 +85,24 @@ def attend(
     return (out, lse) if splits == 1 else merge_splits(out, lse, q_content.dtype)
 
 
-def rows_of_16_bytes(x: Tensor) -> tuple[Tensor, int, int]:
-    """The keys' rows, or a copy, and the strides of keys and entries of the batch.
+def rows_of_16_bytes(*operands: Tensor) -> tuple[Tensor | int, ...]:
+    """The keys' rows, or copies, and the strides of keys and entries of the batch of each.
 
     The kernels copy 16 bytes at a time, and compile only where strides are known to allow that:
     Triton looks whether an address in bytes, and a stride in elements, is a multiple of 16.
 
     Args:
-        x: [S_k, B, W], W a multiple of 16.
+        operands: [S_k, B, W], W a multiple of 16.
     """
-    strides = _strides(x)
-    if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
-        x = x.clone(memory_format=torch.contiguous_format)
-        strides = _strides(x)
-    return x, *strides
+    rows, strides = [], []
+    for x in operands:
+        found = _strides(x)
+        if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in found):
+            x = x.clone(memory_format=torch.contiguous_format)
+            found = _strides(x)
+        rows.append(x)
+        strides += found
+    return *rows, *strides
 
 
 def _strides(x: Tensor) -> tuple[int, int]:

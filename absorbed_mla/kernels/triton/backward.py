@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.backward_kernels import delta_kernel, key_kernel, query_kernel
-from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
+from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous, strides_of
 from absorbed_mla.kernels.triton.launch import Blocks, launch_for, pack, splits_for
 
 _DELTA_ROWS = 16
@@ -61,8 +61,7 @@ def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
             delta,
             rows,
             *delta.shape[1:],
-            *grad_out.stride()[:3],
-            *out.stride()[:3],
+            *strides_of(grad_out, out),
             C=out.shape[-1],
             BLOCK_M=_DELTA_ROWS,
             WITH_LSE=grad_lse is not None,
@@ -83,9 +82,7 @@ def _query_gradients(
             *operands,
             *dq,
             tiles,
-            *strides_of(operands[:-1]),  # delta's are the LSE's
-            *dq[0].stride()[:3],
-            *dq[1].stride()[:3],
+            *strides_of(*operands[:-1], *dq),  # delta's are the LSE's
             scale,
             **_constants(operands, sizes.query, sizes.warps),
         )
@@ -113,17 +110,11 @@ def _key_gradients(
             dkv,
             dkv[..., kv_lora_rank:],
             tiles,
-            *strides_of(operands[:-1]),  # delta's are the LSE's
-            *dkv.stride()[:3],
+            *strides_of(*operands[:-1], dkv),
             scale,
             **_constants(operands, sizes.key, sizes.warps),
         )
     return dkv[0] if len(dkv) == 1 else dkv.sum(0)
-
-
-def strides_of(operands: tuple[Tensor, ...]) -> list[int]:
-    """Of all dimensions but the last, in the kernels' order."""
-    return [stride for x in operands for stride in x.stride()[: min(x.dim() - 1, 3)]]
 
 
 def _constants(operands: tuple[Tensor, ...], blocks: Blocks, warps: int) -> dict:

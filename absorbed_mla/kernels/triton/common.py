@@ -29,6 +29,11 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
+def strides_of(*tensors: Tensor) -> list[int]:
+    """Of all dimensions but the last, and of three at most, in the kernels' order."""
+    return [stride for x in tensors for stride in x.stride()[: min(x.dim() - 1, 3)]]
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return not isinstance(load_rows, triton.runtime.JITFunction)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.latent_backward import LatentBackward
 from tests.support.backends import triton_interpreter
+from tests.support.numerics import random
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.no_cover
@@ -38,10 +39,6 @@ def far(x: Tensor) -> Tensor:
     found = torch.empty(0, dtype=x.dtype, device=DEVICE)
     found.set_(memory, 0, x.shape, (batch * width, width, apart, 1))
     return found.copy_(x)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
 
 
 def chosen_keys() -> Tensor:

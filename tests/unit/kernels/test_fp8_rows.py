@@ -35,32 +35,26 @@ from tests.unit.kernels.test_paged_hopper import (
     PIECE,
     SHORT,
     alone,
-    assert_ways_are_taken,
     attend,
     decode,
     decode_kernels,
 )
+from tests.unit.kernels.test_paged_hopper import CASES as OVER_LATENTS
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 # Of the kernel for few rows.
 FEW = PagedCase((1, 1, 0, 1), (200, 1, 9, 127), 16, 64, 512, 64, padding=2)
 FOUR = replace(FEW, heads=4, padding=0)
+COMMON = ("block_48", "block_64", "block_1024", "heads_12", "one_key", "fp16", "width_256")
+COMMON += ("more_tokens_than_keys", "window", "window_behind_all")
 CASES = {
-    **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 48, 64, 100, 1024)},
-    "heads_12": replace(SHORT, heads=12),
+    **{name: OVER_LATENTS[name] for name in COMMON},
+    **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 100)},
     "heads_128": replace(SHORT, query_lengths=(1,), kv_lengths=(130,), heads=128),
-    "one_key": replace(MIXED, query_lengths=(1, 1), kv_lengths=(1, 1)),
-    "fp16": replace(MIXED, dtype=FP16),
-    "more_tokens_than_keys": replace(MIXED, query_lengths=(5, 2), kv_lengths=(3, 2)),
     "many_rows": replace(MIXED, query_lengths=(1,) * 9, kv_lengths=tuple(range(1, 300, 35))),
     "width_512": replace(
         MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), heads=64, kv_lora_rank=512, rope=64
     ),
-    "width_256": replace(
-        MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, kv_lora_rank=256
-    ),
-    "window": replace(MIXED, window=(37, 140)),
-    "window_behind_all": replace(MIXED, window=(200, None)),
     **{f"few_block_{size}": replace(FEW, block_size=size) for size in (16, 48, 64, 1024)},
     "few_heads_12": replace(FEW, heads=12),
     "few_heads_20": replace(FEW, query_lengths=(1, 1), kv_lengths=(130, 64), heads=20),
@@ -193,12 +187,6 @@ def test_few_rows_that_their_kernel_cannot_take(rows):
     assert rows == []
 
 
-def test_parity_mode():
-    """Parts of a prompt have the bits of all of it."""
-    case = replace(MIXED, query_lengths=(70,), kv_lengths=(70,), heads=8, padding=0)
-    assert_chunks_have_the_same_bits(attend, fp8_inputs(case, DEVICE), ((0, 1), (66, 70)))
-
-
 def test_parity_mode_of_few_rows():
     """Their own kernel sums in another order, so that it is not taken."""
     inputs = fp8_inputs(PagedCase((1,), (130,), 16, 64, 512, 64), DEVICE)
@@ -217,19 +205,11 @@ class TestPieces:
     def test_of_one_request_and_of_many(self):
         """With a program for each piece, and one for all."""
         inputs = fp8_inputs(IN_PIECES, DEVICE)
-        assert_ways_are_taken(inputs)
         expected = attend(decoded(inputs, BF16), batch_invariant=True)
         assert_same_bits(attend(inputs, batch_invariant=True), expected)
         for number in range(len(IN_PIECES.kv_lengths)):
             one, tokens = alone(inputs, number)
             assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in expected])
-
-    @pytest.mark.parametrize("seed", [1, 2])
-    def test_any_order(self, seed):
-        """Roles may go on in any order, with several tiles of a program."""
-        inputs = fp8_inputs(replace(IN_PIECES, query_lengths=(1,) * 5), DEVICE)
-        expected = attend(inputs, batch_invariant=True)
-        assert_same_bits(attend(inputs, batch_invariant=True, seed=seed), expected)
 
     def test_blocks_of_any_size(self):
         """Keys of a block of 64 lie in several blocks of the cache."""

@@ -13,6 +13,7 @@ from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
+from tests.support.numerics import random
 from tests.unit.inference.test_dynamic_context import Host
 
 pytest.importorskip("triton")
@@ -24,11 +25,6 @@ with triton_interpreter():
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ROWS = [1, 3, 33]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(world.device(), dtype)
 
 
 @pytest.mark.parametrize("count", ROWS)
@@ -56,6 +52,7 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
     cache = random(41, 4, rank + rope + 3, dtype=dtype)[..., 1:-2]
     expected = cache.clone()
     expected[blocks, offsets] = keys[:places]
+    near = {"rtol": 2**-8 if dtype.itemsize == 2 else 1e-6, "atol": 1e-6}
     for slots in (None, (cache, blocks.int(), offsets)):
         found = module.new_latents(
             module.Normed(q_down, weights[0], 1e-6),
@@ -64,12 +61,8 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
         )
         assert [x.dtype for x in found] == [dtype, dtype]
         assert torch.equal(found[0], query)
-        torch.testing.assert_close(
-            found[1], keys, rtol=2**-8 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-        )
-    torch.testing.assert_close(
-        cache, expected, rtol=2**-8 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-    )
+        torch.testing.assert_close(found[1], keys, **near)
+    torch.testing.assert_close(cache, expected, **near)
     assert torch.equal(cache[40], expected[40])
 
 
