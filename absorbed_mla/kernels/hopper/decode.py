@@ -99,7 +99,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     keys: _Keys = _fp8_keys(cache) if call.fp8 else _key_maps(cache, *widths, page)
     programs = split_kv.parts * tiles.head_blocks
     results: tuple[Tensor | int, ...] = out, lse, *waiting
-    constants = {"SPLIT": split_kv.splits}
+    constants: dict[str, int] = {"SPLIT": split_kv.splits}
     if call.batch_invariant and _is_long(call.window) and not split_kv.splits:
         kernel, constants = attend_fp8_decode_pieces if call.fp8 else attend_decode_pieces, {}
         programs = min(programs, split_kv.programs)

@@ -94,7 +94,8 @@ def rows_of_16_bytes(*operands: Tensor) -> tuple[Tensor | int, ...]:
     Args:
         operands: [S_k, B, W], W a multiple of 16.
     """
-    rows, strides = [], []
+    rows: list[Tensor] = []
+    strides: list[int] = []
     for x in operands:
         found = _strides(x)
         if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in found):

@@ -42,8 +42,8 @@ def backward(
 def rows_of(call: LatentBackward) -> tuple[Tensor, ...]:
     """Queries, latent, k_rope, the output's gradient, LSE and delta, as the kernels read them."""
     grad_out, grad_lse, out, lse, *operands, _ = call.cast()
-    operands = rows_contiguous(*operands, grad_out)
-    return *operands, lse.contiguous(), delta_of(grad_out, grad_lse, out)
+    statistics = lse.contiguous(), delta_of(grad_out, grad_lse, out)
+    return *rows_contiguous(*operands, grad_out), *statistics
 
 
 def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
