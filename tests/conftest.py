@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 # What is imported and collected stays; looking for garbage among it takes a third of the time.
@@ -117,6 +118,15 @@ def _no_former_losses() -> None:
 def _on_the_device():
     """Tensors that a test makes are on this process's device."""
     with torch.device(world.device()):
+        yield
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Without a GPU Triton's kernels run in its interpreter."""
+    from tests.support.backends import triton_interpreter
+
+    with triton_interpreter():
         yield
 
 

@@ -6,8 +6,6 @@ the result of a token would then depend on its place in the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,19 +16,10 @@ from absorbed_mla.batch_invariant import megatron_operators
 _COMMUTATIVE_RANKS = 2
 
 
-def sum_in_rank_order() -> None:
-    """Replace the sums in Megatron's own layers; TransformerEngine's layers have their own.
-
-    Raises:
-        ValueError: If this release of Megatron has not the functions that make them.
-    """
-    megatron_operators.replace_sums(reduce_in_rank_order, reduce_scatter_in_rank_order)
-
-
 def reduce_in_rank_order(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, on every rank; it may be ``input_`` itself."""
     if group.size() <= _COMMUTATIVE_RANKS:
-        return _megatrons(megatron_operators.megatron_reduce)(input_, group)
+        return megatron_operators.megatrons(megatron_operators.megatron_reduce)(input_, group)
     parts = input_.new_empty(group.size() * input_.numel())
     dist.all_gather_into_tensor(parts, input_.flatten(), group=group)
     return _total(parts.view(group.size(), *input_.shape))
@@ -52,8 +41,8 @@ def reduce_scatter_in_rank_order(
     """
     ranks = group.size()
     if ranks <= _COMMUTATIVE_RANKS:
-        megatrons = _megatrons(megatron_operators.megatron_reduce_scatter)
-        return megatrons(input_, group, input_split_sizes, use_global_buffer)
+        reduce_scatter = megatron_operators.megatrons(megatron_operators.megatron_reduce_scatter)
+        return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
     sizes = input_split_sizes or [len(input_) // ranks] * ranks
     own = sizes[group.rank()]
     parts = input_.new_empty(ranks * own, *input_.shape[1:])
@@ -65,11 +54,6 @@ def reduce_scatter_in_rank_order(
         group=group,
     )
     return _total(parts.view(ranks, own, *input_.shape[1:]))
-
-
-def _megatrons(function: Callable | None) -> Callable:
-    assert function is not None, "it has been replaced"
-    return function
 
 
 def _total(parts: Tensor) -> Tensor:

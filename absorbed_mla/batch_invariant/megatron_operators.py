@@ -35,9 +35,7 @@ TE_NORMALIZATION = _operator(
 )
 REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_in_rank_order")
 REDUCE_SCATTER = MegatronName(
-    _MAPPINGS,
-    "_reduce_scatter_along_first_dim",
-    "collectives.reduce_scatter_in_rank_order",
+    _MAPPINGS, "_reduce_scatter_along_first_dim", "collectives.reduce_scatter_in_rank_order"
 )
 
 SUMS = Need("batch-invariant mode", REFUSED, (REDUCE, REDUCE_SCATTER))
@@ -52,6 +50,13 @@ megatron_reduce: Callable | None = getattr(mappings, REDUCE.name, None)
 megatron_reduce_scatter: Callable | None = getattr(mappings, REDUCE_SCATTER.name, None)
 # Passes on to TransformerEngine what it does not compute.
 megatron_te_normalization: Callable | None = getattr(megatron, TE_NORMALIZATION.name, None)
+
+
+def megatrons(function: Callable | None) -> Callable:
+    """One of these, by the time that it has been replaced, so that it is there."""
+    assert function is not None, "it has been replaced"
+    return function
+
 
 # Megatron's own, while ours have their names.
 _theirs: dict[MegatronName, Any] = {}
@@ -100,6 +105,8 @@ def require_sums() -> None:
 
 def replace_sums(reduce: Callable, reduce_scatter: Callable) -> None:
     """Replace the sums over tensor-parallel ranks in Megatron's own layers.
+
+    TransformerEngine's layers have their own.
 
     Raises:
         ValueError: If this release of Megatron has not the functions that make them.

@@ -60,7 +60,9 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
         megatron_operators.enable(OPERATORS)
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
-    collectives.sum_in_rank_order()
+    megatron_operators.replace_sums(
+        collectives.reduce_in_rank_order, collectives.reduce_scatter_in_rank_order
+    )
 
 
 def disable_batch_invariant_mode(device_type: str | None = None) -> None:
@@ -107,9 +109,7 @@ def _replace(device_type: str) -> torch.library.Library:
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     """PyTorch's, but one ``mm`` for an expanded matrix, which linear layers pass to ``bmm``."""
     if cpu.is_one_matrix(right):
-        return torch.mm(left.reshape(-1, left.shape[-1]), right[0]).view(
-            *left.shape[:2], right.shape[-1]
-        )
+        return left.flatten(0, 1).mm(right[0]).view(*left.shape[:2], right.shape[-1])
     return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[-1]))
 
 

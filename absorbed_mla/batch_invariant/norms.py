@@ -82,9 +82,7 @@ def apply_normalization(
     """
     own = normalization == "RMSNorm" and output_quantizer is None and ln_bias is None
     if not own or inputmat.dtype not in DTYPES:
-        megatrons = megatron_operators.megatron_te_normalization
-        assert megatrons is not None, "it has been replaced"
-        return megatrons(
+        return megatron_operators.megatrons(megatron_operators.megatron_te_normalization)(
             *(inputmat, ln_out, ln_weight, ln_bias, eps, output_quantizer, output_dtype),
             *(normalization, *margin_and_zero_centered),
         )

@@ -31,11 +31,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 
 
 def settle_options(
-    options: AbsorbedMLAOptions,
-    config: MLATransformerConfig,
-    *,
-    causal: bool,
-    tp_size: int,
+    options: AbsorbedMLAOptions, config: MLATransformerConfig, *, causal: bool, tp_size: int
 ) -> AbsorbedMLAOptions:
     """The options of a layer; in parity mode with form and backends set to what it requires.
 

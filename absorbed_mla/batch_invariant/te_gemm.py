@@ -72,8 +72,8 @@ def general_gemm(
 
 
 def _check(A: Tensor, B: Tensor, layout: str, more: dict[str, Any]) -> None:
-    for name in ("A", "B"):
-        dtype = getattr({"A": A, "B": B}[name], "dtype", None)
+    for name, operand in (("A", A), ("B", B)):
+        dtype = getattr(operand, "dtype", None)
         if dtype not in DTYPES:
             raise ValueError(
                 f"parity mode's general_gemm needs {name} in bf16, fp16 or fp32; got {dtype}"

@@ -98,7 +98,7 @@ class SparseKernels:
 
 
 class InvariantSparse(SparseKernels):
-    """For parity mode: see ``kernels/dsa/invariant_forward.py``."""
+    """For parity mode: see ``kernels/dsa/forward.py``."""
 
     forward_kernel = "invariant"
     backward_kernel = "triton"

@@ -7,12 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.triton.common import (
-    precision,
-    product,
-    row_max,
-    rows_contiguous,
-)
+from absorbed_mla.kernels.triton.common import precision, product, row_max, rows_contiguous
 from absorbed_mla.kernels.triton.launch import shared_memory
 from absorbed_mla.kernels.triton_private import elementwise_max
 

@@ -36,10 +36,11 @@ def latent_attention_forward(
     """
     module = _kernel_module(kernel, "forward")
     largest = _largest(q_content, record_largest)
-    inputs = (q_content, q_rope, latent, k_rope, query_tiles, scale)
+    recorded = largest if record_largest else None
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(q_content):
-        return *module.forward(*inputs, largest if record_largest else None), largest
+        result = module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale, recorded)
+    return *result, largest
 
 
 def _largest(query: Tensor, recorded: bool) -> Tensor:
@@ -47,10 +48,15 @@ def _largest(query: Tensor, recorded: bool) -> Tensor:
     return query.new_empty(shape, dtype=torch.float32)
 
 
+def _output_and_lse(query: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """What attention returns for a query, for shapes without data; of values as wide as it."""
+    *rows, own = query.shape
+    return query.new_empty(*rows, width or own), query.new_empty(rows, dtype=torch.float32)
+
+
 @torch.library.register_fake(latent_attention_forward)
 def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, record_largest=False):
-    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
+    return *_output_and_lse(q_content), _largest(q_content, record_largest)
 
 
 @operator
@@ -78,31 +84,13 @@ def latent_attention_in_pieces(
 
 
 @torch.library.register_fake(latent_attention_in_pieces)
-def _(
-    q_content,
-    q_rope,
-    latent,
-    k_rope,
-    query_tiles,
-    sequences,
-    blocks,
-    most_queries,
-    most_keys,
-    scale,
-    record_largest=False,
-):
-    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
+def _(q_content, q_rope, latent, k_rope, tiles, starts, blocks, queries, keys, scale, record=False):
+    return *_output_and_lse(q_content), _largest(q_content, record)
 
 
 @operator
 def multi_head_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_tiles: Tensor,
-    scale: float,
-    record_largest: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, query_tiles: Tensor, scale: float, record_largest: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S_q, B, N, V] and LSE [S_q, B, N] of ``kernels/hopper/multi_head.py``.
 
@@ -117,8 +105,7 @@ def multi_head_attention_forward(
 
 @torch.library.register_fake(multi_head_attention_forward)
 def _(q, k, v, query_tiles, scale, record_largest=False):
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), lse, _largest(q, record_largest)
+    return *_output_and_lse(q, v.shape[3]), _largest(q, record_largest)
 
 
 @operator
@@ -220,22 +207,9 @@ def paged_attention_forward(
     The arguments are the fields of :class:`PagedCall`, which an operator of PyTorch cannot take.
     ``tiles`` and ``starts`` are what :func:`paged_schedule` gave; without them they are made.
     """
-    call = PagedCall(
-        q_content,
-        q_rope,
-        cache,
-        query_starts,
-        query_lengths,
-        kv_lengths,
-        block_table,
-        max_query_length,
-        max_kv_length,
-        scale,
-        key_start,
-        key_end,
-        batch_invariant,
-        num_splits,
-    )
+    lists = query_starts, query_lengths, kv_lengths, block_table
+    keys = max_query_length, max_kv_length, scale, key_start, key_end
+    call = PagedCall(q_content, q_rope, cache, *lists, *keys, batch_invariant, num_splits)
     table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
     with torch.cuda.device_of(q_content):
         return _paged_module(kernel).forward(call, table)
@@ -243,8 +217,7 @@ def paged_attention_forward(
 
 @torch.library.register_fake(paged_attention_forward)
 def _(q_content, q_rope, cache, *rest):
-    lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse
+    return _output_and_lse(q_content)
 
 
 def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tuple[()]:
@@ -265,11 +238,15 @@ def _paged_module(kernel: str):
     return _kernel_module(*names)
 
 
-_SPARSE = {
-    "triton": ("dsa", ""),
-    "invariant": ("dsa", "invariant_"),
-    "hopper": ("hopper", "sparse_"),
-}
+def _attend_sparse(kernel: str, operands, lists_of, topk: int, scale: float, scales=None):
+    """By ``dsa/forward.py``, as it is in parity mode if ``invariant``, or hopper/sparse_forward.py.
+
+    Arguments are theirs.
+    """
+    arguments = *operands, lists_of, topk, scale
+    if kernel == "hopper":
+        return _kernel_module("hopper", "sparse_forward").attend(*arguments)
+    return _kernel_module("dsa", "forward").attend(*arguments, scales, kernel == "invariant")
 
 
 @operator
@@ -282,18 +259,19 @@ def sparse_attention_forward(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output [S_q, B, N, C] and LSE of ``dsa/forward.py`` or ``hopper/sparse_forward.py``."""
-    folder, prefix = _SPARSE[kernel]
-    module = _kernel_module(folder, f"{prefix}forward")
+    """Output [S_q, B, N, C] and LSE of ``dsa/forward.py`` or ``hopper/sparse_forward.py``.
+
+    The chosen keys are int32 [S_q, B, topk], none twice for a query; -1 for none, anywhere.
+    """
+    lists_of = partial(_kernel_module("dsa", "key_lists").key_lists, chosen)
     with torch.cuda.device_of(q_content):
-        forward = getattr(module, f"{prefix}forward")
-        return forward(q_content, q_rope, latent, k_rope, chosen, scale)
+        operands = q_content, q_rope, latent, k_rope
+        return _attend_sparse(kernel, operands, lists_of, chosen.shape[2], scale)
 
 
 @torch.library.register_fake(sparse_attention_forward)
-def _(q_content, q_rope, latent, k_rope, chosen, scale, kernel):
-    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse
+def _(q_content, *rest):
+    return _output_and_lse(q_content)
 
 
 @operator
@@ -320,21 +298,17 @@ def sparse_attention_cached(
     ``fp8_latents.Fp8Parts``.
     """
     places = query_starts, query_lengths, block_table, block_size, of_block, of_position
-    folder, prefix = _SPARSE[kernel]
-    module = _kernel_module(folder, f"{prefix}forward")
     lists = _kernel_module("dsa", "topk_slots")
     lists_of = partial(lists.topk_slots, chosen, lists.Places(*places))
     with torch.cuda.device_of(q_content):
         operands = q_content.unsqueeze(1), q_rope.unsqueeze(1), latent, k_rope
-        fp8 = {} if scales is None else {"scales": scales}
-        out, lse = module.attend(*operands, lists_of, chosen.shape[1], scale, **fp8)
+        out, lse = _attend_sparse(kernel, operands, lists_of, chosen.shape[1], scale, scales)
     return out.squeeze(1), lse.squeeze(1)
 
 
 @torch.library.register_fake(sparse_attention_cached)
-def _(q_content, q_rope, *rest):
-    lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse
+def _(q_content, *rest):
+    return _output_and_lse(q_content)
 
 
 @operator
@@ -354,11 +328,10 @@ def sparse_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R]."""
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
-    folder, prefix = _SPARSE[kernel]
-    module = _kernel_module(folder, f"{prefix}backward")
+    names = ("hopper", "sparse_backward") if kernel == "hopper" else ("dsa", "backward")
     with torch.cuda.device_of(q_content):
-        backward = getattr(module, f"{prefix}backward")
-        return backward(LatentBackward(*saved, scale), chosen, deterministic)
+        call = LatentBackward(*saved, scale)
+        return _kernel_module(*names).backward(call, chosen, deterministic)
 
 
 @torch.library.register_fake(sparse_attention_backward)

@@ -29,8 +29,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from tests.support.idle_barriers import idle_barriers
-from tests.support.reduced_lanes import reduced_across_copies
+from tests.support.compiled_code import idle_barriers, reduced_across_copies
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Tokens and heads: tiles of whole tokens, and both sides of a causal diagonal.

@@ -14,9 +14,9 @@ NEEDS_GPU, NEEDS_NO_GPU = "needs a GPU", "needs a machine without a GPU"
 NEEDS_HOPPER = "needs a GPU of compute capability 9.0 (Hopper)"
 
 gpu = pytest.mark.skipif(not HAS_GPU, reason=NEEDS_GPU)
-hopper = pytest.mark.skipif(
-    not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason=NEEDS_HOPPER
-)
+_IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not _IS_HOPPER, reason=NEEDS_HOPPER)
+hopper_or_no_gpu = pytest.mark.skipif(HAS_GPU and not _IS_HOPPER, reason=NEEDS_HOPPER)
 no_gpu = pytest.mark.skipif(HAS_GPU, reason=NEEDS_NO_GPU)
 
 

@@ -7,12 +7,21 @@ precision: the module rounds at other places (absorbed query, partial sums), not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tests.support import world
+
 EAGER_FACTOR = 3.0
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normally distributed numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(world.device(), dtype)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -24,6 +33,20 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = torch.linalg.vector_norm(actual.double().cpu() - expected.double().cpu()).item()
     size = torch.linalg.vector_norm(expected.double()).item()
     return difference / size if size else difference
+
+
+def check_gradients(function: Callable, exact: Callable, leaves: list, bound: float) -> Tensor:
+    """Errors of a function's value and gradients, of what ``exact`` makes in fp64; the value."""
+    doubles = [x.double().requires_grad_() for x in leaves]
+    found, expected = function(*(x.requires_grad_() for x in leaves)), exact(*doubles)
+    grad = random(*found.shape, dtype=found.dtype, seed=3)
+    gradients = torch.autograd.grad(found, leaves, grad)
+    truth = torch.autograd.grad(expected, doubles, grad.double())
+    for actual, wanted in zip((found, *gradients), (expected, *truth), strict=True):
+        assert actual.dtype == found.dtype
+        error = relative_error(actual.detach(), wanted.detach())
+        assert error < bound, f"{error:.1e} of {tuple(actual.shape)}"
+    return found
 
 
 def rounding_floor(dtype: torch.dtype) -> float:

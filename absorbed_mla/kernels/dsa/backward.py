@@ -18,8 +18,8 @@ from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.scatter_add import add_in_order, parts_dtype
 from absorbed_mla.kernels.latent_backward import LatentBackward
-from absorbed_mla.kernels.triton.backward import delta_of
-from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
+from absorbed_mla.kernels.triton.backward import rows_of
+from absorbed_mla.kernels.triton.common import interpreted, precision, strides_of
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
 
 # Columns of one product, and most rows of a tile: the most that need no stack on Hopper.
@@ -29,7 +29,7 @@ _COLUMNS, _ROWS = 128, 32
 def backward(
     call: LatentBackward, chosen: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what ``forward`` took.
+    """Gradients of what ``forward.attend`` took.
 
     Args:
         call: The arguments.
@@ -39,24 +39,18 @@ def backward(
     Returns:
         As :class:`LatentBackward` says.
     """
-    grad_out, grad_lse, out, lse, *operands, scale = call.cast()
-    q_content, q_rope, latent, k_rope = rows_contiguous(*operands)
-    grad_out, out = rows_contiguous(grad_out, out)
-    lse = lse.contiguous()
-    rows = (q_content, q_rope, latent, k_rope, grad_out, lse)
-    rows += (delta_of(grad_out, grad_lse, out, lse),)
     dq, dkv = call.empty_query_gradients(), call.zero_key_gradients()
-    keys, _, kv_lora_rank = latent.shape
-    launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
-    most_rows = min(_ROWS, launch.query.rows)
-    tile = query_tile(q_content.shape[2], most_rows, len(q_content), keys, least=16)
+    queries, _, heads, kv_lora_rank = call.q_content.shape
+    dtype, keys = call.q_content.dtype, len(call.latent)
+    launch = launch_for(dtype, kv_lora_rank, call.k_rope.shape[-1], call.latent.device)
+    tile = query_tile(heads, min(_ROWS, launch.query.rows), queries, keys, least=16)
     lists = key_lists(chosen, keys, tile.tokens)
-    gradients = _Gradients(rows, dq, lists, tile, scale, launch)
+    gradients = _Gradients(rows_of(call), dq, lists, tile, call.scale, launch)
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.entries)), dkv, in_order=False)
         return *dq, dkv
     write = partial(gradients.of_tiles, in_order=True)
-    add_in_order(dkv, lists, tile.blocks, parts_dtype(q_content.dtype), write)
+    add_in_order(dkv, lists, tile.blocks, parts_dtype(dtype), write)
     return *dq, dkv
 
 
@@ -84,15 +78,13 @@ class _Gradients(NamedTuple):
         if not all(grid):
             return
         blocks = self.launch.query
-        strides = [s for x in self.operands[:5] for s in x.stride()[: min(x.dim() - 1, 3)]]
         for of_keys in (False, True):
             backward_kernel[grid](
                 *self.operands,
                 *self.dq,
                 dkv,
-                self.lists.entries,
-                self.lists.counts,
-                *strides,
+                *self.lists[:2],
+                *strides_of(*self.operands[:5]),
                 tiles.start,
                 len(q_content),
                 heads,

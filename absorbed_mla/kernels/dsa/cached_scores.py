@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
+from absorbed_mla.kernels.dsa.index_scores import fp8_keys
 from absorbed_mla.kernels.paged.forward import load_blocks
 from absorbed_mla.kernels.triton.common import (
     interpreted,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, query_tile, token_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.dsa.tile import keys_of_entries, list_entries, listed_keys, tile_rows
 from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
@@ -30,32 +29,6 @@ from absorbed_mla.kernels.triton.launch import launch_for
 _KEYS = 32
 
 
-def forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    chosen: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
-
-    Args:
-        q_content: [S_q, B, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
-        q_rope: [S_q, B, N, R]; R likewise, or 0.
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
-        chosen: int32 [S_q, B, topk], no key twice for a query; -1 for none, anywhere.
-        scale: Multiplies the scores.
-
-    Returns:
-        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
-        a query without keys.
-    """
-    lists = partial(key_lists, chosen)
-    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
-
-
 def attend(
     q_content: Tensor,
     q_rope: Tensor,
@@ -65,41 +38,53 @@ def attend(
     topk: int,
     scale: float,
     scales: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`forward`.
+    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
+
+    In parity mode every tile has one token and all of its keys, however many tokens there are:
+    training and generation give a token the same bits if its keys come in the same order.
 
     Args:
-        q_content: As there, like the next three.
-        q_rope: As there.
-        latent: As there; or, of FP8 rows, uint8.
-        k_rope: As there; of FP8 rows bf16.
+        q_content: [S_q, B, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
+        q_rope: [S_q, B, N, R]; R likewise, or 0.
+        latent: [S_k, B, C]; of FP8 rows uint8.
+        k_rope: [S_k, B, R]; of FP8 rows bf16.
         lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
         topk: Most keys of a query.
         scale: Multiplies the scores.
         scales: Of FP8 rows, fp32 [S_k, B, C / 128]; None for others.
+        batch_invariant: Whether this is parity mode.
+
+    Returns:
+        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
+        a query without keys.
     """
     operands = rows_contiguous(q_content, q_rope, latent, k_rope)
     queries, batch, heads, kv_lora_rank = q_content.shape
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
-    splits = splits_for(queries, batch, heads, topk)
+    rows, keys, _ = launch.forward
+    if batch_invariant:
+        tile, splits = token_tile(heads, rows, least=16), 1
+    else:
+        tile = query_tile(heads, rows, queries, len(latent), least=16)
+        splits = splits_for(queries, batch, heads, topk)
+        if tile.tokens > 1 or scales is not None:
+            keys = min(_KEYS, keys)
     lists = lists_of(len(latent), tile.tokens, splits)
-    keys = launch.forward.keys
-    if tile.tokens > 1 or scales is not None:
-        keys = min(_KEYS, keys)
     if splits == 1:
-        return attend_to_lists(*operands, scales, lists, tile, keys, scale, q_content.dtype)
+        return _attend_to_lists(*operands, scales, lists, tile, keys, scale, q_content.dtype)
     # As entries of a batch, all with the same query and keys.
     operands = tuple(x.expand(-1, splits, *x.shape[2:]) for x in operands)
     if scales is not None:
         scales = scales.expand(-1, splits, -1)
     return merge_splits(
-        *attend_to_lists(*operands, scales, lists, tile, keys, scale, torch.float32),
+        *_attend_to_lists(*operands, scales, lists, tile, keys, scale, torch.float32),
         q_content.dtype,
     )
 
 
-def attend_to_lists(
+def _attend_to_lists(
     q_content: Tensor,
     q_rope: Tensor,
     latent: Tensor,
@@ -132,8 +117,7 @@ def attend_to_lists(
         k_rope,
         out,
         lse,
-        lists.entries,
-        lists.counts,
+        *lists[:2],
         *q_content.stride()[:3],
         *q_rope.stride()[:3],
         *latent.stride()[:2],

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.dsa.index_scores import positive
 from absorbed_mla.kernels.dsa.key_lists import key_lists
-from absorbed_mla.kernels.dsa.relu import positive
 from absorbed_mla.kernels.dsa.scatter_add import add_in_order
 from absorbed_mla.kernels.dsa.vector_atomics import add_quads, adds_quads, for_quads
 from absorbed_mla.kernels.triton.common import (
@@ -72,18 +72,13 @@ def add_chosen_gradient(
     relu: bool,
     deterministic: bool,
 ) -> None:
-    """Add the gradient of :func:`chosen_scores`.
+    """Add the gradient of :func:`chosen_scores`, which describes what is not below.
 
     Args:
         gradient: Of the queries [Q, B, Hi, Di] and of the weights, fp32 [Q, B, Hi], which are
             written, last; between them that of the keys, fp32 [S_k, B, Di], which is added to. All
             contiguous.
         score_grad: fp32 [B, Q, P], 0 where there is no key.
-        query: As in the forward.
-        key: As in the forward.
-        weights: As in the forward.
-        chosen: As in the forward.
-        relu: As in the forward.
         deterministic: Whether keys are added to in a fixed order; see scatter_add.py.
     """
     if not score_grad.numel():

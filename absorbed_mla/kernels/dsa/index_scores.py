@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
-from absorbed_mla.kernels.dsa.relu import positive
+from absorbed_mla.kernels.e4m3 import to_e4m3
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
     precision,
     product,
+    row_max,
     rows_contiguous,
 )
 
@@ -148,3 +148,28 @@ def _scores_kernel(
             total *= key_scales[None, :]
         pointers = out_ptr + batch * out_b + token[:, None] * out_s + key[None, :]
         tl.store(pointers, total, mask=valid[:, None] & there[None, :])
+
+
+@triton.jit
+def positive(values):
+    """The ReLU of products: NaN stays NaN, which the interpreter does not test.
+
+    One instruction for an element, and to compare and select are two.
+    """
+    return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fp8_keys(keys, INTERPRETED: tl.constexpr):
+    """Loaded rows [N, D] as e4m3, and the power of two [N] that each was divided by.
+
+    The same bits as ``dsa/fp8_rows.py``: see there.
+    """
+    wide = keys.to(tl.float32)
+    largest = tl.maximum(row_max(tl.abs(wide)), 1e-4)
+    bits = (largest.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+    bits -= 8 << 23
+    # The reciprocal of a power of two has the negated exponent.
+    reciprocal = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    scales = bits.to(tl.float32, bitcast=True)
+    return to_e4m3(wide * reciprocal[:, None], INTERPRETED), scales

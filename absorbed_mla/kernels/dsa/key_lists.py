@@ -116,12 +116,7 @@ def key_lists(chosen: Tensor, num_keys: int, tokens: int, splits: int = 1) -> Ke
     if tokens == 1:
         counts, open_counts = chosen.new_empty(2, tiles, batch)  # the kernel fills both
         _count_kernel[(queries * batch,)](
-            chosen,
-            counts,
-            open_counts,
-            topk,
-            BLOCK=triton.next_power_of_2(topk),
-            num_warps=4,
+            chosen, counts, open_counts, topk, BLOCK=triton.next_power_of_2(topk), num_warps=4
         )
         return KeyLists(chosen, counts, open_counts, tokens)
     if num_keys > KEY_MASK.value:

@@ -19,6 +19,7 @@ from absorbed_mla.kernels.triton.common import (
     precision,
     product,
     rows_contiguous,
+    strides_of,
 )
 from absorbed_mla.kernels.triton.launch import launch_for
 from absorbed_mla.kernels.triton_private import sum_combine
@@ -64,10 +65,7 @@ def visible_target(
             k_rope[key_start:],
             lse,
             out,
-            *q_content.stride()[:3],
-            *q_rope.stride()[:3],
-            *latent.stride()[:2],
-            *k_rope.stride()[:2],
+            *strides_of(q_content, q_rope, latent, k_rope),
             count,
             num_keys,
             num_keys if offset is None else offset,
@@ -115,10 +113,7 @@ def chosen_target(
             lse,
             chosen,
             out,
-            *q_content.stride()[:3],
-            *q_rope.stride()[:3],
-            *latent.stride()[:2],
-            *k_rope.stride()[:2],
+            *strides_of(q_content, q_rope, latent, k_rope),
             topk,
             heads,
             scale * LOG2_E.value,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+from absorbed_mla.kernels.triton.common import max_of, sum_before, sum_of
 
 # The largest ``topk``: its groups' maxima are 32 registers of each of 512 threads.
 _MOST_KEYS = 8192
@@ -153,19 +153,7 @@ def _middle(low, high):
 
 @triton.jit
 def _total(numbers):
-    return tl.reduce(numbers.to(tl.int32), 0, sum_combine)
-
-
-@triton.jit
-def _largest(numbers):
-    """Over the first axis."""
-    return tl.reduce(numbers, 0, elementwise_max)
-
-
-@triton.jit
-def _before(numbers):
-    """Sums of the numbers before each."""
-    return tl.associative_scan(numbers, 0, sum_combine) - numbers
+    return sum_of(numbers.to(tl.int32))
 
 
 @triton.jit
@@ -175,8 +163,8 @@ def _lower_bound(row_ptr, seen, topk, spare, GROUPS: tl.constexpr, PARTS: tl.con
     place = part[:, None] * GROUPS + group[None, :]
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     for start in range(0, seen, PARTS * GROUPS):
-        best = tl.maximum(best, _largest(_scores(row_ptr, start + place, seen)))
-    low, most = _ordered(-_largest(-best)), _ordered(_largest(best))
+        best = tl.maximum(best, max_of(_scores(row_ptr, start + place, seen)))
+    low, most = _ordered(-max_of(-best)), _ordered(max_of(best))
     high = most
     while low < high:
         middle = _middle(low, high)
@@ -213,14 +201,14 @@ def _keep(row_ptr, seen, least, keys_ptr, scores_ptr, GROUPS: tl.constexpr, SEGM
     counts = _total(reached)
     count = _total(counts)
     if count <= GROUPS:
-        start = _before(counts)[None, :]
+        start = sum_before(counts)[None, :]
         for step in range(0, length, 128):
             # Of four places, so that their counts, which are 32 at most, are added up in one go.
             flags = tl.full([32, SEGMENTS], 0, tl.int32)
             for part in tl.static_range(4):
                 own = lane + step + part * 32
                 flags += _reaching(row_ptr, first + own, own, length, seen, least) << (8 * part)
-            before, totals = _before(flags), _total(flags)[None, :]
+            before, totals = sum_before(flags), _total(flags)[None, :]
             for part in tl.static_range(4):
                 key = first + lane + step + part * 32
                 kept = ((flags >> (8 * part)) & 1) > 0
@@ -317,7 +305,7 @@ def _select_kernel(
             greater, tie = (score > last) & inside, (score == last) & inside
             # Both counts in one number.
             one = greater.to(tl.int32) + (tie.to(tl.int32) << 16)
-            before = _before(one)
+            before = sum_before(one)
             ties_before = ties + (before >> 16)
             number = above + (before & 0xFFFF) + tl.minimum(ties_before, wanted)
             chosen = greater | (tie & (ties_before < wanted))

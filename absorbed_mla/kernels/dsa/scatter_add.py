@@ -128,13 +128,7 @@ def _add_run(
         num_warps=_THREADS // 32,
     )
     _place_kernel[(triton.cdiv(keys, _KEYS), batch)](
-        *scratch,
-        tiles,
-        keys,
-        length,
-        TILES=_TILES,
-        KEYS=_KEYS,
-        num_warps=1,
+        *scratch, tiles, keys, length, TILES=_TILES, KEYS=_KEYS, num_warps=1
     )
     # 576 columns are 512 and 64.
     main = 1 << (width.bit_length() - 1)
@@ -191,14 +185,7 @@ def _table_kernel(
 
 @triton.jit
 def _place_kernel(
-    table_ptr,
-    places_ptr,
-    counts_ptr,
-    tiles,
-    keys,
-    length,
-    TILES: tl.constexpr,
-    KEYS: tl.constexpr,
+    table_ptr, places_ptr, counts_ptr, tiles, keys, length, TILES: tl.constexpr, KEYS: tl.constexpr
 ):
     """The places of some keys' entries, without what is between them."""
     batch, batches = tl.program_id(1), tl.num_programs(1)

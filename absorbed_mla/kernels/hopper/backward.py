@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.backward_fragments import in_order
 from absorbed_mla.kernels.hopper.backward_kernel import attend_backward
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
 from absorbed_mla.kernels.latent_backward import LatentBackward
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.triton.backward import delta_of
 
 _KEYS = KEYS.value
 
@@ -47,7 +47,7 @@ def backward(call: LatentBackward, tiles: Tensor) -> tuple[Tensor, Tensor, Tenso
         tensor_map(call.latent, (_KEYS, 1, kv_lora_rank)),
         tensor_map(call.k_rope, (_KEYS, 1, rope)),
         call.lse.contiguous(),
-        delta(call.grad_out, call.grad_lse, call.out),
+        delta_of(call.grad_out, call.grad_lse, call.out),
         tiles,
         dq_content,
         dq_rope,

@@ -113,7 +113,7 @@ def copy_to(source, position, barrier, operand):
 
 
 @gluon.jit
-def clear_outside(operand, first, end):
+def clear_outside(operand, first, end, stage=0):
     """Zero rows before ``first`` and from ``end`` on: they are of others, and may hold anything.
 
     ``finish_clearing`` must come before a product reads the operand.
@@ -125,7 +125,7 @@ def clear_outside(operand, first, end):
     inside = ((row >= first) & (row < end))[:, None]
     zero = gl.full([operand.shape[1], WIDTH], 0, operand.dtype, layout)
     for column in gl.static_range(0, W, WIDTH):
-        part = operand.index(0).slice(column, WIDTH, dim=1)
+        part = operand.index(stage).slice(column, WIDTH, dim=1)
         part.store(gl.where(inside, part.load(layout), zero))
 
 

@@ -94,25 +94,28 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     queries = _query_maps(q_content, q_rope, tiles)
-    widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
-    rows, page, constants = shape[-1], page_size(block_size, call.window), {}
+    widths, rows = (out.shape[-1], q_rope.shape[-1]), shape[-1]
+    page = page_size(cache.shape[1], call.window)
     keys: _Keys = _fp8_keys(cache) if call.fp8 else _key_maps(cache, *widths, page)
-    lists = *table, block_table
+    programs = split_kv.parts * tiles.head_blocks
+    results: tuple[Tensor | int, ...] = out, lse, *waiting
+    constants: dict[str, int] = {"SPLIT": split_kv.splits}
     if call.batch_invariant and _is_long(call.window) and not split_kv.splits:
-        kernel = attend_fp8_decode_pieces if call.fp8 else attend_decode_pieces
-        _launch_pieces(kernel, queries, keys, lists, (out, lse), block_size, call.scale, division)
-        clear_padding(*call.lengths[:2], out, lse)
-        return out, lse
-    kernel = attend_fp8_decode if call.fp8 else attend_decode
-    if rows in _FEW_ROWS:
+        kernel, constants = attend_fp8_decode_pieces if call.fp8 else attend_decode_pieces, {}
+        programs = min(programs, split_kv.programs)
+        with not_filled():
+            sums = lse.new_empty(programs, ROWS.value, widths[0])
+        results = out, lse, sums, split_kv.parts
+    elif rows in _FEW_ROWS:
         kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *keys)
-        constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
-    results = out, lse, *waiting
-    _launch(kernel, queries, keys, lists, results, block_size, call.scale, division, constants)
+        constants |= {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
+    else:
+        kernel = attend_fp8_decode if call.fp8 else attend_decode
+    lists = *table, block_table
+    _launch(kernel, programs, queries, keys, lists, results, call, tiles, constants)
     if split_kv.splits:
-        result = out, lse
         order = {"in_order": call.batch_invariant}
-        combine(*waiting, table, tiles, split_kv, call.lengths[:2], result, **order)
+        combine(*waiting, table, tiles, split_kv, call.lengths[:2], (out, lse), **order)
     else:
         clear_padding(*call.lengths[:2], out, lse)
     return out, lse
@@ -211,74 +214,34 @@ def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
     return words, *(stride // UNIT.value for stride in words.stride()[:2]), size
 
 
-def _launch_pieces(
+def _launch(
     kernel: JITFunction,
+    programs: int,
     queries: tuple[TensorDescriptor, ...],
     keys: _Keys,
     lists: tuple[Tensor, ...],
-    result: tuple[Tensor, Tensor],
-    block_size: int,
-    scale: float,
-    division: plan.Division,
+    results: tuple[Tensor | int, ...],
+    call: PagedCall,
+    tiles: plan.Tiles,
+    constants: dict[str, int],
 ) -> None:
-    """Run a kernel that adds up the pieces of a tile's keys; lists end with the block table."""
-    tiles, split_kv, _, _ = division
-    out, lse = result
-    programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
-    with not_filled():
-        sums = lse.new_empty(programs, ROWS.value, out.shape[2])
+    """Run a kernel, by whose first results its arguments differ; lists end with the block table."""
+    _, heads, kv_lora_rank = call.q_content.shape
     launch(
         kernel,
         (programs,),
         *queries,
         *keys,
         *lists,
-        out,
-        lse,
-        sums,
-        split_kv.parts,
-        block_size,
-        lists[-1].stride(0),
-        out.shape[1],
-        tiles.head_blocks,
-        scale / math.log(2),
-        HEADS=tiles.heads,
-        C=out.shape[2],
-        R=queries[1].block_shape[-1],
-        num_warps=4,
-    )
-
-
-def _launch(
-    kernel: JITFunction,
-    queries: tuple[TensorDescriptor, ...],
-    keys: _Keys,
-    lists: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    block_size: int,
-    scale: float,
-    division: plan.Division,
-    constants: dict[str, int],
-) -> None:
-    """Run a kernel; its arguments are described there."""
-    tiles, split_kv, _, _ = division
-    heads, kv_lora_rank = results[0].shape[1:]
-    launch(
-        kernel,
-        (split_kv.parts * tiles.head_blocks,),
-        *queries,
-        *keys,
-        *lists,
         *results,
-        block_size,
+        call.cache.shape[1],
         lists[-1].stride(0),
         heads,
         tiles.head_blocks,
-        scale / math.log(2),
+        call.scale / math.log(2),
         HEADS=tiles.heads,
         C=kv_lora_rank,
-        R=queries[1].block_shape[-1],
-        SPLIT=split_kv.splits,
+        R=call.q_rope.shape[-1],
         num_warps=4,
         **constants,
     )

@@ -30,12 +30,7 @@ from absorbed_mla.kernels.hopper.forward_scores import (
     some_change,
     start_scores,
 )
-from absorbed_mla.kernels.hopper.forward_shared import (
-    STAGES,
-    allocate,
-    clear_rows,
-    load_queries,
-)
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, clear_rows, load_queries
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
 from absorbed_mla.kernels.hopper.pieces import BLOCKS, WholeTiles, running_sum
@@ -195,25 +190,9 @@ def attend_decode_pieces(
     """Attention of every tile, by any number of programs; what is not here as in ``attend_decode``.
 
     Args:
-        q_content: As there, like all that is not below.
-        q_rope: As there.
-        latent: As there.
-        k_rope: As there.
-        tiles: As there.
-        starts: As there, of parts that are one tile each.
-        block_table: As there.
-        out: As there.
-        lse: As there.
+        starts: Of parts that are one tile each, otherwise as there.
         sum_out: fp32 [programs, 64, C], contiguous.
         num_parts: Of ``starts``.
-        block_size: As there.
-        table_stride: As there.
-        heads: As there.
-        head_blocks: As there.
-        scale: As there.
-        HEADS: As there.
-        C: As there.
-        R: As there.
     """
     # Parts behind the last tile begin there.
     total = gl.load(starts + 2 * num_parts) * head_blocks

@@ -233,35 +233,14 @@ def attend_few_rows(
     PIECES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """As ``attend_decode``, over rows in FP8, in tiles of ``ROWS`` rows.
+    """As ``attend_decode``, over rows in FP8; tiles and boxes of queries have ``ROWS`` rows.
 
     Args:
-        q_content: As there, in boxes of ROWS rows, like all that follows but the next seven.
-        q_rope: Likewise.
         values: Tensor map of [block_size, blocks, C / 4] int32, four values in a word, in boxes
             [keys that lie together, 1, 32].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
         scales: Of [block_size, blocks, C / 128] fp32, likewise.
         words: As ``Fp8Pieces`` has it, like the next three.
-        block_units: Likewise.
-        row_units: Likewise.
-        together: Likewise.
-        tiles: As there.
-        starts: As there.
-        block_table: As there.
-        out: As there.
-        lse: As there.
-        split_out: [places, head_blocks, ROWS, C], otherwise as there.
-        split_lse: [places, head_blocks, ROWS], likewise.
-        block_size: As there.
-        table_stride: As there.
-        heads: As there.
-        head_blocks: As there.
-        scale: As there.
-        HEADS: As there.
-        C: As there.
-        R: As there.
-        SPLIT: As there.
         ROWS: Of a tile.
         PIECES: Pieces that are on their way.
         AHEAD: Blocks that are on their way to the L2 cache.

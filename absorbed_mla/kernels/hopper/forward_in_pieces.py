@@ -32,23 +32,15 @@ def forward_in_pieces(
 ) -> tuple[Tensor, Tensor]:
     """As ``forward``, with the bits of ``decode.forward`` with ``batch_invariant``.
 
+    ``largest`` costs a forward more where a sequence has more than ``PIECE`` keys.
+
     Args:
-        q_content: As there, like all that is not below.
-        q_rope: As there.
-        latent: As there.
-        k_rope: As there.
-        tiles: As there.
         sequences: First query of each, number of queries, and number of keys, of which the last
             query sees all; int32 [3, sequences] on the device.
         blocks: First key of each block of 64 of their keys, int32 [sequences, blocks] on the
             device; beyond the last block any key that is there.
         most_queries: Of a sequence.
         most_keys: Of a sequence.
-        scale: As there.
-        largest: As there. It costs a forward more where a sequence has more than ``PIECE`` keys.
-
-    Returns:
-        As there.
     """
     operands = q_content, q_rope, latent, k_rope
     if most_keys <= PIECE.value:
@@ -80,6 +72,5 @@ def _side_by_side(latent: Tensor, k_rope: Tensor) -> Tensor:
     rows[:, :keys, :width] = latent.transpose(0, 1)
     rows[:, :keys, width:] = k_rope.transpose(0, 1)
     return rows.as_strided(
-        (batch, keys, KEYS.value, width + rope),
-        (rows.stride(0), rows.stride(1), rows.stride(1), 1),
+        (batch, keys, KEYS.value, width + rope), (rows.stride(0), rows.stride(1), rows.stride(1), 1)
     )

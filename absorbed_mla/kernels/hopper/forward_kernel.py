@@ -199,34 +199,19 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
 
 @gluon.jit
 def next_left(
-    tile,
-    shared,
-    s,
-    o,
-    top,
-    total,
-    most,
-    q_rope,
-    scale,
-    blocks,
-    block,
-    RECORD: gl.constexpr = False,
+    tile, shared, s, o, top, total, most, q_rope, scale, blocks, block, RECORD: gl.constexpr = False
 ):
     """Add a block to the left half, and queue the scores of the next one.
 
     Args:
         tile: As in ``start_left``, like all that is not below.
-        shared: As there.
         s: Products of the block's scores.
         o: The half, of the blocks before, as the next three are.
         top: References.
         total: Sums.
         most: Largest products.
         q_rope: Of ``rope_queries``.
-        scale: As there.
-        blocks: As there.
         block: Of the tile.
-        RECORD: As there.
 
     Returns:
         The first five with the block; ``s`` of the next block is being computed.

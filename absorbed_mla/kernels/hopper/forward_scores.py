@@ -102,9 +102,7 @@ def online_softmax(s, top, scale, GROWTH: gl.constexpr = 0.0):
     not depend on others.
 
     Args:
-        s: As in ``softmax``, of any block.
-        top: Likewise.
-        scale: Likewise.
+        s: As in ``softmax``, of any block, like the next two.
         GROWTH: With 0 the reference is the largest product so far.
 
     Returns:

@@ -2,11 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
 from absorbed_mla.kernels.hopper.ring import new_barriers
@@ -141,24 +137,16 @@ def allocate_blocks(
     CHUNKS: gl.constexpr = C // CHUNK
     half: gl.constexpr = [STAGES, KEYS, 1, C // 2]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_content = gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout)
-    q_rope = gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout)
-    left = gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT)
-    right = gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT)
-    rope = gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS))
-    factor = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
-    changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
-    norm = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     p_full = new_barriers(STAGES)
     storage = ForwardStorage(
-        q_content=q_content,
-        q_rope=q_rope,
-        left=left,
-        right=right,
-        rope=rope,
-        factor=factor,
-        changes=changes,
-        norm=norm,
+        q_content=gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
+        q_rope=gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
+        left=gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
+        right=gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
+        rope=gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS)),
+        factor=gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
+        changes=gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain),
+        norm=gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         q_full=new_barriers(1),
         q_empty=new_barriers(1),
         k_full=new_barriers(STAGES * CHUNKS),

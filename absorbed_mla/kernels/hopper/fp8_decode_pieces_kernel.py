@@ -56,31 +56,7 @@ def attend_fp8_decode_pieces(
     C: gl.constexpr,
     R: gl.constexpr,
 ):
-    """As ``attend_decode_pieces``, over rows that ``Fp8Rows`` describes.
-
-    Args:
-        q_content: As there, like all that ``Fp8Rows`` does not have.
-        q_rope: Likewise.
-        words: As in ``attend_fp8_decode``, like the next three.
-        block_units: Likewise.
-        row_units: Likewise.
-        together: Likewise.
-        tiles: As there.
-        starts: As there.
-        block_table: As there.
-        out: As there.
-        lse: As there.
-        sum_out: As there.
-        num_parts: As there.
-        BLOCK_SIZE: Keys in a block of the cache.
-        table_stride: As there.
-        heads: As there.
-        head_blocks: As there.
-        scale: As there.
-        HEADS: As there.
-        C: As there.
-        R: As there.
-    """
+    """As ``attend_decode_pieces``, over rows as ``attend_fp8_decode`` takes them."""
     # Parts behind the last tile begin there.
     total = gl.load(starts + 2 * num_parts) * head_blocks
     work = WholeTiles(tiles, total, head_blocks, HEADS)

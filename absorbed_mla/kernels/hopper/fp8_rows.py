@@ -17,12 +17,7 @@ from absorbed_mla.kernels import fp8_latents
 from absorbed_mla.kernels.hopper.decode_kernel import load_role, score_role, value_role
 from absorbed_mla.kernels.hopper.decode_tile import Part
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import (
-    STAGES,
-    allocate_blocks,
-    announce,
-    chunk_full,
-)
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate_blocks, announce, chunk_full
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
 from absorbed_mla.kernels.hopper.ring import empty_position
@@ -278,28 +273,11 @@ def attend_fp8_decode(
     """As ``attend_decode``, over rows that ``Fp8Rows`` describes.
 
     Args:
-        q_content: As there, like all that ``Fp8Rows`` does not have.
-        q_rope: Likewise.
         words: int32 [blocks, BLOCK_SIZE, bytes of a row / 4].
         block_units: From a block to the next, in units of 16 bytes.
         row_units: From a row to the next, likewise.
         together: As ``Fp8Rows`` has it.
-        tiles: As there.
-        starts: As there.
-        block_table: As there.
-        out: As there.
-        lse: As there.
-        split_out: As there.
-        split_lse: As there.
         BLOCK_SIZE: Keys in a block of the cache.
-        table_stride: As there.
-        heads: As there.
-        head_blocks: As there.
-        scale: As there.
-        HEADS: As there.
-        C: As there.
-        R: As there.
-        SPLIT: As there.
     """
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()

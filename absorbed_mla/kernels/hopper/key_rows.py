@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from absorbed_mla.kernels.hopper.backward_fragments import keep_order
 from absorbed_mla.kernels.hopper.tile import KEYS
 from absorbed_mla.kernels.triton_private import aggregate
 
@@ -73,6 +74,4 @@ class KeyRows:
         else:
             gl.atomic_add(self.dkv + column + offset, part, mask=mask, sem="relaxed")
         # Else ptxas moves these behind the next product, see backward_fragments.py.
-        gl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
-        )
+        keep_order()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -12,18 +11,14 @@ from absorbed_mla.kernels.hopper.multi_head_kernel import attend_multi_head
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.paged.plan import processors
 
 # Keys and values of so many bytes stay in the L2 cache (50 MB) while a section of heads needs them.
 _SECTION_BYTES = 24 * 2**20
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tensor,
-    scale: float,
-    largest: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * q . k``.
 
@@ -68,7 +63,7 @@ def forward(
     section = max(min(_SECTION_BYTES // group_bytes, groups), 1)
     launch(
         attend_multi_head,
-        (min(_processors(q.device), works),),
+        (min(processors(q.device), works),),
         *maps,
         tensor_map(v, (BLOCK.value, 1, 1, values)),
         tiles,
@@ -94,11 +89,3 @@ def content_width(width: int) -> int:
     A box of shared memory has a power of two of columns; for 128 it is half.
     """
     return 1 << (width - 1).bit_length() - 1
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many programs run at one time; on a CPU, where kernels are emulated, any number."""
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count

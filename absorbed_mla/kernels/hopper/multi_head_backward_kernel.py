@@ -17,8 +17,10 @@ So products are always queued behind those that a thread waits for. LSE and delt
 but where the sums S^T and dP^T start from (multi_head_backward_rows.py). dS is computed of P as
 rounded for the product: both in fp32 would not fit into the 255 registers.
 
-dQ lies in memory in the order of the accumulators' fragments (multi_head_backward_fragments.py).
-Programs arrive in any order, so its last bits differ between runs.
+dQ lies in memory in the order of the accumulators' fragments (backward_fragments.py), but that the
+two warpgroups' groups of 8 columns alternate: a thread's place among the others is then its number,
+for accumulators of any width, and takes one register. Programs arrive in any order, so its last
+bits differ between runs.
 """
 
 from triton.experimental import gluon
@@ -30,10 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.backward_fragments import keep_order
+from absorbed_mla.kernels.hopper.backward_fragments import keep_order, reduce_groups
 from absorbed_mla.kernels.hopper.backward_shared import at_step
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout, tall_layout
-from absorbed_mla.kernels.hopper.multi_head_backward_fragments import add_fragments
 from absorbed_mla.kernels.hopper.multi_head_backward_shared import (
     STAGES,
     allocate,
@@ -44,6 +45,16 @@ from absorbed_mla.kernels.hopper.multi_head_backward_shared import (
 )
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES, read_tile
 from absorbed_mla.kernels.hopper.synchronize import synchronize
+
+# Bytes of a warpgroup's group of 8 columns, and of both warpgroups'.
+_WARPGROUP = gl.constexpr(4 * 8 * 4 * 16)
+_GROUP = gl.constexpr(2 * 4 * 8 * 4 * 16)
+
+
+@gluon.jit
+def add_fragments(part, target):
+    """Add an accumulator [64, W] of two warpgroups to W * 64 numbers at ``target``."""
+    reduce_groups(part, target, _WARPGROUP, _GROUP)
 
 
 @gluon.jit

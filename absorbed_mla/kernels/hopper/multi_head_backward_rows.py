@@ -121,7 +121,7 @@ def query_gradient(fragments: Tensor, like: Tensor, content: int, scale: float) 
     """What the kernel added up, times the scale, as a tensor.
 
     Args:
-        fragments: fp32 [B * N, blocks, 64 * width], see multi_head_backward_fragments.py.
+        fragments: fp32 [B * N, blocks, 64 * width], see multi_head_backward_kernel.py.
         like: The queries, [S_q, B, N, width].
         content: Columns of the accumulator that has the first ones; another has the rest.
         scale: Of the scores.

@@ -4,8 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
-from absorbed_mla.kernels.hopper.layouts import SWIZZLED, row_layout
+from absorbed_mla.kernels.hopper.backward_shared import (
+    allocate_operand,
+    clear_outside,
+    copy_to,
+    finish_clearing,
+)
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES
 from absorbed_mla.kernels.hopper.ring import new_barriers, ring_position
 from absorbed_mla.kernels.hopper.synchronize import synchronize
@@ -137,11 +141,10 @@ def wait_for_keys(tile, shared):
     mbarrier.wait(shared.keys_full.index(0), 0)
     seen = gl.where(tile.query_start < tile.query_end, tile.keys, 0)
     if seen < KEYS:
-        _clear(shared.k_content, 0, 0, seen)
-        _clear(shared.k_rope, 0, 0, seen)
-        _clear(shared.value, 0, 0, seen)
-        fence_async_shared()
-        synchronize()
+        clear_outside(shared.k_content, 0, seen)
+        clear_outside(shared.k_rope, 0, seen)
+        clear_outside(shared.value, 0, seen)
+        finish_clearing()
 
 
 @gluon.jit
@@ -156,23 +159,7 @@ def wait_for_rows(tile, shared, block):
     if tile.has_others(block):
         first = tile.first + block * QUERIES
         before, end = tile.query_start - first, tile.query_end - first
-        _clear(shared.q_content, stage, before, end)
-        _clear(shared.q_rope, stage, before, end)
-        _clear(shared.grad_out, stage, before, end)
-        fence_async_shared()
-        synchronize()
-
-
-@gluon.jit
-def _clear(operand, stage, first, end):
-    """Zero the rows of a stage before ``first`` and from ``end`` on."""
-    LENGTH: gl.constexpr = operand.shape[1]
-    W: gl.constexpr = operand.shape[2]
-    WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
-    layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
-    row = gl.arange(0, LENGTH, gl.SliceLayout(1, layout))
-    inside = ((row >= first) & (row < end))[:, None]
-    zero = gl.full([LENGTH, WIDTH], 0, operand.dtype, layout)
-    for column in gl.static_range(0, W, WIDTH):
-        part = operand.index(stage).slice(column, WIDTH, dim=1)
-        part.store(gl.where(inside, part.load(layout), zero))
+        clear_outside(shared.q_content, before, end, stage)
+        clear_outside(shared.q_rope, before, end, stage)
+        clear_outside(shared.grad_out, before, end, stage)
+        finish_clearing()

@@ -158,16 +158,7 @@ def _clear(values, count):
 
 
 @gluon.jit
-def _attend_role(
-    works,
-    shared,
-    out,
-    lse,
-    largest,
-    scale,
-    HALF: gl.constexpr,
-    RECORD: gl.constexpr,
-):
+def _attend_role(works, shared, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
     work = gl.program_id(0)
@@ -185,16 +176,7 @@ def _attend_role(
 
 @gluon.jit
 def _attend(
-    works,
-    tile,
-    shared,
-    blocks,
-    out,
-    lse,
-    largest,
-    scale,
-    HALF: gl.constexpr,
-    RECORD: gl.constexpr,
+    works, tile, shared, blocks, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr
 ):
     """Attention of half of the queries of a work, before which the program did so many blocks."""
     V: gl.constexpr = shared.V
@@ -314,10 +296,6 @@ def attend_multi_head(
         lse: [S_q, B, N] fp32, contiguous.
         largest: Likewise; not written without RECORD.
         total: See ``Works``, like the next four.
-        section: As there.
-        section_works: As there.
-        groups: As there.
-        heads: N.
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
     """

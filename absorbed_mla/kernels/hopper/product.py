@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from absorbed_mla.kernels.hopper.product_kernel import multiply_rows
 from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.paged.plan import processors
 
 
 def can_multiply(left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor) -> bool:
@@ -37,9 +36,7 @@ def multiply(
 
     Args:
         left: See ``can_multiply``, like the next three.
-        right: As there.
-        bias: As there.
-        result: As there; is written.
+        result: Written.
         part: Summands of a part, a multiple of 64.
         stages: Steps of 64 summands in shared memory, at most 4.
     """
@@ -48,7 +45,7 @@ def multiply(
     row_tiles, column_tiles = -(-rows // (2 * ROWS.value)), -(-columns // COLUMNS.value)
     launch(
         multiply_rows,
-        (min(_processors(left.device), row_tiles * column_tiles),),
+        (min(processors(left.device), row_tiles * column_tiles),),
         _operand_map(left, 2 * ROWS.value),
         _operand_map(right.T, COLUMNS.value),
         tensor_map(result, (ROWS.value, QUARTER.value)),
@@ -68,11 +65,3 @@ def multiply(
 def _operand_map(x: Tensor, rows: int):
     """Of [rows, summands], whichever lie side by side."""
     return tensor_map(x, (rows, STEP.value)) if has_map(x) else tensor_map(x.T, (STEP.value, rows))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many programs run at one time; on a CPU, where kernels are emulated, any number."""
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count

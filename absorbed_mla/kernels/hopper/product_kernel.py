@@ -117,13 +117,7 @@ def _load(operand, first, summand, full, target):
 
 @gluon.jit
 def _multiply_role(
-    work,
-    shared,
-    result,
-    bias,
-    ROLE: gl.constexpr,
-    SEVERAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    work, shared, result, bias, ROLE: gl.constexpr, SEVERAL: gl.constexpr, HAS_BIAS: gl.constexpr
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
@@ -259,10 +253,6 @@ def multiply_rows(
         result: Of [rows, columns] in boxes [64, 64].
         bias: [columns], contiguous; not read without HAS_BIAS.
         row_tiles: See ``Work``, like the next four.
-        column_tiles: As there.
-        steps: As there.
-        part_steps: As there.
-        columns: As there.
         STAGES: Of the ring, at most 4.
         SEVERAL: Whether there is more than one part.
         HAS_BIAS: Whether there is one.

@@ -19,10 +19,10 @@ from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.backward import delta_of
 
 
-def sparse_backward(
+def backward(
     call: LatentBackward, chosen: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what ``sparse_forward`` took.
+    """Gradients of what ``sparse_forward.attend`` took.
 
     Args:
         call: The arguments.
@@ -38,16 +38,11 @@ def sparse_backward(
         return dq[0].zero_(), dq[1].zero_(), dkv
     call = call.cast()
     grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope, scale = call
-    lse = lse.contiguous()
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    statistics = lse, delta_of(grad_out, grad_lse, out, lse)
+    statistics = lse.contiguous(), delta_of(grad_out, grad_lse, out)
     tile = query_tile(q_content.shape[2], ROWS.value, len(q_content), keys, least=ROWS.value)
     lists = key_lists(chosen, keys, tile.tokens)
     queries = q_content, q_rope, grad_out
-    latent, *latent_strides = rows_of_16_bytes(latent)
-    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
-    rows = latent, k_rope, *latent_strides, *rope_strides
+    rows = rows_of_16_bytes(latent, k_rope)
     gradients = _Gradients(queries, rows, statistics, dq, lists, tile, scale)
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.counts)), dkv, in_order=False)
@@ -82,9 +77,7 @@ class _Gradients(NamedTuple):
             tensor_map(grad_out, (*box, kv_lora_rank)),
             *self.keys,
             *self.statistics,
-            self.lists.entries,
-            self.lists.counts,
-            self.lists.open_counts,
+            *self.lists[:3],
             *self.dq,
             dkv,
             tiles.start,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import KeyLists, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import KeyLists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
@@ -21,35 +20,6 @@ from absorbed_mla.kernels.launch import launch
 _CHUNKS = 4
 
 
-def sparse_forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    chosen: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
-
-    Args:
-        q_content: [S_q, B, N, C] in bf16 or fp16; C = 128, 256 or 512.
-        q_rope: [S_q, B, N, R]; R = 64.
-        latent: [S_k, B, C].
-        k_rope: [S_k, B, R].
-        chosen: int32 [S_q, B, topk], no key twice for a query; -1 for none, anywhere.
-        scale: Multiplies the scores.
-
-    Returns:
-        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
-        a query without keys.
-
-    Raises:
-        ValueError: The scale is not positive.
-    """
-    lists = partial(key_lists, chosen)
-    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
-
-
 def attend(
     q_content: Tensor,
     q_rope: Tensor,
@@ -59,16 +29,23 @@ def attend(
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`sparse_forward`.
+    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
 
     Args:
-        q_content: As there, like the next three.
-        q_rope: As there.
-        latent: As there.
-        k_rope: As there.
+        q_content: [S_q, B, N, C] in bf16 or fp16; C = 128, 256 or 512.
+        q_rope: [S_q, B, N, R]; R = 64.
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
         lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
         topk: Most keys of a query.
         scale: Multiplies the scores.
+
+    Returns:
+        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
+        a query without keys.
+
+    Raises:
+        ValueError: The scale is not positive.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
@@ -84,20 +61,13 @@ def attend(
         return nothing, lse.new_full(q_content.shape[:3], -math.inf)
     tile = query_tile(heads, ROWS.value, queries, len(latent), least=ROWS.value)
     lists = lists_of(len(latent), tile.tokens, splits)
-    latent, *latent_strides = rows_of_16_bytes(latent)
-    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     launch(
         attend_sparse_forward,
         (lists.counts.numel() * tile.blocks,),
         tensor_map(q_content, (tile.tokens, 1, tile.heads, kv_lora_rank)),
         tensor_map(q_rope, (tile.tokens, 1, tile.heads, rope)),
-        latent,
-        k_rope,
-        *latent_strides,
-        *rope_strides,
-        lists.entries,
-        lists.counts,
-        lists.open_counts,
+        *rows_of_16_bytes(latent, k_rope),
+        *lists[:3],
         out,
         lse,
         lists.entries.shape[2],
@@ -115,20 +85,25 @@ def attend(
     return (out, lse) if splits == 1 else merge_splits(out, lse, q_content.dtype)
 
 
-def rows_of_16_bytes(x: Tensor) -> tuple[Tensor, int, int]:
-    """The keys' rows, or a copy, and the strides of keys and entries of the batch.
+def rows_of_16_bytes(*operands: Tensor) -> tuple[Tensor | int, ...]:
+    """The keys' rows, or copies, and the strides of keys and entries of the batch of each.
 
     The kernels copy 16 bytes at a time, and compile only where strides are known to allow that:
     Triton looks whether an address in bytes, and a stride in elements, is a multiple of 16.
 
     Args:
-        x: [S_k, B, W], W a multiple of 16.
+        operands: [S_k, B, W], W a multiple of 16.
     """
-    strides = _strides(x)
-    if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
-        x = x.clone(memory_format=torch.contiguous_format)
-        strides = _strides(x)
-    return x, *strides
+    rows: list[Tensor] = []
+    strides: list[int] = []
+    for x in operands:
+        found = _strides(x)
+        if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in found):
+            x = x.clone(memory_format=torch.contiguous_format)
+            found = _strides(x)
+        rows.append(x)
+        strides += found
+    return *rows, *strides
 
 
 def _strides(x: Tensor) -> tuple[int, int]:

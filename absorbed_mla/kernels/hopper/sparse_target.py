@@ -44,20 +44,13 @@ def sparse_target(
     groups = min(math.ceil(heads / ROWS.value), _GROUPS)
     programs = math.ceil(heads / (groups * ROWS.value))
     parts = lse.new_empty(programs * groups, batch, queries, topk, dtype=torch.float32)
-    latent, *latent_strides = rows_of_16_bytes(latent)
-    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     launch(
         sum_sparse_probabilities,
         (lists.counts.numel() * programs,),
         tensor_map(q_content, (1, 1, ROWS.value, kv_lora_rank)),
         tensor_map(q_rope, (1, 1, ROWS.value, rope)),
-        latent,
-        k_rope,
-        *latent_strides,
-        *rope_strides,
-        lists.entries,
-        lists.counts,
-        lists.open_counts,
+        *rows_of_16_bytes(latent, k_rope),
+        *lists[:3],
         lse.contiguous(),
         parts,
         topk,

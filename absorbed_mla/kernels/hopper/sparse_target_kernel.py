@@ -41,10 +41,7 @@ from absorbed_mla.kernels.hopper.layouts import (
     row_layout,
 )
 from absorbed_mla.kernels.hopper.ring import Ring, new_barriers
-from absorbed_mla.kernels.hopper.sparse_forward_kernel import (
-    LOAD_WARPS,
-    gather_columns,
-)
+from absorbed_mla.kernels.hopper.sparse_forward_kernel import LOAD_WARPS, gather_columns
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS

@@ -9,11 +9,11 @@ added in an order that may vary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_stored
 from absorbed_mla.kernels.hopper.stored_backward_shared import CHUNK, KEYS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
@@ -23,6 +23,7 @@ from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.transposed_product import transposed_product
+from absorbed_mla.kernels.triton.backward import delta_of
 
 _CHUNK, _KEYS = CHUNK.value, KEYS.value
 
@@ -63,7 +64,7 @@ def backward_stored(
         tensor_map(latent, (_KEYS, 1, _CHUNK)),
         tensor_map(k_rope, (_KEYS, 1, rope)),
     )
-    rows = lse.contiguous(), delta(grad_out, grad_lse, out)
+    rows = lse.contiguous(), delta_of(grad_out, grad_lse, out)
     kv = torch.cat((latent, k_rope), -1)
     part_blocks = (parts[:, 3] - parts[:, 2] + _KEYS - 1) // _KEYS
     pairs = (parts[:, 1] - parts[:, 0]) * part_blocks * (_KEYS * batch * heads)
@@ -94,42 +95,27 @@ def backward_stored(
             num_warps=4,
         )
         seen = slice(first_key, last_key)
-        stored = (x[..., : last_key - first_key] for x in (probs, grad_scores))
-        queries = (x[start:end] for x in (q_content, q_rope, grad_out))
-        gradients = dq_content[start:end], dq_rope[start:end], dkv[seen]
-        _multiply(*stored, *queries, kv[seen], *gradients)
+        stored = [x[..., : last_key - first_key] for x in (probs, grad_scores)]
+        tokens_of = (x[start:end] for x in (q_content, q_rope, grad_out, dq_content, dq_rope))
+        _multiply(stored, tokens_of, kv[seen], dkv[seen])
     return dq_content, dq_rope, dkv
 
 
-def _multiply(
-    probs: Tensor,
-    grad_scores: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    grad_out: Tensor,
-    kv: Tensor,
-    dq_content: Tensor,
-    dq_rope: Tensor,
-    dkv: Tensor,
-) -> None:
+def _multiply(stored: list[Tensor], rows: Iterable[Tensor], kv: Tensor, dkv: Tensor) -> None:
     """Set dQ = dS K, and add dS^T Q + P^T dO to the keys' gradient.
 
     Args:
-        probs: P, [B, tokens, N, keys].
-        grad_scores: dS, likewise.
-        q_content: [tokens, B, N, C].
-        q_rope: [tokens, B, N, R].
-        grad_out: dO, [tokens, B, N, C].
+        stored: P and dS, [B, tokens, N, keys].
+        rows: The query's two parts, dO and the parts of dQ, [tokens, B, N, C or R].
         kv: [keys, B, C + R].
-        dq_content: [tokens, B, N, C].
-        dq_rope: [tokens, B, N, R].
         dkv: fp32 [keys, B, C + R].
     """
+    q_content, q_rope, grad_out, dq_content, dq_rope = rows
     *shape, rope = q_rope.shape
     widths = q_content.shape[-1], rope
     q = torch.cat((q_content, q_rope), -1)
     for b in range(kv.shape[1]):
-        p, ds = (x[b].flatten(0, 1) for x in (probs, grad_scores))
+        p, ds = (x[b].flatten(0, 1) for x in stored)
         dq = torch.mm(ds, kv[:, b]).view(shape[0], shape[2], -1)
         for part, gradient in zip(dq.split(widths, -1), (dq_content, dq_rope)):
             gradient[:, b] = part

@@ -34,11 +34,7 @@ stage i % n.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E, read_statistics
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
@@ -318,10 +314,7 @@ def attend_backward_stored(
     work = ProgramTiles(tiles, total, batches, heads, HEADS)
     gl.warp_specialize(
         [
-            (
-                _probs_role,
-                (work, shared, probs, lse, delta, first_token, stored_blocks, scale),
-            ),
+            (_probs_role, (work, shared, probs, lse, delta, first_token, stored_blocks, scale)),
             (
                 _grad_role,
                 (work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale),

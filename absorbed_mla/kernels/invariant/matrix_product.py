@@ -83,9 +83,37 @@ def matrix_product(
     with not_filled():
         shape = (parts, rows, columns - first) if in_parts else (1,)
         sums = torch.empty(shape, dtype=torch.float32, device=left.device)
+    # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
+    # weights) are loaded in vectors only if it is a multiple. Else one kernel serves all numbers.
+    unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(left):
-        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, part, first)
+        _product_kernel[(whole + in_parts * parts,)](
+            left,
+            right,
+            bias_,
+            result,
+            sums,
+            rows // unit,
+            columns,
+            summands,
+            part,
+            whole,
+            in_parts,
+            first,
+            *left.stride(),
+            *right.stride(),
+            *bias_.stride(),
+            UNIT=unit,
+            BLOCK_R=tile.rows,
+            BLOCK_C=tile.columns,
+            BLOCK_K=SUMMANDS[left.dtype],
+            HAS_BIAS=bias is not None,
+            PRECISION=precision(left.dtype),
+            INTERPRETED=interpreted(),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
         if in_parts:
             _add_parts(sums, bias, bias_, result, first)
     return result
@@ -116,51 +144,6 @@ def _multiply_wide(
     assert product.can_multiply(left, right, bias, result), "not for this tile"
     with torch.cuda.device_of(left):
         product.multiply(left, right, bias, result, part, tile.num_stages)
-
-
-def _multiply(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    expanded_bias: Tensor,
-    result: Tensor,
-    sums: Tensor,
-    tile: Tile,
-    whole: int,
-    in_parts: int,
-    part: int,
-    first: int,
-) -> None:
-    rows, summands = left.shape
-    # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
-    # weights) are loaded in vectors only if it is a multiple. Else one kernel serves all numbers.
-    unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
-    _product_kernel[(whole + in_parts * triton.cdiv(summands, part),)](
-        left,
-        right,
-        expanded_bias,
-        result,
-        sums,
-        rows // unit,
-        right.shape[1],
-        summands,
-        part,
-        whole,
-        in_parts,
-        first,
-        *left.stride(),
-        *right.stride(),
-        *expanded_bias.stride(),
-        UNIT=unit,
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        BLOCK_K=SUMMANDS[left.dtype],
-        HAS_BIAS=bias is not None,
-        PRECISION=precision(left.dtype),
-        INTERPRETED=interpreted(),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
 
 
 def _add_parts(

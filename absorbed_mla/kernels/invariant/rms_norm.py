@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.scratch import not_filled
-from absorbed_mla.kernels.triton.common import interpreted, narrow
-from absorbed_mla.kernels.triton_private import sum_combine
+from absorbed_mla.kernels.triton.common import interpreted, narrow, sum_of
 
 # Programs of backward: each adds up the weight's gradient of some rows.
 _PROGRAMS = 264
@@ -61,10 +60,7 @@ def rms_norm_backward(
 
     Args:
         grad: Of the result, [rows, width], contiguous.
-        x: As in forward.
-        weight: As in forward.
         scale: From forward.
-        zero_centered: As in forward.
 
     Returns:
         Gradients of ``x`` and ``weight``, in their dtypes.
@@ -143,7 +139,7 @@ def _backward_kernel(
         weight_grad += grad * normed
         grad = grad * weight
         # The weight is in the mean already.
-        x_grad = scale * (grad - normed * (_sum(grad * normed) / width))
+        x_grad = scale * (grad - normed * (sum_of(grad * normed) / width))
         x_grad = narrow(x_grad, x_grad_ptr.dtype.element_ty, INTERPRETED)
         tl.store(x_grad_ptr + row * width + column, x_grad, mask=inside)
     weight_grads = weight_grads_ptr + tl.program_id(0).to(tl.int64) * width + column
@@ -153,7 +149,7 @@ def _backward_kernel(
 @triton.jit
 def normed_row(x, weights, inside, width, eps, ZERO_CENTERED: tl.constexpr):
     """A row [BLOCK] in fp32, 0 where not inside, normalised; and 1 / its root mean square."""
-    scale = 1.0 / tl.sqrt(_sum(x * x) / width + eps)
+    scale = 1.0 / tl.sqrt(sum_of(x * x) / width + eps)
     return x * scale * _weight(weights, inside, ZERO_CENTERED), scale
 
 
@@ -164,9 +160,3 @@ def _weight(pointers, inside, ZERO_CENTERED: tl.constexpr):
     if ZERO_CENTERED:
         weight += 1.0
     return weight
-
-
-@triton.jit
-def _sum(values):
-    """Of all elements [BLOCK]."""
-    return tl.reduce(values, 0, sum_combine)

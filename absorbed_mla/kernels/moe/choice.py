@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+from absorbed_mla.kernels.triton.common import max_of, sum_of
 
 # Numbers that the one warp of a token loads: parts, times experts rounded up to a power of two.
 MOST_PARTIAL_LOGITS = 2048
@@ -107,8 +107,8 @@ def _choice_kernel(
         logits += tl.load(pointers, mask=there & (part < parts), other=0.0).to(tl.float32)
     logits = tl.where(there, logits, -float("inf"))
     if SOFTMAX:
-        score = tl.exp(logits - _greatest(_greatest(logits, 1), 0))
-        score = score / _sum(_sum(score, 1), 0)
+        score = tl.exp(logits - max_of(max_of(logits, 1), 0))
+        score = score / sum_of(sum_of(score, 1), 0)
     else:
         score = 1 / (1 + tl.exp(-logits))
     key = score
@@ -120,14 +120,14 @@ def _choice_kernel(
         rest = key
         total = tl.full([GROUPS], 0.0, tl.float32)
         for _ in tl.static_range(OF_GROUP):
-            greatest = _greatest(rest, 1)
+            greatest = max_of(rest, 1)
             total += greatest
             first = _first(rest == greatest[:, None], member[None, :], 1, SIZE)
             rest = tl.where(member[None, :] == first[:, None], -float("inf"), rest)
         total = tl.where(group < groups, total, -float("inf"))
         taken = group < 0
         for _ in tl.static_range(GROUP_TOPK):
-            first = _first(total == _greatest(total, 0), group, 0, GROUPS)
+            first = _first(total == max_of(total, 0), group, 0, GROUPS)
             taken |= group == first
             total = tl.where(group == first, -float("inf"), total)
         key = tl.where(taken[:, None], key, -float("inf"))
@@ -137,30 +137,19 @@ def _choice_kernel(
     chosen = tl.full([SLOTS], 0, tl.int32)
     found = tl.full([SLOTS], 0.0, tl.float32)
     for k in tl.static_range(TOPK):
-        first = _first(key == _greatest(key, 0), place, 0, GROUPS * SIZE)
-        chosen = tl.where(slot == k, _sum(tl.where(place == first, expert, 0), 0), chosen)
-        found = tl.where(slot == k, _sum(tl.where(place == first, score, 0.0), 0), found)
+        first = _first(key == max_of(key, 0), place, 0, GROUPS * SIZE)
+        chosen = tl.where(slot == k, sum_of(tl.where(place == first, expert, 0), 0), chosen)
+        found = tl.where(slot == k, sum_of(tl.where(place == first, score, 0.0), 0), found)
         key = tl.where(place == first, -float("inf"), key)
     if NORMALIZE:
-        found = found / (_sum(found, 0) + 1e-20)
+        found = found / (sum_of(found, 0) + 1e-20)
     out = token * TOPK + slot
     tl.store(chosen_ptr + out, chosen.to(tl.int64), mask=slot < TOPK)
     found = (found * scale).to(scores_ptr.dtype.element_ty)
     tl.store(scores_ptr + out, found, mask=slot < TOPK)
 
 
-# tl.max and tl.sum would not run in Triton's interpreter, which needs these by name.
-@triton.jit
-def _greatest(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, elementwise_max)
-
-
-@triton.jit
-def _sum(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, sum_combine)
-
-
 @triton.jit
 def _first(wanted, place, axis: tl.constexpr, END: tl.constexpr):
     """The least of the places that are wanted."""
-    return -_greatest(tl.where(wanted, -place, -END), axis)
+    return -max_of(tl.where(wanted, -place, -END), axis)

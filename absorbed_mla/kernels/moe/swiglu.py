@@ -17,30 +17,6 @@ from absorbed_mla.kernels.triton.common import interpreted, narrow
 _COLUMNS = 2048
 
 
-def swiglu(
-    gate_and_up: Tensor,
-    probs: Tensor,
-    choices: Tensor,
-    ends: Tensor,
-    *,
-    rounds_each_step: bool = False,
-) -> Tensor:
-    """``silu(gate) * up * prob`` of every row, rounded once.
-
-    Args:
-        gate_and_up: [R, 2 F], contiguous; the gate in the first half.
-        probs: Of the tokens' choices, [T, K], contiguous, any float dtype.
-        choices: Int64 [R], the choice of each row; see ``experts.rows.PermutedTokens``.
-        ends: Int32 [E], likewise.
-        rounds_each_step: Round ``silu(gate)`` and each product to the dtype, as PyTorch; ``probs``
-            must not be fp64.
-
-    Returns:
-        [R, F]; rows behind the last end are undefined.
-    """
-    return _launch(gate_and_up, probs, choices, ends, rounds_each_step=rounds_each_step)
-
-
 def gated(gate_and_up: Tensor, *, rounds_each_step: bool = False) -> Tensor:
     """``silu(gate) * up``, rounded once.
 
@@ -54,17 +30,31 @@ def gated(gate_and_up: Tensor, *, rounds_each_step: bool = False) -> Tensor:
     *shape, width = gate_and_up.shape
     rows = gate_and_up.reshape(-1, width).contiguous()
     # Not -1: an expert may have no tokens.
-    return _launch(rows, rounds_each_step=rounds_each_step).view(*shape, width // 2)
+    return swiglu(rows, rounds_each_step=rounds_each_step).view(*shape, width // 2)
 
 
-def _launch(
+def swiglu(
     gate_and_up: Tensor,
     probs: Tensor | None = None,
     choices: Tensor | None = None,
     ends: Tensor | None = None,
     *,
-    rounds_each_step: bool,
+    rounds_each_step: bool = False,
 ) -> Tensor:
+    """``silu(gate) * up * prob`` of every row, rounded once.
+
+    Args:
+        gate_and_up: [R, 2 F], contiguous; the gate in the first half.
+        probs: Of the tokens' choices, [T, K], contiguous, any float dtype; None, like the next two,
+            for rows that nobody routes.
+        choices: Int64 [R], the choice of each row; see ``experts.rows.PermutedTokens``.
+        ends: Int32 [E], likewise.
+        rounds_each_step: Round ``silu(gate)`` and each product to the dtype, as PyTorch; ``probs``
+            must not be fp64.
+
+    Returns:
+        [R, F]; rows behind the last end are undefined.
+    """
     rows, width = len(gate_and_up), gate_and_up.shape[1] // 2
     out = gate_and_up.new_empty(rows, width)
     if not out.numel():

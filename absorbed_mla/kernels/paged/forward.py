@@ -130,10 +130,7 @@ def keys_of(cache: Tensor, kv_lora_rank: int, rope: int) -> tuple[Tensor, Tensor
     )
 
 
-@triton.jit(
-    do_not_specialize=["stride_table"],
-    do_not_specialize_on_alignment=["block_table_ptr"],
-)
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table_ptr"])
 def _paged_kernel(
     q_content_ptr,
     q_rope_ptr,

@@ -27,7 +27,7 @@ from torch import Tensor
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import Division
 from absorbed_mla.kernels.paged.split_kv import START, ceil_div, choose_step, load_lengths, work
-from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+from absorbed_mla.kernels.triton.common import max_of, sum_before, sum_of
 
 TABLE_COLUMNS = tl.constexpr(8)
 _PROGRAMS = 32
@@ -159,9 +159,9 @@ def _schedule_kernel(
         step = tl.where(num_splits > 0, ceil_div(blocks, tl.maximum(num_splits, 1)), chosen)
         alone = tl.where(num_splits > 0, num_splits, ceil_div(blocks, step))
         each = tl.where(together, blocks + START, alone)
-        first_tile = all_tiles + _sum_before(tiles)
-        first_work = all_work + _sum_before(each * tiles)
-        most = tl.reduce(tiles, 0, elementwise_max)
+        first_tile = all_tiles + sum_before(tiles)
+        first_work = all_work + sum_before(each * tiles)
+        most = max_of(tiles)
         for index in range(program, most, tile_programs):
             there = index < tiles
             tile = first_tile + index
@@ -189,7 +189,7 @@ def _schedule_kernel(
             tl.store(entry + 4, keys, mask=there)
             tl.store(entry + 5, cuts + 1, mask=there)
             tl.store(entry + 6, part + first_cut - 1, mask=there)
-            most_cuts = tl.reduce(tl.where(there, count, 0), 0, elementwise_max)
+            most_cuts = max_of(tl.where(there, count, 0))
             for one in range(0, most_cuts, CUTS):
                 # [REQUESTS, CUTS]
                 number = one + tl.arange(0, CUTS)[None, :]
@@ -199,16 +199,10 @@ def _schedule_kernel(
                 mine = there[:, None] & (number < count[:, None])
                 tl.store(entries, tile[:, None] + behind.to(tl.int32), mask=mine)
                 tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)
-        all_tiles += tl.reduce(tiles, 0, sum_combine)
-        all_work += tl.reduce(each * tiles, 0, sum_combine)
+        all_tiles += sum_of(tiles)
+        all_work += sum_of(each * tiles)
     used = tl.where(together, ceil_div(all_work, chosen), all_work)
     for first in range(used, parts + 1, REQUESTS):
         unused = first + tl.arange(0, REQUESTS)
         tl.store(starts_ptr + unused * 2, all_tiles, mask=unused <= parts)
         tl.store(starts_ptr + unused * 2 + 1, 0, mask=unused <= parts)
-
-
-@triton.jit
-def _sum_before(values):
-    """Exclusive cumulative sum."""
-    return tl.associative_scan(values, 0, sum_combine) - values

@@ -9,14 +9,8 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.sampling.vocabulary_blocks import BLOCK, WARPS, VocabularyBlocks
-from absorbed_mla.kernels.sampling.weights import (
-    NOTHING,
-    is_number,
-    load_block,
-    logit_of,
-    max_of,
-    ordered,
-)
+from absorbed_mla.kernels.sampling.weights import NOTHING, is_number, load_block, logit_of, ordered
+from absorbed_mla.kernels.triton.common import max_of
 
 # Bits of a token's number.
 _TOKENS = tl.constexpr(0x7FFFFFFF)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from absorbed_mla.kernels.sampling.weights import ONE, count_in, sum_in, sum_of
+from absorbed_mla.kernels.sampling.weights import ONE, count_in, sum_in
+from absorbed_mla.kernels.triton.common import sum_of
 
 
 @triton.jit

@@ -37,10 +37,10 @@ from absorbed_mla.kernels.sampling.weights import (
     load_block,
     logit_of,
     sum_in,
-    sum_of,
     unused_bits,
     weights_of,
 )
+from absorbed_mla.kernels.triton.common import sum_of
 
 
 def launch_inverse_cdf(

@@ -32,10 +32,10 @@ from absorbed_mla.kernels.sampling.weights import (
     load_block,
     logit_of,
     ordered,
-    sum_of,
     unused_bits,
     weights_of,
 )
+from absorbed_mla.kernels.triton.common import sum_of
 
 
 def launch_softmax_weights(

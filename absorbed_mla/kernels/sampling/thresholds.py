@@ -40,10 +40,10 @@ from absorbed_mla.kernels.sampling.weights import (
     keys_of,
     load_block,
     logit_of,
-    sum_of,
     unused_bits,
     weights_of,
 )
+from absorbed_mla.kernels.triton.common import sum_of
 
 
 def launch_thresholds(logits: Tensor, parameters: Tensor, blocks: VocabularyBlocks) -> None:

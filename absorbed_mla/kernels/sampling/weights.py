@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
+from absorbed_mla.kernels.triton_private import sum_combine
 
 SCALE = tl.constexpr(2.0**40)
 # A count in the bits above a sum of weights, of at most 2,048 tokens: 12 bits above 52.
@@ -30,19 +30,6 @@ _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 def unused_bits(dtype: torch.dtype) -> int:
     """How many bits of fp32 the keys of logits of this type leave out."""
     return _UNUSED_BITS[dtype]
-
-
-# Device code avoids functions such as tl.max: see kernels/triton/common.py.
-@triton.jit
-def sum_of(x, axis: tl.constexpr):
-    """Sums over an axis."""
-    return tl.reduce(x, axis, sum_combine)
-
-
-@triton.jit
-def max_of(x):
-    """The largest number of a vector."""
-    return tl.reduce(x, 0, elementwise_max)
 
 
 @triton.jit

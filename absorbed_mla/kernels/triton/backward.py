@@ -8,12 +8,12 @@ every run. The gradients of key and value go into one accumulator, since both ar
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from absorbed_mla.kernels.latent_backward import LatentBackward
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.backward_kernels import delta_kernel, key_kernel, query_kernel
-from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
+from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous, strides_of
 from absorbed_mla.kernels.triton.launch import Blocks, launch_for, pack, splits_for
 
 _DELTA_ROWS = 16
@@ -34,30 +34,34 @@ def backward(
     Returns:
         As :class:`LatentBackward` says.
     """
-    grad_out, grad_lse, out, lse, *operands, scale = call.cast()
-    q_content, q_rope, latent, k_rope = rows_contiguous(*operands)
-    grad_out, out = rows_contiguous(grad_out, out)
-    lse = lse.contiguous()
-    delta = delta_of(grad_out, grad_lse, out, lse)
-    rows = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
-    dq = _query_gradients(rows, query_tiles, scale)
-    return *dq, _key_gradients(rows, key_tiles, num_buffers, scale)
+    rows, dq = rows_of(call), call.empty_query_gradients()
+    _query_gradients(rows, query_tiles, call.scale, dq)
+    return *dq, _key_gradients(rows, key_tiles, num_buffers, call.scale)
 
 
-def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def rows_of(call: LatentBackward) -> tuple[Tensor, ...]:
+    """Queries, latent, k_rope, the output's gradient, LSE and delta, as the kernels read them."""
+    grad_out, grad_lse, out, lse, *operands, _ = call.cast()
+    statistics = lse.contiguous(), delta_of(grad_out, grad_lse, out)
+    return *rows_contiguous(*operands, grad_out), *statistics
+
+
+def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
     """sum(grad_out * out) - grad_lse of every row, fp32 [S_q, B, N]; part of all its gradients."""
-    delta = torch.empty_like(lse)
-    rows = lse.numel()
+    grad_out, out = rows_contiguous(grad_out, out)
+    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    rows = delta.numel()
     if rows:
-        delta_kernel[(triton.cdiv(rows, _DELTA_ROWS),)](
+        launch(
+            delta_kernel,
+            (-(-rows // _DELTA_ROWS),),
             grad_out,
             out,
-            lse if grad_lse is None else grad_lse.to(torch.float32).contiguous(),
+            delta if grad_lse is None else grad_lse.to(torch.float32).contiguous(),
             delta,
             rows,
-            *lse.shape[1:],
-            *grad_out.stride()[:3],
-            *out.stride()[:3],
+            *delta.shape[1:],
+            *strides_of(grad_out, out),
             C=out.shape[-1],
             BLOCK_M=_DELTA_ROWS,
             WITH_LSE=grad_lse is not None,
@@ -66,29 +70,22 @@ def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 
 
 def _query_gradients(
-    operands: tuple[Tensor, ...], tiles: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of q_content and q_rope."""
+    operands: tuple[Tensor, ...], tiles: Tensor, scale: float, dq: tuple[Tensor, Tensor]
+) -> None:
+    """Write the gradients of q_content and q_rope."""
     q_content, q_rope = operands[:2]
     heads, kv_lora_rank = q_content.shape[2:]
-    dq_content, dq_rope = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
-    )
-    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    grid = (len(tiles) * (heads // pack(heads, launch.query.rows).heads), q_content.shape[1])
+    sizes = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
+    grid = (len(tiles) * (heads // pack(heads, sizes.query.rows).heads), q_content.shape[1])
     if all(grid):
         query_kernel[grid](
             *operands,
-            dq_content,
-            dq_rope,
+            *dq,
             tiles,
-            *_strides(operands),
-            *dq_content.stride()[:3],
-            *dq_rope.stride()[:3],
+            *strides_of(*operands[:-1], *dq),  # delta's are the LSE's
             scale,
-            **_constants(operands, launch.query, launch.warps),
+            **_constants(operands, sizes.query, sizes.warps),
         )
-    return dq_content, dq_rope
 
 
 def _key_gradients(
@@ -98,7 +95,7 @@ def _key_gradients(
     q_content, _, latent, k_rope = operands[:4]
     keys, batch, kv_lora_rank = latent.shape
     rope = k_rope.shape[-1]
-    launch = launch_for(q_content.dtype, kv_lora_rank, rope, latent.device)
+    sizes = launch_for(q_content.dtype, kv_lora_rank, rope, latent.device)
     splits = splits_for(len(tiles), batch, latent.device)
     # Each is written once; they are added up in this order.
     dkv = torch.empty(
@@ -113,17 +110,11 @@ def _key_gradients(
             dkv,
             dkv[..., kv_lora_rank:],
             tiles,
-            *_strides(operands),
-            *dkv.stride()[:3],
+            *strides_of(*operands[:-1], dkv),
             scale,
-            **_constants(operands, launch.key, launch.warps),
+            **_constants(operands, sizes.key, sizes.warps),
         )
     return dkv[0] if len(dkv) == 1 else dkv.sum(0)
-
-
-def _strides(operands: tuple[Tensor, ...]) -> list[int]:
-    """Strides of all dimensions but the last, in the kernels' order; delta's are the LSE's."""
-    return [stride for x in operands[:-1] for stride in x.stride()[: min(x.dim() - 1, 3)]]
 
 
 def _constants(operands: tuple[Tensor, ...], blocks: Blocks, warps: int) -> dict:

@@ -29,6 +29,11 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
+def strides_of(*tensors: Tensor) -> list[int]:
+    """Of all dimensions but the last, and of three at most, in the kernels' order."""
+    return [stride for x in tensors for stride in x.stride()[: min(x.dim() - 1, 3)]]
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return not isinstance(load_rows, triton.runtime.JITFunction)
@@ -75,10 +80,28 @@ def narrow(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def row_max(values):
     """Maximum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return tl.reduce(values, 1, elementwise_max)
+    return max_of(values, 1)
 
 
 @triton.jit
 def row_sum(values):
     """Sum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
-    return tl.reduce(values, 1, sum_combine)
+    return sum_of(values, 1)
+
+
+@triton.jit
+def max_of(values, AXIS: tl.constexpr = 0):
+    """Largest values over an axis."""
+    return tl.reduce(values, AXIS, elementwise_max)
+
+
+@triton.jit
+def sum_of(values, AXIS: tl.constexpr = 0):
+    """Sums over an axis."""
+    return tl.reduce(values, AXIS, sum_combine)
+
+
+@triton.jit
+def sum_before(values):
+    """Sums of the values before each, over the first axis."""
+    return tl.associative_scan(values, 0, sum_combine) - values

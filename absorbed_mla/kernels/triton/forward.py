@@ -23,6 +23,7 @@ from absorbed_mla.kernels.triton.common import (
     row_sum,
     rows_contiguous,
     store_rows,
+    strides_of,
 )
 from absorbed_mla.kernels.triton.launch import launch_for, pack
 
@@ -72,12 +73,7 @@ def forward(
         lse,
         lse if largest is None else largest,
         tiles,
-        *q_content.stride()[:3],
-        *q_rope.stride()[:3],
-        *latent.stride()[:2],
-        *k_rope.stride()[:2],
-        *out.stride()[:3],
-        *lse.stride()[:2],
+        *strides_of(q_content, q_rope, latent, k_rope, out, lse),
         scale * LOG2_E.value,
         heads // packing.heads,
         C=kv_lora_rank,

@@ -22,10 +22,10 @@ CPU_ONLY = (
     "serving/tokenizers/test_detokenizer.py",
     "inference/test_staging_buffers.py",
     "inference/test_prefill_context_parallel.py",
+    "kernels/test_compiled_code.py",
     "kernels/test_compiled_for_hopper.py",
     "kernels/test_gluon_emulation.py",
-    "kernels/test_hopper_forward.py",
-    "kernels/test_idle_barriers.py",
+    "kernels/test_hopper_latent.py",
     "kernels/test_launch.py",
     "kernels/test_registration.py",
     "kernels/test_tensor_map.py",
@@ -42,7 +42,7 @@ ALONE = ("tests/unit/kernels/test_shared_gpu.py",)
 LARGE = (
     "tests/unit/kernels/test_far_heads.py::test_same_bits[attention_gradient]",
     "tests/unit/kernels/test_latent_kernels_gpu.py::test_half_a_million_tokens",
-    "tests/unit/kernels/test_multi_head_gpu.py::test_a_million_tokens",
+    "tests/unit/kernels/test_multi_head.py::TestOnAGpu::test_a_million_tokens",
 )
 # Files that take minutes: each of these tests has a job of its own, the others of the file have one
 # together.

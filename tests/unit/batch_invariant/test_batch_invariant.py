@@ -16,7 +16,6 @@ from absorbed_mla.batch_invariant import (
     is_enabled,
     requirements,
 )
-from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.backends import triton
 from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
 from absorbed_mla.core_attention.selection import choose_batch_invariant, invariant_name
@@ -24,7 +23,12 @@ from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs, world
-from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
+from tests.support.backends import (
+    attention_request,
+    determinism,
+    multiply_in_one_order,
+    triton_interpreter,
+)
 from tests.support.cases import INTERPRETED, TINY, WIDE, config_for
 from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
@@ -156,12 +160,11 @@ class TestTraining:
             assert error < 2e-5, f"{name}: {error:.1e}"
 
     def test_the_same_every_time_and_recomputed(self, _on):
-        recompute = {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["mla_up_proj", "core_attn"],
-        }
+        modules = ["mla_up_proj", "core_attn"]
+        recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
         first = self.gradients(torch.bfloat16)
-        for again in (self.gradients(torch.bfloat16), self.gradients(torch.bfloat16, **recompute)):
+        for options in ({}, recompute):
+            again = self.gradients(torch.bfloat16, **options)
             assert all(torch.equal(again[name], first[name]) for name in first)
 
 
@@ -279,15 +282,7 @@ class TestRefused:
         ],
     )
     def test_where_no_backend_can(self, backend, device, key_blocks, reason):
-        request = AttentionRequest(
-            device=torch.device(device),
-            dtype=torch.bfloat16,
-            key_width=48,
-            value_width=32,
-            form="absorbed",
-            masked=False,
-            dropout=False,
-        )
+        request = attention_request("absorbed", device=torch.device(device))
         with pytest.raises(ValueError, match=f"batch_invariant=True cannot run here.*{reason}"):
             choose_batch_invariant(request, backend, key_blocks)
 

@@ -5,12 +5,15 @@ In Triton's interpreter without a GPU.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support import needs, world
 from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.numerics import random
 
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import grouped_product as kernel
@@ -18,7 +21,9 @@ with triton_interpreter():
     from absorbed_mla.kernels.invariant.grouped_product import TILES, grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+bf16 = partial(random, dtype=BF16)
 # More than one tile of columns and three parts of several steps, the last ones not full.
 SUMMANDS, COLUMNS = 300, 130
 SMALL_PART = 128
@@ -33,17 +38,6 @@ DISTRIBUTIONS = {
 }
 distributions = pytest.mark.parametrize("counts", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
-
-
-def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(world.device())
 
 
 def ends_of(counts: list[int]) -> Tensor:
@@ -77,7 +71,7 @@ class TestBits:
     @distributions
     def test_of_all_tiles(self, tile, counts):
         """Also of rows that are taken from others, some of them several times."""
-        x, weights = random(20, SUMMANDS), random(len(counts), COLUMNS, SUMMANDS, seed=1)
+        x, weights = bf16(20, SUMMANDS), bf16(len(counts), COLUMNS, SUMMANDS, seed=1)
         tokens = torch.arange(sum(counts), device=x.device) * 7 % 20
         expected = one_by_one(x[tokens], weights, counts)
         found = grouped_product(x, weights, ends_of(counts), tokens, tile=tile)
@@ -86,7 +80,7 @@ class TestBits:
     def test_rows_behind_the_last_end(self):
         """They belong to nobody: there are fewer tiles than programs."""
         counts = [5, 0, 70]
-        rows, weights = random(200, SUMMANDS), random(3, COLUMNS, SUMMANDS, seed=1)
+        rows, weights = bf16(200, SUMMANDS), bf16(3, COLUMNS, SUMMANDS, seed=1)
         rows[75:] = torch.nan
         found = grouped_product(rows, weights, ends_of(counts))[:75]
         assert torch.equal(found, one_by_one(rows[:75], weights, counts))

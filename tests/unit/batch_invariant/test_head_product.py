@@ -5,16 +5,18 @@ On a GPU the module takes it by itself; elsewhere it is made to, with the kernel
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from absorbed_mla import absorb
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from tests.support import needs, world
+from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.cases import INTERPRETED
-from tests.support.numerics import relative_error
+from tests.support.numerics import check_gradients, random, relative_error
 from tests.support.parity import parity_model, tokens_of
 
 # Triton decides when a kernel is decorated.
@@ -38,27 +40,14 @@ def own_product(monkeypatch):
         yield
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(world.device())
-
-
 @pytest.mark.parametrize("step", STEPS)
 def test_value_and_gradients(own_product, step):
     """Of all tokens and of all rows of a batch."""
     width, matrix, equation = STEPS[step]
-    x = random(TOKENS, BATCH, HEADS, width, seed=1).requires_grad_()
-    weight = random(HEADS, *matrix, seed=2).requires_grad_()
-    found = getattr(absorb, step)(x, weight)
+    leaves = [random(TOKENS, BATCH, HEADS, width, seed=1), random(HEADS, *matrix, seed=2)]
+    exact = partial(torch.einsum, equation)
+    found = check_gradients(getattr(absorb, step), exact, leaves, 1e-5)
     assert "HeadProduct" in str(found.grad_fn), "einsum ran instead"
-    output_grad = random(*found.shape, seed=3)
-    gradients = torch.autograd.grad(found, [x, weight], output_grad)
-
-    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    expected = torch.einsum(equation, *exact)
-    truth = torch.autograd.grad(expected, exact, output_grad.double())
-    for actual, wanted in zip((found, *gradients), (expected, *truth)):
-        assert relative_error(actual.detach(), wanted.detach()) < 1e-5
 
 
 def parameter_gradients(dtype: torch.dtype, batch_invariant: bool) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
-from torch import Tensor
 
 from absorbed_mla.batch_invariant import (
     batch_invariant_mode,
@@ -27,9 +26,9 @@ from absorbed_mla.batch_invariant import (
     products,
     te_gemm,
 )
-from tests.support import needs, world
+from tests.support import needs
 from tests.support.backends import triton_interpreter
-from tests.support.numerics import relative_error
+from tests.support.numerics import check_gradients, random, relative_error
 
 with triton_interpreter():
     import absorbed_mla.kernels.invariant.matrix_product
@@ -45,11 +44,6 @@ def _interpreted():
     with triton_interpreter():
         yield
     disable_batch_invariant_mode("cuda")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(world.device())
 
 
 def installed() -> list:
@@ -98,22 +92,21 @@ class TestSwitch:
 
 
 class TestProducts:
-    @pytest.fixture(autouse=True)
-    def _on(self):
-        with batch_invariant_mode("cuda"):
+    """Without a GPU also those of the CPU's mode."""
+
+    @pytest.fixture(autouse=True, params=["cuda", pytest.param("cpu", marks=needs.no_gpu)])
+    def _on(self, request):
+        with batch_invariant_mode(request.param):
             yield
 
     def test_of_a_linear_layer_and_its_gradients(self):
-        x, w = random(2, 5, 37).requires_grad_(), random(21, 37, seed=1).requires_grad_()
-        bias = random(21, seed=2).requires_grad_()
-        found = F.linear(x, w, bias)
-        grad = random(2, 5, 21, seed=3)
-        gradients = torch.autograd.grad(found, (x, w, bias), grad)
-        truth = [t.detach().double().requires_grad_() for t in (x, w, bias)]
-        expected = F.linear(*truth)
-        wanted = torch.autograd.grad(expected, truth, grad.double())
-        for actual, of in zip((found, *gradients), (expected, *wanted), strict=True):
-            assert relative_error(actual.detach(), of.detach()) < 1e-6
+        leaves = [random(2, 5, 37), random(21, 37, seed=1), random(21, seed=2)]
+        check_gradients(
+            lambda x, w, bias: F.silu(F.linear(x, w, bias)),
+            lambda x, w, bias: F.silu((x[..., None, :] * w).sum(-1) + bias),
+            leaves,
+            1e-6,
+        )
 
     def test_factors_of_addmm(self):
         bias, left, right = random(21), random(5, 37), random(37, 21)
@@ -126,7 +119,7 @@ class TestProducts:
     def test_of_other_dtypes(self):
         """PyTorch's, with its errors."""
         left, right = random(3, 4).double(), random(4, 5).double()
-        assert torch.equal(left @ right, products.mm(left, right))
+        assert relative_error(left @ right, products.mm(left, right)) < 1e-12
         found = torch.addmm(right[0], left, right)
         assert relative_error(found, left @ right + right[0]) < 1e-12
         with pytest.raises(RuntimeError):

@@ -14,25 +14,15 @@ from absorbed_mla.norm import RMSNorm
 from tests.support import needs, world
 from tests.support.backends import triton_interpreter
 from tests.support.cases import TINY, config_for
-from tests.support.numerics import relative_error
+from tests.support.numerics import check_gradients, random, relative_error
 
 with triton_interpreter():
     import absorbed_mla.kernels.invariant.rms_norm as kernel
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 EPS = 1e-5
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 WIDTH = 75
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(world.device())
 
 
 def exact(x: Tensor, weight: Tensor, zero_centered: bool) -> Tensor:
@@ -45,17 +35,14 @@ def exact(x: Tensor, weight: Tensor, zero_centered: bool) -> Tensor:
 def test_value_and_gradients(dtype, zero_centered, monkeypatch):
     """With weights far from 1, and programs that have several rows."""
     monkeypatch.setattr(kernel, "_PROGRAMS", 3)
-    x = random(5, 2, WIDTH, dtype=dtype).requires_grad_()
-    weight = random(WIDTH, dtype=dtype, seed=1).requires_grad_()
-    found = norms.rms_norm(x, weight, EPS, zero_centered, dtype)
-    grad = random(*x.shape, dtype=dtype, seed=2)
-    gradients = torch.autograd.grad(found, (x, weight), grad)
-    truth = [t.detach().double().requires_grad_() for t in (x, weight)]
-    expected = exact(*truth, zero_centered)
-    wanted = torch.autograd.grad(expected, truth, grad.double())
-    for actual, of in zip((found, *gradients), (expected, *wanted), strict=True):
-        assert actual.dtype == dtype
-        assert relative_error(actual.detach(), of.detach()) < BOUNDS[dtype]
+    leaves = [random(5, 2, WIDTH, dtype=dtype), random(WIDTH, dtype=dtype, seed=1)]
+    found = check_gradients(
+        lambda x, weight: norms.rms_norm(x, weight, EPS, zero_centered, dtype),
+        lambda x, weight: exact(x, weight, zero_centered),
+        leaves,
+        BOUNDS[dtype],
+    )
+    assert found.dtype == dtype
 
 
 def test_of_another_dtype():

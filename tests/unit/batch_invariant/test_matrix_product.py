@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support import needs, world
+from tests.support import needs
 from tests.support.backends import multiply_in_one_order, triton_interpreter
-from tests.support.numerics import relative_error
+from tests.support.numerics import random, relative_error
 
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import matrix_product as kernel
@@ -30,7 +30,9 @@ with triton_interpreter():
         tile_for,
     )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+bf16 = partial(random, dtype=BF16)
 # Of the result's rounding, and in fp32 of a sum of 2048, each added to the ones before.
 BOUNDS = {BF16: 4e-3, FP16: 5e-4, FP32: 5e-6}
 # More than one tile of columns and three parts of several steps, the last ones not full.
@@ -40,22 +42,10 @@ dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6
 tiles = pytest.mark.parametrize("tile", [*TILES, *FP32_TILES], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
-
-
 @pytest.fixture
 def small_parts(monkeypatch):
     """Several parts of few summands."""
     monkeypatch.setattr(kernel, "PART", SMALL_PART)
-
-
-def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return found.to(dtype).to(world.device())
 
 
 class TestBits:
@@ -87,7 +77,7 @@ class TestBits:
     def test_of_the_last_tiles(self, rows):
         """Parts have programs in these only: here in those of one column of tiles, of five."""
         tile = replace(TILES[-1], few=0, at_once=4 * -(-rows // 64))
-        x, w, bias = random(rows, SUMMANDS), random(COLUMNS, SUMMANDS, seed=1), random(COLUMNS)
+        x, w, bias = bf16(rows, SUMMANDS), bf16(COLUMNS, SUMMANDS, seed=1), bf16(COLUMNS)
         assert tile.in_parts(rows, COLUMNS, 3) == tile.row_tiles(rows)
         for added in (None, bias):
             expected = matrix_product(x, w.T, added, split=False)
@@ -120,16 +110,14 @@ class TestValues:
     @pytest.mark.parametrize("split", [False, True])
     def test_of_parts(self, split):
         x, w = random(2, 2 * PART + 100, dtype=FP32), random(2 * PART + 100, 33, dtype=FP32, seed=1)
-        expected = x.double() @ w.double()
-        bias = random(33, dtype=FP32)
-        assert relative_error(matrix_product(x, w, split=split), expected) < BOUNDS[FP32]
-        assert (
-            relative_error(matrix_product(x, w, bias, split=split), expected + bias) < BOUNDS[FP32]
-        )
+        for bias in (None, random(33, dtype=FP32)):
+            found = matrix_product(x, w, bias, split=split)
+            expected = x.double() @ w.double() + (0 if bias is None else bias)
+            assert relative_error(found, expected) < BOUNDS[FP32]
 
     def test_in_another_dtype(self):
         """What is summed in fp32 is not rounded before."""
-        x, w = random(3, SUMMANDS), random(SUMMANDS, 40, seed=1)
+        x, w = bf16(3, SUMMANDS), bf16(SUMMANDS, 40, seed=1)
         found = matrix_product(x, w, dtype=FP32)
         assert found.dtype == FP32
         assert relative_error(found, x.double() @ w.double()) < BOUNDS[FP32]
@@ -139,7 +127,7 @@ class TestValues:
     @pytest.mark.parametrize("layout", ["rows", "columns", "slices", "expanded"])
     def test_of_strides(self, layout, rows):
         """Operands are read where they are."""
-        x, w = random(rows, SUMMANDS), random(SUMMANDS, COLUMNS, seed=1)
+        x, w = bf16(rows, SUMMANDS), bf16(SUMMANDS, COLUMNS, seed=1)
         views = {
             "rows": lambda t: t,
             "columns": lambda t: t.T.contiguous().T,
@@ -153,8 +141,8 @@ class TestValues:
     @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 4, 0)])
     def test_of_nothing(self, shape):
         rows, summands, columns = shape
-        found = matrix_product(random(rows, summands), random(summands, columns), random(columns))
-        assert torch.equal(found, random(columns).expand(rows, columns))
+        found = matrix_product(bf16(rows, summands), bf16(summands, columns), bf16(columns))
+        assert torch.equal(found, bf16(columns).expand(rows, columns))
 
 
 class TestTiles:
@@ -208,12 +196,7 @@ class TestTiles:
         [
             (8192, 7168, 4, True),
             (1024, 7168, 2, True),  # 224 tiles, two turns; of 128 columns 448, more than three
-            (
-                8192,
-                576,
-                4,
-                True,
-            ),  # two turns, though a quarter of the third tile of columns is used
+            (8192, 576, 4, True),  # two turns, with a quarter of the third tile of columns
             (2048, 576, 4, False),  # of 128 columns 80, all in parts
             (1024, 2112, 4, False),  # 72, and of 128 columns 136, the last ones in parts
             (1024, 24576, 1, True),
@@ -254,7 +237,7 @@ class TestWideTile:
         )
         x[:, :SMALL_PART], x[:, 2 * SMALL_PART :] = 0, 0
         x[:, 0], x[:, 2 * SMALL_PART], w[:, [0, 2 * SMALL_PART]] = 4096, -4096, 4096
-        bias = random(136)
+        bias = bf16(136)
         right = w.T.contiguous() if transposed else w.T
         found = matrix_product(x, right, bias, tile=WIDE_TILE)
         assert torch.equal(found, matrix_product(x, right, bias, tile=TILES[0], split=False))
@@ -267,7 +250,7 @@ class TestWideTile:
         monkeypatch.setattr(kernel, "is_wide_faster", lambda *sizes: chosen)
         calls = []
         monkeypatch.setattr(kernel, "_multiply_wide", lambda *args: calls.append(args))
-        x, w = random(3, 64), random(8, 64, seed=1)
+        x, w = bf16(3, 64), bf16(8, 64, seed=1)
         matrix_product(x, w.T)
         assert len(calls) == chosen
         for others in ({"tile": TILES[-1]}, {"split": False}, {"dtype": FP32}):
@@ -278,7 +261,7 @@ class TestWideTile:
     def test_refuses_what_it_cannot_multiply(self):
         pytest.importorskip("triton.experimental.gluon")
         with pytest.raises(AssertionError, match="not for this tile"):
-            matrix_product(random(3, 64), random(64, 8), dtype=FP32, tile=WIDE_TILE)
+            matrix_product(bf16(3, 64), bf16(64, 8), dtype=FP32, tile=WIDE_TILE)
 
 
 @needs.gpu

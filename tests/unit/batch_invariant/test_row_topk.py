@@ -11,27 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.kernels.invariant.topk import (
-    MOST_COLUMNS,
-    MOST_FOUND,
-    is_of_short_rows,
-    topk,
-)
+from absorbed_mla.kernels.invariant.topk import MOST_COLUMNS, MOST_FOUND, is_of_short_rows, topk
 from tests.support import needs, world
 from tests.support.backends import triton_interpreter
+from tests.support.gpu_calls import capture
 
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import row_topk
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 dtypes = pytest.mark.parametrize("dtype", BITS, ids=lambda dtype: str(dtype)[6:])
 directions = pytest.mark.parametrize("largest", [True, False], ids=["largest", "least"])
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def scores(*shape: int, dtype: torch.dtype = torch.float32, special: bool = True) -> Tensor:
@@ -179,10 +170,7 @@ class TestInTheMode:
     def test_in_a_graph(self):
         x = scores(5, 256, special=False)
         with batch_invariant_mode("cuda"):
-            torch.topk(x, 8)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                values, indices = torch.topk(x, 8)
+            graph, (values, indices) = capture(lambda: torch.topk(x, 8))
         x.copy_(x.roll(1, 0).neg())
         graph.replay()
         expected = torch.sort(x, descending=True, stable=True)

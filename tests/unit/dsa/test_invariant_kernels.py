@@ -30,7 +30,8 @@ pytest.importorskip("triton")
 
 with triton_interpreter():
     from absorbed_mla.dsa.batch_invariant_indexer import invariant_scores
-    from absorbed_mla.kernels.dsa import cached_scores, forward, invariant_forward
+    from absorbed_mla.kernels import operators
+    from absorbed_mla.kernels.dsa import cached_scores, forward  # noqa: F401
 
 DEVICE = ON_DEVICE.device
 TOKENS, BATCH, HEADS, WIDTH, TOPK = 37, 2, 3, 16, 24
@@ -114,8 +115,9 @@ def test_attention_of_a_token_alone():
     )
     chosen[3, 10:] = -1
     chosen = chosen.int().unsqueeze(1).to(DEVICE)
-    found = invariant_forward.invariant_forward(*query, *latent, chosen, 0.1)
-    expected = forward.forward(*query, *latent, chosen, 0.1)
+    attend = operators.sparse_attention_forward
+    found = attend(*query, *latent, chosen, 0.1, "invariant")
+    expected = attend(*query, *latent, chosen, 0.1, "triton")
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     order = torch.randperm(keys, generator=generator).to(DEVICE)
@@ -123,9 +125,8 @@ def test_attention_of_a_token_alone():
     for token in (3, 20):
         own = chosen[token : token + 1]
         slots = torch.where(own < 0, own, order[own.clamp(min=0).long()].int())
-        alone = invariant_forward.invariant_forward(
-            *(x[token : token + 1] for x in query), *moved, slots, 0.1
-        )
+        own_query = (x[token : token + 1] for x in query)
+        alone = attend(*own_query, *moved, slots, 0.1, "invariant")
         assert torch.equal(alone[0][0], found[0][token])
         assert torch.equal(alone[1][0], found[1][token])
 

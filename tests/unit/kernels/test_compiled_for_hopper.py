@@ -17,10 +17,67 @@ from pathlib import Path
 import pytest
 
 from tests.support import needs
+from tests.support.launched_kernels import launched_kernels
 
 pytest.importorskip("triton.experimental.gluon")
+pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")]
 # Bytes of shared memory that a program of an H200 may have.
 LIMIT = 232448
+# Kernels in Triton that the program does not launch.
+OTHERS = {"_broadcast_kernel", "_gather_kernel", "_head_product_kernel", "_rotate_kernel"}
+OTHERS |= {"_weights_kernel", "key_kernel", "query_kernel"}
+KINDS = {
+    "attend_few_rows": 2,  # of 16 rows in splits, of 32 whole
+    "attend_sparse_forward": 2,  # of four tokens, and of one in splits
+    "attend_sparse_backward": 2,  # by atomics and in order
+    "sum_sparse_probabilities": 2,  # of one group of heads and of two
+    "_scores_kernel": 4,  # in bf16, in FP8, and others, like the next two
+    "_token_kernel": 3,
+    "_tile_kernel": 2,
+    "_chosen_kernel": 4,  # target, scores, and two gradients
+    "_topk_kernel": 4,  # of DeepSeek-V3's router, and of the widest rows
+    "_swiglu_kernel": 3,  # rounded once, and as PyTorch with and without probs
+}
+# Bytes of a thread's stack, at most; where a kernel is not here its registers suffice.
+STACK = {
+    # Two numbers wait on the stack from tile to tile, none from block to block.
+    "attend_multi_head": 8,
+    # Two programs share the registers of a multiprocessor.
+    "_paged_kernel": 128,
+    # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
+    "attend_fp8_decode": 48,
+    # So do a few addresses; more would leave its products no registers, and the compiler would wait
+    # for each.
+    "attend_multi_head_backward": 64,
+    # Over FP8 rows in tiles of 64 rows numbers wait on the stack, of one token and of four.
+    "_forward_kernel": 640,
+    # Some numbers of few rows wait on the stack from tile to tile, and where splits are combined.
+    "attend_few_rows": 16,
+    "_combine_kernel": 16,
+    # A few addresses of pieces of keys do, from tile to tile.
+    "attend_decode_pieces": 48,
+    # And some numbers from piece to piece, where the warps that decode have their registers.
+    "attend_fp8_decode_pieces": 96,
+    # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
+    "multiply_rows": 32,
+}
+# The instructions of products: tiles that had them of two kinds would not have the same bits.
+WARP_GROUP = ["wgmma.mma_async"]
+PRODUCTS = {
+    "_product_kernel": 10 * [WARP_GROUP] + 4 * [[]] + [WARP_GROUP],  # fp32 has none
+    "_grouped_kernel": 6 * [WARP_GROUP],  # of three tiles, of rows and of taken ones
+    "multiply_rows": 2 * [WARP_GROUP],
+}
+
+
+def run(program: str, cache: Path) -> str:
+    """What a program of tests/support prints that compiles kernels into a folder."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.support.{program}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture
@@ -33,106 +90,41 @@ def kernel_cache(pytestconfig, tmp_path) -> Path:
     return cache.mkdir("hopper_kernels") if cache else tmp_path
 
 
-def forget_others(cache: Path, used: set[str]) -> None:
-    """Remove kernels of former sources."""
-    for folder in cache.iterdir():
-        if str(folder) not in used:
-            shutil.rmtree(folder)
-
-
-@pytest.mark.no_cover
-@pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")
 def test_kernels(kernel_cache):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(kernel_cache)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.hopper_compiler"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    forget_others(kernel_cache, {kernel.pop("cache") for kernel in kernels})
-    names = [kernel["kernel"] for kernel in kernels]
-    assert "attend_forward" in names
-    # Two numbers wait on the stack from tile to tile, none from block to block.
-    [multi_head] = [kernel for kernel in kernels if kernel["kernel"] == "attend_multi_head"]
-    assert multi_head["stack"] <= 8
-    assert {"attend_backward", "attend_backward_stored"} <= {*names}
-    assert names.count("attend_few_rows") == 2, "of 16 rows in splits, of 32 whole"
-    assert {"attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
-    assert names.count("attend_sparse_forward") == 2, "of four tokens, and of one in splits"
-    assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
-    assert names.count("sum_sparse_probabilities") == 2, "of one group of heads and of two"
-    assert {"_scores_kernel", "_select_kernel", "_visible_kernel", "_gradient_kernel"} <= {*names}
-    assert {"_token_kernel", "_tile_kernel", "_slots_kernel", "_merge_kernel", "_sum_kernel"} <= {
-        *names
-    }
-    for name, count in {"_scores_kernel": 4, "_token_kernel": 3, "_tile_kernel": 2}.items():
-        assert names.count(name) == count, f"{name} in bf16, in FP8, and others"
-    assert names.count("_chosen_kernel") == 4, "target, scores, and two gradients"
-    # Tiles whose instructions were of two kinds would not have the same bits.
-    products = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_product_kernel"]
-    assert products == 10 * [["wgmma.mma_async"]] + 4 * [[]] + [["wgmma.mma_async"]], (
-        "fp32 has none"
-    )
-    grouped = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_grouped_kernel"]
-    assert grouped == 6 * [["wgmma.mma_async"]], "of three tiles, of rows and of taken ones"
-    assert names.count("_topk_kernel") == 4, "of DeepSeek-V3's router, and of the widest rows"
-    # Two programs of decode over FP8 rows share the registers of a multiprocessor.
-    [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
-    assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
-    assert {"_encode_kernel", "_decode_kernel"} <= {*names}
-    assert {"_choice_kernel", "_order_kernel", "_sums_kernel"} <= {*names}
-    assert names.count("_swiglu_kernel") == 3, "rounded once, and as PyTorch with and without probs"
-    assert {"_block_argmax_kernel", "_softmax_weights_kernel", "_inverse_cdf_kernel"} <= {*names}
-    # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
-    [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]
-    assert decode["stack"] <= 48
-    # So do a few addresses of the multi-head backward; more would leave its products no registers,
-    # and the compiler would wait for each.
-    [backward] = [k for k in kernels if k["kernel"] == "attend_multi_head_backward"]
-    assert backward["stack"] <= 64
-    # In tiles of 64 rows numbers wait on the stack, of one token and of four.
-    sparse = [k for k in kernels if k["kernel"] == "_forward_kernel" and k["fp8_rows"]]
-    assert [k["stack"] <= most for k, most in zip(sparse, (0, 640, 640), strict=True)] == [True] * 3
-    # Some numbers of few rows wait on the stack from tile to tile, and where splits are combined.
-    few = [k for k in kernels if k["kernel"] in ("attend_few_rows", "_combine_kernel")]
-    assert max(k["stack"] for k in few) <= 16
-    # A few addresses of pieces of keys do, from tile to tile.
-    [pieces] = [kernel for kernel in kernels if kernel["kernel"] == "attend_decode_pieces"]
-    assert pieces["stack"] <= 48
-    # And some numbers from piece to piece, where the warps that decode have their registers.
-    [fp8_pieces] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode_pieces"]
-    assert fp8_pieces["stack"] <= 96
-    # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
-    wide = [kernel for kernel in kernels if kernel["kernel"] == "multiply_rows"]
-    several, one = (kernel["stack"] for kernel in wide)
-    assert several <= 32 and one == 0
-    assert [kernel["products"] for kernel in wide] == 2 * [["wgmma.mma_async"]]
-    known = (fp8, decode, backward, *sparse, multi_head, *few, pieces, fp8_pieces, *wide)
-    others = (kernel for kernel in kernels if kernel not in known)
-    assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
+    kernels = [json.loads(line) for line in run("hopper_compiler", kernel_cache).splitlines()]
+    used = {kernel.pop("cache") for kernel in kernels}
+    for folder in kernel_cache.iterdir():
+        if str(folder) not in used:  # of former sources
+            shutil.rmtree(folder)
+    kinds: dict[str, list[dict]] = {}
+    for kernel in kernels:
+        kinds.setdefault(kernel["kernel"], []).append(kernel)
+    assert {name.rpartition(".")[2] for name in launched_kernels()} - {*kinds} == OTHERS
+    assert {name: len(kinds[name]) for name in KINDS} == KINDS
+    assert {name: [k["products"] for k in kinds[name]] for name in PRODUCTS} == PRODUCTS
+    assert [k for k in kernels if k["stack"] > STACK.get(k["kernel"], 0)] == [], "registers spill"
+    # Those in tiles of few heads have registers for all, as have those that are not over FP8 rows.
+    sparse = [k["stack"] for k in kinds["_forward_kernel"] if k["fp8_rows"]]
+    assert sum(k["stack"] > 0 for k in kinds["_forward_kernel"]) == 2 and sparse[0] == 0
+    assert kinds["multiply_rows"][1]["stack"] == 0, "of one part"
+    [fp8] = kinds["_paged_kernel"]
+    assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT
-    idle = [(kernel["kernel"], kernel["idle_barriers"]) for kernel in kernels]
-    assert [each for each in idle if each[1]] == [], "their memory is not theirs alone"
-    reduced = [(kernel["kernel"], kernel["reduced_across_copies"]) for kernel in kernels]
-    assert [each for each in reduced if each[1]] == [], "Triton 3.6 reduces copies, too"
+    assert [k for k in kernels if k["idle_barriers"]] == [], "their memory is not theirs alone"
+    reduced = [k for k in kernels if k["reduced_across_copies"]]
+    assert reduced == [], "Triton 3.6 reduces copies, too"
 
 
-@pytest.mark.no_cover
-@pytest.mark.skipif(needs.HAS_GPU, reason="it replaces Triton's driver")
 def test_traffic_compiles_nothing(tmp_path):
     """Kernels are the same for any number of requests and tokens: none is compiled amid traffic."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_variants"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    variants = json.loads(done.stdout)
-    # Of two kinds of caches; the schedule of few and of many requests.
-    assert variants.pop("_schedule_kernel") == 4
-    assert variants.pop("_combine_kernel") == variants.pop("_gather_kernel") == 2
-    # Of few rows of an expert, and of many.
-    assert variants.pop("_grouped_kernel") == 2
-    # Up to 64, 256 and more choices, of which a token has one or several.
-    assert variants.pop("_order_kernel") == 5
+    variants = json.loads(run("kernel_variants", tmp_path))
+    several = {
+        "_schedule_kernel": 4,  # of two kinds of caches; of few and of many requests
+        "_combine_kernel": 2,
+        "_gather_kernel": 2,
+        "_grouped_kernel": 2,  # of few rows of an expert, and of many
+        "_order_kernel": 5,  # up to 64, 256 and more choices, of which a token has one or several
+    }
+    assert {name: variants.pop(name) for name in several} == several
     assert {"attend_decode", "attend_few_rows", "_merge_kernel"} <= {*variants}
     assert {*variants.values()} == {1}, variants

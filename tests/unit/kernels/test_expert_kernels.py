@@ -9,7 +9,9 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from absorbed_mla.deepseek_router import topk_routing
 from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
+from tests.support import world
 from tests.support.backends import triton_interpreter
+from tests.support.numerics import random, relative_error
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
@@ -20,7 +22,8 @@ with triton_interpreter():
     from absorbed_mla.kernels.moe.sums import summed
     from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("interpreted")
+DEVICE = world.device()
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 # The rows behind the last one of each expert: of 4 experts, some without rows, and of other ranks.
@@ -28,23 +31,8 @@ ENDS = {"some": [0, 7, 7, 40], "many": [33, 34, 36, 40], "others": [1, 2, 3, 20]
 ends_of = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 
 
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
-
-
 def table(ends: list[int]) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @dtypes
@@ -57,7 +45,7 @@ def test_swiglu(dtype, ends, width):
     choices = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     expected = F.silu(gate) * up * probs.double().flatten()[choices, None]
     found = swiglu(x, probs, choices, table(ends))
-    assert error(found[: ends[-1]], expected[: ends[-1]]) < BOUNDS[dtype]
+    assert relative_error(found[: ends[-1]], expected[: ends[-1]]) < BOUNDS[dtype]
 
 
 @dtypes
@@ -67,28 +55,30 @@ def test_gated(dtype):
     gate, up = x.double().chunk(2, -1)
     found = gated(x)
     assert found.shape == (5, 1, 40)
-    assert error(found, F.silu(gate) * up) < BOUNDS[dtype]
+    assert relative_error(found, F.silu(gate) * up) < BOUNDS[dtype]
+
+
+def permuted(topk: int, count: int, first: int | None) -> PermutedTokens:
+    """11 tokens' choices of 8 experts, of which this rank has some."""
+    chosen = torch.stack([torch.randperm(8)[:topk] for _ in range(11)]).to(DEVICE)
+    return PermutedTokens.of(chosen, count, first)
 
 
 @dtypes
-@pytest.mark.parametrize("first", [None, 2])
-def test_sums(dtype, first):
+@pytest.mark.parametrize(("count", "first"), [(8, None), (4, 2)])
+def test_sums(dtype, count, first):
     """Also where experts of other ranks were chosen: their rows hold anything."""
-    chosen = torch.stack([torch.randperm(8)[:3] for _ in range(11)]).to(DEVICE)
-    rows = PermutedTokens.of(chosen, 8 if first is None else 4, first)
-    x = random(33, 72, dtype=dtype)
+    rows, x = permuted(3, count, first), random(33, 72, dtype=dtype)
     x[int(rows.ends[-1]) :] = torch.nan
     expected = x.double().nan_to_num()[rows.places].sum(1)
-    assert error(summed(x, rows.places, rows.ends), expected) < BOUNDS[dtype]
+    assert relative_error(summed(x, rows.places, rows.ends), expected) < BOUNDS[dtype]
 
 
 @dtypes
 @pytest.mark.parametrize("topk", [1, 2, 5, 8])
 def test_sums_one_by_one(dtype, topk):
     """As adding rows to zeros, each rounded, which ``index_add_`` does."""
-    chosen = torch.stack([torch.randperm(8)[:topk] for _ in range(11)]).to(DEVICE)
-    rows = PermutedTokens.of(chosen, 8)
-    x = random(11 * topk, 72, dtype=dtype)
+    rows, x = permuted(topk, 8, None), random(11 * topk, 72, dtype=dtype)
     expected = x.new_zeros(11, 72)
     for row, token in enumerate(rows.tokens.tolist()):
         expected[token] += x[row]
@@ -114,7 +104,7 @@ def test_few_rows(dtype, ends, columns, summands, taken):
         found = few_rows_product(rows, weights, table(ends))
     for weight, begin, end in zip(weights, [0, *ends], ends):
         expected = rows[begin:end].double() @ weight.double().T
-        assert error(found[begin:end], expected) < BOUNDS[dtype]
+        assert relative_error(found[begin:end], expected) < BOUNDS[dtype]
 
 
 # Experts, K, groups, groups that a token may choose from.
@@ -133,32 +123,44 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize(("softmax", "biased"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("scale", [None, 2.5])
-def test_choice(router, softmax, biased, scale):
-    """The experts and scores of Megatron's router."""
-    experts, topk, groups, group_topk = router
-    logits = random(7, experts)
-    bias = random(experts) / 4 if biased else None
-    common = {"group_topk": group_topk}
-    expected = topk_routing_with_score_function(
-        logits,
-        topk,
+softmaxes = pytest.mark.parametrize(
+    ("softmax", "biased"), [(True, False), (False, False), (False, True)]
+)
+
+
+def check_choice(judge, logits, parts, routing, ours=None, theirs=None):
+    """The experts and scores of a router of Megatron's signature, with more options of each."""
+    topk, groups, softmax, biased, scale = routing
+    common = {"group_topk": groups[1]}
+    bias = random(logits.shape[-1], seed=1) / 4 if biased else None
+    expected, _ = judge(
+        *(logits, topk),
         use_pre_softmax=softmax,
-        num_groups=groups,
+        num_groups=groups[0],
         scaling_factor=scale,
         score_function="softmax" if softmax else "sigmoid",
         expert_bias=bias,
         **common,
-    )[0]
-    scores, chosen = choose_experts(
-        logits, topk, softmax=softmax, bias=bias, groups=groups, scale=scale, **common
+        **(theirs or {}),
     )
-    assert chosen.shape == scores.shape == (7, topk)
+    common |= {"softmax": softmax, "bias": bias, "groups": groups[0], "scale": scale}
+    scores, chosen = choose_experts(parts, topk, **common, **(ours or {}))
+    assert chosen.shape == scores.shape == (len(logits), topk)
     found = torch.zeros_like(logits).scatter_(1, chosen, scores)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-    assert (expected != 0).sum() == 7 * topk
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (expected != 0).sum() == len(logits) * topk
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@softmaxes
+@pytest.mark.parametrize(("parts", "scale"), [(1, None), (2, 2.5), (7, None)])
+def test_choice(router, softmax, biased, parts, scale):
+    """Megatron's, also by the sum of parts."""
+    experts, topk, *groups = router
+    given = random(parts, 7, experts)
+    logits, given = given.sum(0), given if parts > 1 else given[0]
+    judge = topk_routing_with_score_function
+    check_choice(judge, logits, given, (topk, groups, softmax, biased, scale))
 
 
 # Experts, K, groups, groups that a token may choose from, experts that rank a group.
@@ -171,30 +173,15 @@ RANKED = {
 
 
 @pytest.mark.parametrize("router", RANKED.values(), ids=RANKED)
-@pytest.mark.parametrize(("softmax", "biased"), [(True, False), (False, False), (False, True)])
+@softmaxes
 @pytest.mark.parametrize("normalized", [False, True])
 def test_choice_as_models_rank_and_normalise(router, softmax, biased, normalized):
-    """The experts and scores of ``topk_routing``, whose judge is float64."""
-    experts, topk, groups, group_topk, of_group = router
-    logits = random(33, experts)
-    bias = random(experts) / 4 if biased else None
-    common = {"group_topk": group_topk, "group_score_topk": of_group}
-    expected, _ = topk_routing(
-        logits,
-        topk,
-        use_pre_softmax=softmax,
-        num_groups=groups,
-        scaling_factor=2.5,
-        score_function="softmax" if softmax else "sigmoid",
-        expert_bias=bias,
-        norm_topk_prob=normalized,
-        **common,
-    )
-    common |= {"softmax": softmax, "bias": bias, "groups": groups, "normalize": normalized}
-    scores, chosen = choose_experts(logits, topk, scale=2.5, **common)
-    found = torch.zeros_like(logits).scatter_(1, chosen, scores)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert (expected != 0).sum() == 33 * topk
+    """That of ``topk_routing``, whose judge is float64."""
+    experts, topk, *groups, of_group = router
+    logits, ranked = random(33, experts), {"group_score_topk": of_group}
+    ours, theirs = ranked | {"normalize": normalized}, ranked | {"norm_topk_prob": normalized}
+    routing = topk, groups, softmax, biased, 2.5
+    check_choice(topk_routing, logits, logits, routing, ours, theirs)
 
 
 @dtypes
@@ -207,38 +194,11 @@ def test_logits(dtype, tokens, experts, width):
     parts = partial_logits(x, weight)
     assert parts.shape[1:] == (tokens, experts) and parts.dtype == torch.float32
     assert len(parts) > 1
-    assert error(parts.double().sum(0), x.double() @ weight.double().T) < 1e-6
+    assert relative_error(parts.double().sum(0), x.double() @ weight.double().T) < 1e-6
 
 
 def test_logits_of_nothing():
     assert partial_logits(random(0, 512), random(8, 512)).shape[1:] == (0, 8)
-
-
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("softmax", [False, True])
-@pytest.mark.parametrize("parts", [2, 7])
-def test_choice_of_parts(router, softmax, parts):
-    """Megatron's choice by their sum."""
-    experts, topk, groups, group_topk = router
-    logits = random(parts, 7, experts)
-    scores, chosen = choose_experts(
-        *(logits, topk),
-        softmax=softmax,
-        bias=None,
-        groups=groups,
-        group_topk=group_topk,
-        scale=2.5,
-    )
-    expected = topk_routing_with_score_function(
-        *(logits.sum(0), topk),
-        use_pre_softmax=softmax,
-        num_groups=groups,
-        group_topk=group_topk,
-        scaling_factor=2.5,
-        score_function="softmax" if softmax else "sigmoid",
-    )[0]
-    found = torch.zeros(7, experts, device=DEVICE).scatter_(1, chosen, scores)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_choice_without_numbers():

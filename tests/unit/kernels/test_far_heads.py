@@ -11,6 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.latent_backward import LatentBackward
 from tests.support.backends import triton_interpreter
+from tests.support.numerics import random
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.no_cover
@@ -19,8 +20,9 @@ QUERIES, KEYS, HEADS, WIDTH, ROPE = 4, 40, 3, 32, 16
 SCALE = 0.2
 
 with triton_interpreter():
+    from absorbed_mla.kernels import operators
+    from absorbed_mla.kernels.dsa import forward  # noqa: F401
     from absorbed_mla.kernels.dsa.backward import backward as sparse_backward
-    from absorbed_mla.kernels.dsa.forward import forward as sparse_forward
     from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
     from absorbed_mla.kernels.dsa.index_scores import index_scores
@@ -37,10 +39,6 @@ def far(x: Tensor) -> Tensor:
     found = torch.empty(0, dtype=x.dtype, device=DEVICE)
     found.set_(memory, 0, x.shape, (batch * width, width, apart, 1))
     return found.copy_(x)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
 
 
 def chosen_keys() -> Tensor:
@@ -61,14 +59,16 @@ def chosen(move):
     return chosen_target(operands(move), random(QUERIES, 1, HEADS) + 3, chosen_keys(), SCALE)
 
 
+def sparse_forward(move):
+    return operators.sparse_attention_forward(*operands(move), chosen_keys(), SCALE, "triton")
+
+
 def attention(move):
-    return torch.cat(
-        [x.float().flatten() for x in sparse_forward(*operands(move), chosen_keys(), SCALE)]
-    )
+    return torch.cat([x.float().flatten() for x in sparse_forward(move)])
 
 
 def attention_gradient(move):
-    out, lse = sparse_forward(*operands(torch.clone), chosen_keys(), SCALE)
+    out, lse = sparse_forward(torch.clone)
     grad = move(random(QUERIES, 1, HEADS, WIDTH).bfloat16())
     call = LatentBackward(grad, None, move(out), lse, *operands(move), SCALE)
     found = sparse_backward(call, chosen_keys(), deterministic=True)

@@ -16,6 +16,7 @@ from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreted")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 with triton_interpreter():
@@ -23,12 +24,6 @@ with triton_interpreter():
     import absorbed_mla.kernels.dsa.index_scores  # noqa: F401
     from absorbed_mla.dsa import indexer_triton, selection_triton
     from absorbed_mla.kernels.dsa import index_chosen, radix_select, scatter_add
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def vectors(queries, keys, batch=1, heads=3, width=16, dtype=torch.bfloat16) -> IndexVectors:

@@ -236,8 +236,7 @@ class TestEveryCase:
         shape = attended.out.shape
         results = [
             named(
-                attended,
-                backend.backward(OutputGradient(g, None), attended, operands, case.rules),
+                attended, backend.backward(OutputGradient(g, None), attended, operands, case.rules)
             )
             for g in (one.expand(shape), torch.ones(shape, dtype=case.dtype, device=DEVICE))
         ]

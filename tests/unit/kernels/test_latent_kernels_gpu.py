@@ -12,13 +12,11 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from tests.support import needs
 from tests.support.backends import determinism
+from tests.support.gpu_calls import capture, on_streams
 from tests.support.hostile import Case, named
 from tests.unit.kernels.test_latent_kernels import DEVICE, backend_for, compute
 
-pytestmark = [
-    needs.gpu,
-    pytest.mark.parametrize("kernel", ["triton", "hopper"]),
-]
+pytestmark = [needs.gpu, pytest.mark.parametrize("kernel", ["triton", "hopper"])]
 
 CASE = Case(500, 500, (Span(0, 500, 0, 500, 0),), content=512, rope=64, lse_gradient=False)
 # Hopper's backward adds in any order, in fp32.
@@ -77,16 +75,9 @@ def test_half_a_million_tokens(kernel):
 def test_streams(kernel):
     """Calls side by side, with tables that another stream has made."""
     backend = backend_for(kernel, CASE)
-    sets = [inputs(seed) for seed in range(4)]
-    expected = [compute(backend, CASE, *tensors) for tensors in sets]
-    torch.cuda.synchronize()
-    streams, actual = [torch.cuda.Stream() for _ in sets], [{} for _ in sets]
-    for _ in range(5):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                actual[i] = compute(backend, CASE, *sets[i])
-    torch.cuda.synchronize()
-    for one, other in zip(actual, expected):
+    calls = [(backend, CASE, *inputs(seed)) for seed in range(4)]
+    expected = [compute(*call) for call in calls]
+    for one, other in zip(on_streams(compute, calls), expected):
         assert_same(one, other, ORDER[kernel])
 
 
@@ -94,14 +85,7 @@ def test_cuda_graph(kernel):
     """Recorded once, replayed on other values."""
     backend = backend_for(kernel, CASE)
     operands, grad = inputs()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute(backend, CASE, operands, grad)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = compute(backend, CASE, operands, grad)
+    graph, recorded = capture(lambda: compute(backend, CASE, operands, grad))
     for seed in (1, 2):
         others, _ = inputs(seed)
         for x, other in zip(operands[:4], others[:4]):

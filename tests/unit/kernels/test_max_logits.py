@@ -84,7 +84,7 @@ def by_pytorch(q, k, lse, of_heads, spans, threshold):
 BOTH = pytest.mark.parametrize("way", [by_kernel, by_pytorch])
 
 
-def nothing_yet(value: float = -torch.inf) -> Tensor:
+def filled(value: float = -torch.inf) -> Tensor:
     return torch.full((HEADS,), value, device=world.device())
 
 
@@ -97,30 +97,36 @@ def as_kernels_write_it(lse: Tensor, spans) -> Tensor:
     return garbage.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
+def search_for(way, case: Case, q: Tensor, k: Tensor, threshold=-torch.inf, found=None) -> tuple:
+    """What the way finds, or raises ``found`` to, and the largest scores in float64."""
+    expected, lse = case.exact(q, k)
+    found = filled() if found is None else found
+    way(q, k, as_kernels_write_it(lse, case.spans), found, case.spans, threshold)
+    return found.double(), expected
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("name", CASES)
 def test_equals_float64(way, name):
     """Of each head, over the pairs that see each other and no others."""
-    case = CASES[name]
-    q, k = case.tensors()
-    expected, lse = case.exact(q, k)
-    lse = as_kernels_write_it(lse, case.spans)
-    found = nothing_yet()
-    way(amid_nan(q), amid_nan(k), lse, found, case.spans, -torch.inf)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+    def amid(q, k, *rest):
+        way(amid_nan(q), amid_nan(k), *rest)
+
+    assert_close(*search_for(amid, CASES[name], *CASES[name].tensors()))
 
 
 @BOTH
 def test_no_score_is_positive(way):
     """Rows that fill a tile up score 0 with everything."""
-    case = CASES["causal"]
-    q, k = case.tensors()
-    q, k = q.abs(), -k.abs()
-    expected, lse = case.exact(q, k)
-    found = nothing_yet()
-    way(q, k, as_kernels_write_it(lse, case.spans), found, case.spans, -torch.inf)
+    q, k = CASES["causal"].tensors()
+    found, expected = search_for(way, CASES["causal"], q.abs(), -k.abs())
     assert (expected < 0).all()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected)
 
 
 @BOTH
@@ -128,13 +134,12 @@ def test_threshold(way):
     """Exact above it; below it an upper bound that does not reach it."""
     case = CASES["causal"]
     q, k = case.tensors()
-    expected, lse = case.exact(q, k)
-    threshold = float(expected[2]) * 0.999
+    largest, lse = case.exact(q, k)
+    threshold = float(largest[2]) * 0.999
     # The others' LSE is below it, too.
     assert (lse[..., :2].amax((0, 1)) < threshold).all()
-    found = nothing_yet()
-    way(q, k, as_kernels_write_it(lse, case.spans), found, case.spans, threshold)
-    torch.testing.assert_close(found[2:].double(), expected[2:], rtol=1e-5, atol=1e-5)
+    found, expected = search_for(way, case, q, k, threshold)
+    assert_close(found[2:], expected[2:])
     assert (found[:2] >= expected[:2]).all() and (found[:2] < threshold).all()
 
 
@@ -143,19 +148,17 @@ def test_earlier_forwards_count(way):
     """What micro-batches before have found stays, where it is larger."""
     case = CASES["zigzag"]
     q, k = case.tensors()
-    expected, lse = case.exact(q, k)
-    found = nothing_yet(float(expected[2]) + 0.5)
-    way(q, k, as_kernels_write_it(lse, case.spans), found, case.spans, -torch.inf)
-    torch.testing.assert_close(found[:3], nothing_yet(float(expected[2]) + 0.5)[:3])
-    torch.testing.assert_close(found[3].double(), expected[3], rtol=1e-5, atol=1e-5)
+    before = float(case.exact(q, k)[0][2]) + 0.5
+    found, expected = search_for(way, case, q, k, found=filled(before))
+    assert torch.equal(found[:3], filled(before).double()[:3])
+    assert_close(found[3], expected[3])
 
 
 def test_tiles_that_cannot_matter_are_left_out():
     """With keys that are larger than the LSE says: a tile that is computed shows it."""
     case = CASES["causal"]
     q, k = case.tensors()
-    _, lse = case.exact(q, k)
-    lse = as_kernels_write_it(lse, case.spans)
+    lse = as_kernels_write_it(case.exact(q, k)[1], case.spans)
     found = lse.amax((0, 1)) + 0.1
     before = found.clone()
     by_kernel(q, 9 * k, lse, found, case.spans, -torch.inf)
@@ -175,10 +178,7 @@ def test_every_tile_has_a_program(monkeypatch):
     for first in range(0, case.queries, 16):
         large = q.clone()
         large[first : first + 16] *= 6
-        expected, lse = case.exact(large, k)
-        found = nothing_yet()
-        by_kernel(large, k, as_kernels_write_it(lse, case.spans), found, case.spans, -torch.inf)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        assert_close(*search_for(by_kernel, case, large, k))
 
 
 def test_part_of_the_heads():
@@ -189,5 +189,5 @@ def test_part_of_the_heads():
     whole = torch.full((HEADS + 3,), -torch.inf, device=q.device)
     rules = ScoreRules(SCALE, Spans(case.spans), max_logits=MaxLogits(whole), first_head=2)
     search.record_by_search(q, k, as_kernels_write_it(lse, case.spans), rules)
-    torch.testing.assert_close(whole[2:6].double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(whole[2:6].double(), expected)
     assert (whole[[0, 1, 6]] == -torch.inf).all()

@@ -120,16 +120,7 @@ def test_gradients(name):
     assert buffers == (2 if name == "shared_keys" else 1)
     with poisoned_memory():
         found = multi_head_backward.backward(
-            x.grad_out,
-            x.grad_lse,
-            x.q,
-            x.k,
-            x.v,
-            x.out,
-            x.lse,
-            tiles,
-            buffers,
-            SCALE,
+            x.grad_out, x.grad_lse, x.q, x.k, x.v, x.out, x.lse, tiles, buffers, SCALE
         )
     bound = 8e-3 if case.dtype == torch.bfloat16 else 1e-3
     for of, exact, like in zip(found, x.expected, (x.q, x.k, x.v)):

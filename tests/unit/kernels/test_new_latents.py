@@ -13,6 +13,7 @@ from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
+from tests.support.numerics import random
 from tests.unit.inference.test_dynamic_context import Host
 
 pytest.importorskip("triton")
@@ -22,19 +23,9 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged import new_latents as module
     from absorbed_mla.kernels.rotation import rotate
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 # Of so many, some are rounded another way if a product is added unrounded.
 ROWS = [1, 3, 2000] if torch.cuda.is_available() else [1, 3, 33]
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(world.device(), dtype)
 
 
 @pytest.mark.parametrize("count", ROWS)
@@ -63,9 +54,9 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
     expected = cache.clone()
     expected[blocks, offsets] = keys[:places]
     # The interpreter has no fused multiply-add, and NumPy may or may not round between.
-    tolerance = {"rtol": 2**-8 if dtype.itemsize == 2 else 1e-6, "atol": 1e-6}
+    near = {"rtol": 2**-8 if dtype.itemsize == 2 else 1e-6, "atol": 1e-6}
     if cache.is_cuda:
-        tolerance = {"rtol": 0, "atol": 0}
+        near = {"rtol": 0, "atol": 0}
     for slots in (None, (cache, blocks.int(), offsets)):
         found = module.new_latents(
             module.Normed(q_down, weights[0], 1e-6),
@@ -74,8 +65,8 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
         )
         assert [x.dtype for x in found] == [dtype, dtype]
         assert torch.equal(found[0], query)
-        torch.testing.assert_close(found[1], keys, **tolerance)
-    torch.testing.assert_close(cache, expected, **tolerance)
+        torch.testing.assert_close(found[1], keys, **near)
+    torch.testing.assert_close(cache, expected, **near)
     assert torch.equal(cache[40], expected[40])
 
 

@@ -20,10 +20,11 @@ from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.types import AttentionInputs
+from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
-from tests.support.paged import PagedCase, call_of
+from tests.support.paged import PagedCase, call_of, fp8_inputs
 from tests.unit.kernels.paged import (
     DEVICE,
     ON_GPU,
@@ -34,6 +35,7 @@ from tests.unit.kernels.paged import (
     training_operands,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("it needs compute capability 9.0, or no GPU", allow_module_level=True)
@@ -58,12 +60,6 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged.schedule import schedule
 
 PIECE = _PIECE.value
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, seed=0):
@@ -186,11 +182,17 @@ def test_lengths_come_from_the_device():
     assert_reads_lengths_from_the_device(attend, MIXED)
 
 
+over = pytest.mark.parametrize(
+    "inputs_of", [PagedCase.inputs, fp8_inputs], ids=["over_latents", "over_fp8_rows"]
+)
+
+
 class TestBatchInvariance:
     CASE = PagedCase((90,), (90,), 8, 64, 128, 32)
 
-    def test_any_chunks(self):
-        inputs = self.CASE.inputs(DEVICE)
+    @over
+    def test_any_chunks(self, inputs_of):
+        inputs = inputs_of(self.CASE, DEVICE)
         assert_chunks_have_the_same_bits(attend, inputs, ((0, 1), (1, 70), (89, 90)))
 
     def test_training_forward_gives_the_same_bits(self):
@@ -261,14 +263,6 @@ def alone(inputs, number: int):
     return (q_content[tokens], q_rope[tokens], cache, row, scale), tokens
 
 
-def assert_ways_are_taken(inputs) -> None:
-    """A program for each piece, and one for all: else equal bits would be those of one way."""
-    for each, splits in ((inputs, 1), (alone(inputs, 0)[0], -PIECE // 64)):
-        found = decode.divide(call_of(each, batch_invariant=True))
-        if not ON_GPU:
-            assert found.split_kv.num_splits == splits
-
-
 class TestPieces:
     """Parity mode's pieces of keys, with a program each and one after the other in a program."""
 
@@ -280,16 +274,22 @@ class TestPieces:
             one, tokens = alone(inputs, number)
             assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in whole])
 
+    @over
     @pytest.mark.parametrize("seed", [1, 2])
-    def test_any_order(self, seed):
+    def test_any_order(self, seed, inputs_of):
         """Roles may go on in any order, with several tiles of a program."""
-        case = replace(IN_PIECES, query_lengths=(1,) * 5)
-        inputs = case.inputs(DEVICE)
+        inputs = inputs_of(replace(IN_PIECES, query_lengths=(1,) * 5), DEVICE)
         expected = attend(inputs, batch_invariant=True)
         assert_same_bits(attend(inputs, batch_invariant=True, seed=seed), expected)
 
-    def test_the_ways_are_taken(self):
-        assert_ways_are_taken(IN_PIECES.inputs(DEVICE))
+    @needs.no_gpu
+    @over
+    def test_the_ways_are_taken(self, inputs_of):
+        """A program for each piece, and one for all: else equal bits would be those of one way."""
+        inputs = inputs_of(IN_PIECES, DEVICE)
+        for each, splits in ((inputs, 1), (alone(inputs, 0)[0], -PIECE // 64)):
+            found = decode.divide(call_of(each, batch_invariant=True))
+            assert found.split_kv.num_splits == splits
 
     def test_the_training_forward_gives_the_same_bits(self):
         """Of packed sequences at any key, in a batch; 0 and -inf for a token in none of them."""

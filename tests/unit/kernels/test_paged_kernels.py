@@ -28,6 +28,7 @@ from tests.unit.kernels.paged import (
     training_operands,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -42,12 +43,6 @@ with triton_interpreter():
     from absorbed_mla.kernels.paged.padding import clear_padding
     from absorbed_mla.kernels.paged.schedule import Schedule, schedule
     from absorbed_mla.kernels.triton.launch import launch_for
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None):
@@ -177,6 +172,11 @@ class Tables(NamedTuple):
         return cls(tiles[:used], [pieces for pieces in parts if pieces])
 
 
+def rows_of(new, kv) -> Rows:
+    """New tokens and keys of each, of a table that nobody reads."""
+    return Rows.of(new, kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE))
+
+
 class TestSchedule:
     """Tiles and parts, read off the tables."""
 
@@ -189,9 +189,7 @@ class TestSchedule:
         return Tables.read(made, 16)
 
     def test_tiles(self):
-        rows = Rows.of(
-            (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
-        )
+        rows = rows_of((5, 0, 1, 4), (70, 9, 3, 4))
         tiles = plan.tiles_for(4, 2, 20, 5, 4)
         assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, max_tiles=14, max_tokens=5)
         found = self.tables(rows, tiles, plan.SplitKV(14, 4, 1, 1))
@@ -208,9 +206,7 @@ class TestSchedule:
 
     def test_padding_is_cleared(self):
         """Of tokens in no request alone; ``CASES`` have both ways to do so."""
-        rows = Rows.of(
-            (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
-        )
+        rows = rows_of((5, 0, 1, 4), (70, 9, 3, 4))
         out, lse = torch.ones(20, 2, 16, device=DEVICE), torch.ones(20, 2, device=DEVICE)
         clear_padding(rows.query_starts, rows.query_lengths, out, lse)
         assert out.sum((1, 2)).tolist() == [32] * 10 + [0] * 10
@@ -218,9 +214,7 @@ class TestSchedule:
 
     def test_parts_are_equal(self):
         """10, 1 and 41 blocks, of which each tile counts for two more, in six parts of 10."""
-        rows = Rows.of(
-            (1, 1, 1), (160, 16, 648), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
-        )
+        rows = rows_of((1, 1, 1), (160, 16, 648))
         tiles = plan.tiles_for(3, 16, 20, 1, 16)
         found = self.tables(rows, tiles, plan.SplitKV(6, 6, 1, 0))
         assert found.parts == [
@@ -236,7 +230,7 @@ class TestSchedule:
 
     def test_a_small_piece_is_left_to_its_neighbour(self):
         """Of less than half the minimum: the same batch, cut where one block would be left."""
-        rows = Rows.of((1, 1), (336, 336), torch.zeros(2, 30, dtype=torch.int32, device=DEVICE))
+        rows = rows_of((1, 1), (336, 336))
         tiles = plan.tiles_for(2, 16, 20, 1, 16)
         # 2 * (21 + 2) in three parts of 16: cuts behind 14 blocks, and behind 7 of the other tile.
         found = self.tables(rows, tiles, plan.SplitKV(3, 3, 1, 0))
@@ -246,10 +240,7 @@ class TestSchedule:
             [(112, 336)],
         ]
         found = self.tables(rows, tiles, plan.SplitKV(3, 3, 16, 0))
-        assert [[piece[1:3] for piece in part] for part in found.parts] == [
-            [(0, 336)],
-            [(0, 336)],
-        ]
+        assert [[piece[1:3] for piece in part] for part in found.parts] == [[(0, 336)], [(0, 336)]]
 
     @pytest.mark.parametrize("fixed", [0, 1, 3])
     @pytest.mark.parametrize("seed", range(6))
@@ -258,7 +249,7 @@ class TestSchedule:
         draw = random.Random(seed)
         new = [draw.choice((0, 1, 1, 2, 5)) for _ in range(9)]
         kv = [draw.choice((0, 3, 40, 300, 1500)) + length for length in new]
-        rows = Rows.of(new, kv, torch.zeros(9, 100, dtype=torch.int32, device=DEVICE))
+        rows = rows_of(new, kv)
         start, window = draw.choice(((0, 1600), (32, 500)))
         tiles = plan.tiles_for(9, 2, 20 + sum(new), 5, 4)
         parts = tiles.max_tiles * fixed if fixed else draw.choice((1, 3, 10, 60))
@@ -283,9 +274,7 @@ class TestPlan:
     def parts(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
         """Keys of each piece of each part, and programs."""
         monkeypatch.setattr(plan, "processors", lambda device: 132)
-        batch = Rows.of(
-            [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
-        )
+        batch = rows_of([1] * len(kv), kv)
         tiles = plan.tiles_for(len(kv), heads, len(kv), 1, rows)
         split_kv = plan.split_kv_for(tiles, max(kv), 64, resident, torch.device("cuda"))
         lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)

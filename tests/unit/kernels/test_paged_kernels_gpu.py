@@ -13,6 +13,7 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support import needs
 from tests.support.backends import determinism
+from tests.support.gpu_calls import capture, on_streams
 from tests.support.paged import PagedCase
 from tests.unit.kernels.paged import (
     assert_chunks_have_the_same_bits,
@@ -60,15 +61,9 @@ def test_cuda_graph(backend):
     shapes = replace(CASE, query_lengths=(4, 4, 4, 4), kv_lengths=(5000, 5000, 5000, 5000))
     recorded = shapes.inputs(DEVICE)
     recorded[2].nan_to_num_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        backend.forward(*recorded)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # Rows keep the tables that kernels derive from them: the graph makes its own.
-        found = backend.forward(*recorded[:3], replace(recorded[3]), recorded[4])
+    *operands, rows, scale = recorded
+    # Rows keep the tables that kernels derive from them: the graph makes its own.
+    graph, found = capture(lambda: backend.forward(*operands, replace(rows), scale))
     for seed, lengths, kv_lengths in (
         (1, (4, 1, 4, 4), (4999, 1, 64, 700)),
         (2, (1, 0, 0, 2), (1, 0, 0, 2)),
@@ -99,14 +94,7 @@ def test_streams(backend):
     """Calls side by side."""
     sets = [CASE.inputs(DEVICE, seed) for seed in range(4)]
     expected = [backend.forward(*inputs) for inputs in sets]
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in sets], [None for _ in sets]
-    for _ in range(5):
-        for index, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                found[index] = backend.forward(*sets[index])
-    torch.cuda.synchronize()
-    for one, other in zip(found, expected):
+    for one, other in zip(on_streams(backend.forward, sets), expected):
         assert_same_bits(one, other)
 
 

@@ -102,7 +102,7 @@ def test_operands_that_lie_the_other_way(which, summands):
 @pytest.mark.parametrize(("rows", "columns"), [(2 * 128, 2 * 256), (17 * 128, 8), (8, 3 * 256)])
 def test_every_tile_is_computed_once(rows, columns, programs, monkeypatch):
     """Where there are more groups of tiles than one, too."""
-    monkeypatch.setattr(product, "_processors", lambda device: programs)
+    monkeypatch.setattr(product, "processors", lambda device: programs)
     left, right = operands(rows, columns, SUMMANDS)
     assert torch.equal(run(left, right), expected(left, right, None))
 
@@ -112,7 +112,7 @@ def test_every_tile_is_computed_once(rows, columns, programs, monkeypatch):
 @pytest.mark.parametrize("stages", [3, 4])
 def test_any_order_of_roles_and_copies(summands, stages, seed, monkeypatch):
     """Of parts of one step, after which the results of the tile before may still be leaving."""
-    monkeypatch.setattr(product, "_processors", lambda device: 1)
+    monkeypatch.setattr(product, "processors", lambda device: 1)
     left, right = operands(300, 600, summands, part=64)
     found = run(left, right, None, 64, stages, seed)
     assert torch.equal(found, expected(left, right, None, 64))

@@ -17,7 +17,10 @@ from tests.support.backends import triton_interpreter
 with triton_interpreter():
     from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OTHERWISE_ROUNDED = 0.0 if DEVICE.type == "cuda" else 0.01
@@ -26,12 +29,6 @@ halves = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
 dtypes = pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=["bf16", "fp16", "fp32"])
 # Also a block of 2,048 columns and one that is not full, which another number of warps computes.
 widths = pytest.mark.parametrize("width", [40, 256, 2304])
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def megatrons(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.sampling.vocabulary_blocks import BLOCK as WHOLE
     from absorbed_mla.testing.token_probabilities import kernel_weights
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of a program: few, to have several in a small vocabulary.
 BLOCK = 512
@@ -36,12 +37,6 @@ FILTERS = {
     "few-weights-top-p": {"top_k": 600, "top_p": 0.9, "temperature": 0.1},
     "greedy": {"sampled": 0, "top_k": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def draw_tokens(logits: torch.Tensor, numbers: torch.Tensor, *, filters: bool) -> torch.Tensor:

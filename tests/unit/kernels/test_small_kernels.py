@@ -82,15 +82,17 @@ def parts(dtype: torch.dtype, heads_first: bool):
     return out, lse, part.to(dtype), part_lse
 
 
+@pytest.mark.parametrize("batch", [slice(None), 1], ids=["batch", "one_axis_of_tokens"])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merge(kernels, dtype, heads_first):
+def test_merge(kernels, dtype, heads_first, batch):
     """As in float64, -inf and NaN-free; in any memory layout."""
-    out, lse, part, part_lse = parts(dtype, heads_first)
+    out, lse, part, part_lse = (x[:, batch] for x in parts(dtype, heads_first))
     found = kernels("merging", "_merge_kernel").merge(out, lse, part, part_lse)
     expected = merge(*(x.double() for x in (out, lse, part, part_lse)))
     assert found[0].dtype == found[1].dtype == torch.float32
     for actual, truth in zip(found, expected):
+        assert actual.shape == truth.shape
         torch.testing.assert_close(actual.double(), truth, rtol=2e-6, atol=2e-6)
     assert (found[1] == -torch.inf).equal((lse == -torch.inf) & (part_lse == -torch.inf))
 
@@ -108,15 +110,6 @@ def test_merge_into_rows(kernels):
     torch.testing.assert_close(rows[1].double(), expected, rtol=2e-6, atol=2e-6)
     for untouched in (wide[:1], wide[:, :, 0], wide[:, :, 6:], total[:1]):
         assert (untouched == 9).all()
-
-
-def test_merge_without_a_batch(kernels):
-    """Tokens of all requests on one axis."""
-    out, lse, part, part_lse = (x[:, 1] for x in parts(torch.bfloat16, heads_first=True))
-    found = kernels("merging", "_merge_kernel").merge(out, lse, part, part_lse)
-    for actual, truth in zip(found, merge(*(x.double() for x in (out, lse, part, part_lse)))):
-        assert actual.shape == truth.shape
-        torch.testing.assert_close(actual.double(), truth, rtol=2e-6, atol=2e-6)
 
 
 def test_merge_of_nothing(kernels):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_backward, sparse_forward
+from absorbed_mla.core_attention.types import OutputGradient
+from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
@@ -22,6 +22,7 @@ from tests.support.numerics import relative_error
 
 pytest.importorskip("triton.experimental.gluon")
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 SCALE = 0.2
@@ -95,78 +96,37 @@ CASES = {
 }
 
 
-def compute(case: Case, module, tensors, grad: bool = True) -> dict[str, Tensor]:
+def compute(case: Case, module, tensors) -> dict[str, Tensor]:
     q_content, q_rope, kv, grad_out, grad_lse = tensors
     inputs, chosen = latent_inputs(q_content, q_rope, kv), case.selection()
     output = module.forward(inputs, chosen, SCALE)
     gradient = OutputGradient(grad_out, grad_lse if case.with_lse else None)
     found = module.backward(gradient, output, inputs, chosen, SCALE)
-    return named(output, found)
-
-
-def named(output: AttentionOutput, found: AttentionInputs) -> dict[str, Tensor]:
     dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), -1)
-    return {
-        "out": output.out,
-        "lse": output.lse,
-        "dq_content": found.q_content,
-        "dq_rope": found.q_rope,
-        "dkv": dkv,
-    }
-
-
-def check_forward(case: Case, found: AttentionOutput) -> None:
-    q_content, q_rope, kv, *_ = (x.double() for x in case.tensors())
-    truth = sparse_forward(latent_inputs(q_content, q_rope, kv), case.selection(), SCALE)
-    blind = truth.lse == -torch.inf
-    assert torch.equal(found.lse == -torch.inf, blind)
-    assert relative_error(found.lse[~blind].double(), truth.lse[~blind]) < 1e-4
-    assert not found.out[blind].any()
-    assert relative_error(found.out.double(), truth.out) < 2 * torch.finfo(case.dtype).eps
-
-
-class _Reference:
-    forward, backward = staticmethod(sparse_forward), staticmethod(sparse_backward)
+    gradients = {"dq_content": found.q_content, "dq_rope": found.q_rope, "dkv": dkv}
+    return output._asdict() | gradients
 
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
-    truth = compute(case, _Reference, [x.double() for x in case.tensors()])
+    """Output, LSE and perhaps gradients."""
+    truth = compute(case, SPARSE_BACKENDS["reference"], [x.double() for x in case.tensors()])
     blind = truth["lse"] == -torch.inf
     assert torch.equal(found["lse"] == -torch.inf, blind)
     assert blind.any() or case.queries == 1
+    assert not found["out"][blind].any()
     bound = 2 * torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 1e-5
-    for name, true in truth.items():
-        actual = found[name].double()
+    for name, actual in found.items():
+        expected = truth[name]
         if name == "lse":
-            actual, true = actual[~blind], true[~blind]
-        assert torch.isfinite(actual).all(), name
-        if true.numel():
-            assert relative_error(actual, true) < bound, name
+            actual, expected = actual[~blind], expected[~blind]
+        if expected.numel():
+            assert relative_error(actual, expected) < (1e-4 if name == "lse" else bound), name
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
+def _many_tokens(monkeypatch):
     """Few tokens share tiles, as many do."""
     monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1)
-    with triton_interpreter():
-        yield
-
-
-# Cases whose keys are added up in order, too.
-IN_ORDER = ("two_head_blocks", "four_tokens", "fp32", "without_rope")
-ORDERS = [(name, order) for name in CASES for order in (False, True)[: 1 + (name in IN_ORDER)]]
-
-
-@pytest.mark.no_cover
-@pytest.mark.parametrize(("name", "deterministic"), ORDERS)
-def test_equals_the_reference(name, deterministic, monkeypatch):
-    """Amid NaN in all memory that must be written."""
-    case = CASES[name]
-    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 21_000)  # two runs of several tiles
-    torch.use_deterministic_algorithms(deterministic)
-    with poisoned_memory():
-        found = compute(case, SPARSE_BACKENDS["triton"], case.tensors())
-    check(case, found)
 
 
 @contextlib.contextmanager
@@ -181,10 +141,7 @@ def hopper(seed: int = 0):
         yield
 
 
-SPLIT = {
-    "triton": Case(3, 90, 3, 64),
-    "hopper": Case(3, 260, 20, 256, content=128, rope=64),
-}
+SPLIT = {"triton": Case(3, 90, 3, 64), "hopper": Case(3, 260, 20, 256, content=128, rope=64)}
 
 
 @pytest.mark.no_cover
@@ -201,7 +158,7 @@ def test_few_tokens(name, monkeypatch):
     inputs = latent_inputs(q_content, q_rope, kv), chosen[..., order].contiguous(), SCALE
     with hopper(), poisoned_memory():
         found = SPARSE_BACKENDS[name].forward(*inputs)
-    check_forward(case, found)
+    check(case, found._asdict())
     assert found.out.shape == q_content.shape and found.out.dtype == q_content.dtype
 
 
@@ -236,35 +193,39 @@ def test_tokens_that_share_nothing_have_tiles_of_their_own(queries, keys, monkey
     assert lists_module.query_tile(16, 64, 1024, 2**18, least=64) == (16, 4, 1)
 
 
-def of_hopper(case: Case) -> bool:
-    return case.rope == 64 and case.content >= 128
+OF_HOPPER = [name for name, case in CASES.items() if case.rope == 64 and case.content >= 128]
+# Cases whose keys are added up in order by Triton's kernels, too.
+IN_ORDER = ("two_head_blocks", "four_tokens", "fp32", "without_rope")
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
-def test_hopper_forward(name):
-    """Also in another order of roles and copies, with the same bits."""
-    case, found = CASES[name], []
-    q_content, q_rope, kv, *_ = case.tensors()
-    inputs = latent_inputs(q_content, q_rope, kv), case.selection(), SCALE
+@pytest.mark.parametrize(
+    ("kernels", "name", "deterministic"),
+    [("triton", name, False) for name in CASES]
+    + [("triton", name, True) for name in IN_ORDER]
+    + [("hopper", name, deterministic) for name in OF_HOPPER for deterministic in (False, True)],
+)
+def test_equals_the_reference(kernels, name, deterministic, monkeypatch):
+    """Amid NaN in all memory that must be written; in several runs of tiles."""
+    case = CASES[name]
+    most = {"triton": 21_000, "hopper": 200_000}[kernels]
+    monkeypatch.setattr(scatter_add, "_MOST_BYTES", most)
+    torch.use_deterministic_algorithms(deterministic)
+    with hopper(), poisoned_memory():
+        found = compute(case, SPARSE_BACKENDS[kernels], case.tensors())
+    check(case, found)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", OF_HOPPER)
+def test_any_order(name):
+    """Of roles and copies of the forward for Hopper: the same bits."""
+    q_content, q_rope, kv, *_ = CASES[name].tensors()
+    inputs, found = (latent_inputs(q_content, q_rope, kv), CASES[name].selection(), SCALE), []
     for seed in (0, 1):
         with hopper(seed), poisoned_memory():
             found.append(SPARSE_BACKENDS["hopper"].forward(*inputs))
-    check_forward(case, found[0])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.no_cover
-@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "in_order"])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
-def test_hopper(name, deterministic, monkeypatch):
-    """All gradients, amid NaN in all memory that must be written."""
-    case = CASES[name]
-    monkeypatch.setattr(scatter_add, "_MOST_BYTES", 200_000)  # several runs of tiles
-    torch.use_deterministic_algorithms(deterministic)
-    with hopper(), poisoned_memory():
-        found = compute(case, SPARSE_BACKENDS["hopper"], case.tensors())
-    check(case, found)
 
 
 @pytest.mark.parametrize(
@@ -395,9 +356,7 @@ def test_runs_occupy_all_multiprocessors(programs, found, monkeypatch):
     """As long as they are longer than that."""
     monkeypatch.setattr(scatter_add, "_MOST_BYTES", 900 * 10)
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: mock.Mock(multi_processor_count=132),
+        torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132)
     )
     cuda = torch.device("cuda")
     assert scatter_add.tiles_at_a_time(4096, 10, programs, cuda) == found

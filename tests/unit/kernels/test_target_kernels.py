@@ -23,6 +23,7 @@ from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
 
 pytest.importorskip("triton.experimental.gluon")
+pytestmark = pytest.mark.usefixtures("interpreted")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_HOPPER = needs.HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 SCALE, QUERIES, KEYS, BATCH = 0.2, 6, 70, 2
@@ -31,12 +32,6 @@ with triton_interpreter():
     from absorbed_mla.dsa.indexer_backends.hopper import HopperHeadSum
     from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
     from absorbed_mla.kernels.hopper import sparse_target as hopper
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 def operands(heads, rope, dtype):

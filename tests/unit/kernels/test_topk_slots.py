@@ -19,6 +19,7 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support import needs
 from tests.support.backends import triton_interpreter
+from tests.support.gpu_calls import capture
 from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
 from tests.unit.kernels.test_sparse_kernels import hopper
@@ -29,7 +30,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOPK, WIDTH = 12, 48
 
 with triton_interpreter():
-    from absorbed_mla.kernels.dsa import forward, invariant_forward  # noqa: F401
+    from absorbed_mla.kernels.dsa import forward  # noqa: F401
     from absorbed_mla.kernels.dsa import key_lists as lists_module
     from absorbed_mla.kernels.dsa import splits as splits_module
     from absorbed_mla.kernels.dsa import topk_slots as module
@@ -273,11 +274,7 @@ def test_in_a_graph(heads, kernels):
         cache = latents.decode(held, torch.bfloat16)
     inputs = *query, held, rows, chosen, 576**-0.5
     attend = SPARSE_BACKENDS[kernels.removesuffix("_fp8")].forward_cached
-    attend(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attend(*inputs)
+    graph, found = capture(lambda: attend(*inputs))
     for positions in (first, second):
         chosen.copy_(positions)
         graph.replay()

@@ -222,7 +222,7 @@ FAMILIES = (
         (
             f"{_HOPPER}.forward_kernel.attend_forward",
             f"{_HOPPER}.backward_kernel.attend_backward",
-            f"{_HOPPER}.backward_delta._delta_kernel",
+            f"{_TRITON}.delta_kernel",
         ),
         _hopper_config,
         partial(_run, hopper.ENTRY),
@@ -234,7 +234,7 @@ FAMILIES = (
         (
             f"{_HOPPER}.forward_kernel.attend_forward",
             f"{_HOPPER}.stored_backward_kernel.attend_backward_stored",
-            f"{_HOPPER}.backward_delta._delta_kernel",
+            f"{_TRITON}.delta_kernel",
         ),
         _hopper_config,
         _run_stored,

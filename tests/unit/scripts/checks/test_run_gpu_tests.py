@@ -172,8 +172,8 @@ def test_selected_files():
     assert {*selection.ALONE, *selection.DIVIDED} <= set(selected)
     tests = [f"{name}::{test}" for name, tests in selection.DIVIDED.items() for test in tests]
     for test in (*selection.LARGE, *tests):
-        name, _, function = test.partition("[")[0].partition("::")
-        assert f"\ndef {function}(" in (ROOT / name).read_text(), test
+        name, *_, function = test.partition("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / name).read_text(), test
     mark = re.compile(r"needs\.(gpu|hopper|gpu_with)\b|NEEDS_(GPU|HOPPER)\b")
     for path in {*(ROOT / "tests/unit").rglob("test_*.py")} - {Path(__file__).resolve()}:
         if mark.search(path.read_text()):
