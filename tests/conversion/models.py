@@ -46,7 +46,7 @@ class Architecture:
     """One kind of model.
 
     Attributes:
-        family: One of ``FAMILIES``.
+        family: One of ``FAMILIES``, or ``"kimi_k25"``.
         q_lora: Whether the query is compressed.
         moe: Whether all layers but the first are mixtures of experts.
         rope: ``"rope"`` or ``"yarn"``.
@@ -70,8 +70,27 @@ ARCHITECTURES = [
 ]
 
 
+SPARSE = {
+    "v32": Architecture("v32", q_lora=True, moe=True, rope="yarn"),
+    "v32-dense": Architecture("v32", q_lora=True, moe=False, rope="rope"),
+    "glm5": Architecture("glm5", q_lora=True, moe=True, rope="rope"),
+    "glm5-dense": Architecture("glm5", q_lora=True, moe=False, rope="yarn"),
+}
+KIMI_K25 = Architecture("kimi_k25", q_lora=True, moe=True, rope="yarn")
+# Models of other names whose attention is plain MLA.
+OTHERS = {
+    "glm4_moe_lite": Architecture("glm", q_lora=True, moe=True, rope="rope"),
+    "glm4_moe_lite-dense-yarn": Architecture("glm", q_lora=False, moe=False, rope="yarn"),
+    "mistral4": Architecture("mistral4", q_lora=True, moe=True, rope="yarn"),
+    "mistral4-dense": Architecture("mistral4", q_lora=False, moe=False, rope="yarn"),
+    "kimi_k25": KIMI_K25,
+}
+
+
 def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     """The model in float32, for inference; ``changes`` are fields of its config."""
+    if architecture == KIMI_K25:
+        return _make_kimi_k25(seed)
     family = FAMILIES[architecture.family]
     fields = {**_fields(architecture), **changes}
     config = getattr(transformers, f"{family}Config")(**fields)
@@ -81,10 +100,10 @@ def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     return model
 
 
-def make_kimi_k25(architecture: Architecture, seed: int = 0) -> Any:
-    """A model of text and images whose text model is a DeepSeek-V3, likewise."""
+def _make_kimi_k25(seed: int) -> Any:
+    """A model of text and images whose text model is a DeepSeek-V3."""
     config = transformers.Kimi_K25Config(
-        text_config={"model_type": "deepseek_v3", **_fields(architecture)},
+        text_config={"model_type": "deepseek_v3", **_fields(KIMI_K25)},
         vision_config={
             "num_hidden_layers": 1,
             "hidden_size": 32,

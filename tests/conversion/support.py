@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import PartResult, TargetOptions, Writer
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint, HuggingFaceWriter
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
@@ -203,9 +206,25 @@ def write_hugging_face(
     return folder
 
 
-def without_mtp(config: ModelConfig) -> ModelConfig:
-    """The same model without its MTP layers."""
-    return dataclasses.replace(config, mtp_layers=0)
+def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes) -> Path:
+    """A Hugging Face folder of the tiny model; ``changes`` are fields of its config.json."""
+    config = tiny_config(**changes)
+    return write_hugging_face(folder, config, random_tensors(config, dtype))
+
+
+def read(folder: Path, **how) -> dict[str, Tensor]:
+    """Hugging Face's tensors of a checkpoint of any format."""
+    return load_all(open_checkpoint(folder, **how).hugging_face_tensors())
+
+
+@contextmanager
+def refused(*parts: str, problems: int | None = None) -> Iterator[None]:
+    """The block raises a CheckpointError that holds every part, and lists so many problems."""
+    with pytest.raises(CheckpointError) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+    assert problems is None or len(caught.value.problems) == problems, caught.value
 
 
 def rewritten(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion.convert import convert
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
@@ -21,11 +20,11 @@ from tests.conversion.support import (
     V2_LITE,
     hugging_face_config,
     random_tensors,
+    refused,
     tiny_config,
-    write_hugging_face,
+    write_model,
     write_torch_dist,
 )
-from tests.support.refusal import refusal
 
 GROUPS = {
     **V2_LITE,
@@ -59,18 +58,17 @@ def test_it_is_not_converted(trained, tmp_path):
     config.write_text(json.dumps(hugging_face_config(**GROUPS)))
     own = source / "release/hugging_face/config.json"
     for given, named in ((None, own), (config, config)):
-        with refusal(f"another router than {named}", "--hf-config", DIFFERS):
+        with refused(f"another router than {named}", "--hf-config", DIFFERS):
             convert(source, tmp_path / "target", "hf", hf_config=given)
     own.unlink()
-    with refusal("moe_router_group_score_topk is 2"):
+    with refused("moe_router_group_score_topk is 2"):
         convert(source, tmp_path / "target", "hf")
     assert not (tmp_path / "target").exists()
 
 
 def test_it_is_not_verified(trained, tmp_path):
-    config = tiny_config(**GROUPS)
-    original = write_hugging_face(tmp_path / "original", config, random_tensors(config))
-    with pytest.raises(CheckpointError, match=DIFFERS):
+    original = write_model(tmp_path / "original", **GROUPS)
+    with refused(DIFFERS):
         verify(trained(GROUPS), original, logits=False)
 
 
@@ -80,7 +78,7 @@ def test_a_config_that_says_so(trained, tmp_path):
     found = open_checkpoint(source, hf_config=config)
     assert found.config.hugging_face["moe_router_group_score_topk"] == 2
     convert(source, tmp_path / "target", "absorbed", hf_config=config)
-    with refusal("moe_router_group_score_topk is 2: no model"):
+    with refused("moe_router_group_score_topk is 2: no model"):
         convert(source, tmp_path / "hf", "hf", hf_config=config)
 
 
@@ -94,7 +92,7 @@ def test_a_config_that_says_so(trained, tmp_path):
     ],
 )
 def test_other_differences(trained, changed, message):
-    with pytest.raises(CheckpointError, match=message):
+    with refused(message):
         open_checkpoint(trained({}, **changed))
 
 

@@ -17,8 +17,7 @@ from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.router_comparison import routing_notes
 from checkpoint_conversion.routing import options_of, read_routing
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
-from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, tiny_config
-from tests.support.refusal import refusal
+from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, refused, tiny_config
 
 _EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 _V2 = {**V2_LITE, **_EXPERTS, "topk_method": "group_limited_greedy"}
@@ -157,9 +156,9 @@ def router_of_transformers(config: ModelConfig) -> torch.nn.Module:
     ],
 )
 def test_sizes_that_do_not_fit(changes, message):
-    with refusal(message):
+    with refused(message):
         tiny_config(**changes)
-    with refusal(message):
+    with refused(message):
         options_of(hugging_face_config(**changes))
 
 
