@@ -17,10 +17,9 @@ from tests.conversion.support import (
     SINGLE,
     change_json,
     described,
-    random_tensors,
+    refused,
     safetensors_bytes,
-    tiny_config,
-    write_hugging_face,
+    write_model,
 )
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -29,8 +28,7 @@ FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 @pytest.fixture
 def folder(tmp_path):
     """A good checkpoint of two files."""
-    config = tiny_config()
-    return write_hugging_face(tmp_path / "checkpoint", config, random_tensors(config))
+    return write_model(tmp_path / "checkpoint")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -81,7 +79,7 @@ class TestIndexAndFiles:
         names = weight_map(folder)
         name = next(name for name, file in names.items() if file == FIRST)
         change_json(folder / INDEX, weight_map={**names, name: spelling})
-        with pytest.raises(CheckpointError):
+        with refused():
             HuggingFaceCheckpoint(folder)
 
     def test_files_without_an_index(self, folder):
@@ -100,14 +98,14 @@ class TestIndexAndFiles:
     @pytest.mark.parametrize(
         ("content", "why"),
         [
-            ({}, "has no object weight_map"),
-            ({"weight_map": [FIRST]}, "has no object weight_map"),
-            ({"weight_map": {"a": 1, "b": None, "c": FIRST, "d": ["x"]}}, "(?s)a: 1.*b: .*d: "),
+            ({}, ["has no object weight_map"]),
+            ({"weight_map": [FIRST]}, ["has no object weight_map"]),
+            ({"weight_map": {"a": 1, "b": None, "c": FIRST, "d": ["x"]}}, ["a: 1", "b: ", "d: "]),
         ],
     )
     def test_weight_map(self, folder, content, why):
         (folder / INDEX).write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=why):
+        with refused(*why):
             HuggingFaceCheckpoint(folder)
 
 
@@ -159,10 +157,9 @@ MALFORMED = {
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_malformed_safetensors(folder, kind):
     (folder / SECOND).write_bytes(MALFORMED[kind])
-    with pytest.raises(CheckpointError, match=SECOND) as error:
-        HuggingFaceCheckpoint(folder)
     # Its tensors are not reported as missing one by one.
-    assert len(error.value.problems) == 1
+    with refused(SECOND, problems=1):
+        HuggingFaceCheckpoint(folder)
 
 
 def test_all_malformed_files_are_named(folder):
@@ -173,20 +170,18 @@ def test_all_malformed_files_are_named(folder):
 
 def test_wrong_tensors_in_one_error(folder):
     tensors = load_file(folder / FIRST) | load_file(folder / SECOND)
-    tensors["model.layers.0.self_attn.q_x_proj.weight"] = tensors.pop(
-        "model.layers.0.self_attn.q_a_proj.weight"
-    )
+    attention = "model.layers.0.self_attn."
+    tensors[f"{attention}q_x_proj.weight"] = tensors.pop(f"{attention}q_a_proj.weight")
     tensors["model.norm.weight"] = torch.ones(3)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e5m2)
     for file in (FIRST, SECOND, INDEX):
         (folder / file).unlink()
     save_file(tensors, folder / SINGLE)
-    checkpoint = HuggingFaceCheckpoint(folder)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.hugging_face_tensors()
-    assert len(error.value.problems) == 4
-    text = str(error.value)
-    assert "q_a_proj.weight is missing" in text
-    assert "the nearest known name is model.layers.0.self_attn.q_a_proj.weight" in text
-    assert "model.norm.weight has shape (3,); expected (32,)" in text
-    assert "lm_head.weight is torch.float8_e5m2" in text
+    with refused(
+        "q_a_proj.weight is missing",
+        "the nearest known name is model.layers.0.self_attn.q_a_proj.weight",
+        "model.norm.weight has shape (3,); expected (32,)",
+        "lm_head.weight is torch.float8_e5m2",
+        problems=4,
+    ):
+        HuggingFaceCheckpoint(folder).hugging_face_tensors()
