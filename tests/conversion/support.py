@@ -218,10 +218,10 @@ def read(folder: Path, **how) -> dict[str, Tensor]:
 
 
 @contextmanager
-def refused(*parts: str, problems: int | None = None) -> Iterator[None]:
+def refused(*parts: str, problems: int | None = None) -> Iterator[pytest.ExceptionInfo]:
     """The block raises a CheckpointError that holds every part, and lists so many problems."""
     with pytest.raises(CheckpointError) as caught:
-        yield
+        yield caught
     for part in parts:
         assert part in str(caught.value), f"{part!r} is not in {caught.value}"
     assert problems is None or len(caught.value.problems) == problems, caught.value
@@ -280,3 +280,25 @@ def write_lazy(
 def read_torch_dist(folder: Path) -> dict[str, Tensor]:
     """Hugging Face's tensors of a checkpoint."""
     return load_all(TorchDistCheckpoint(folder).hugging_face_tensors())
+
+
+class PeakMemory:
+    """The growth of this process's resident memory, at its peak, since this was made.
+
+    ``getrusage`` cannot tell: a new program starts with the peak of the process that started it.
+    """
+
+    def __init__(self) -> None:
+        # Makes the peak what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start = self._peak()
+
+    @property
+    def growth(self) -> int:
+        """Bytes."""
+        return self._peak() - self._start
+
+    @staticmethod
+    def _peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))

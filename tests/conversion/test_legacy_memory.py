@@ -20,9 +20,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-from tests.conversion.peak_memory import PeakMemory
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.support import PeakMemory
 
 def read(name):
     memory = PeakMemory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.transformer.enums import AttnBackend
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint, extra_state_names
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.mapping import to_megatron
@@ -27,6 +27,7 @@ from tests.conversion.support import (
     in_memory,
     load_all,
     random_tensors,
+    refused,
     tiny_config,
     write_torch_dist,
 )
@@ -174,7 +175,7 @@ class TestWhatIsBesideTheWeights:
     def test_a_tensor_that_no_model_has(self, tmp_path, config):
         stray = ShardedTensor.from_rank_offsets("decoder.layers.0.bias", torch.zeros(4))
         save_torch_dist(tmp_path, megatron_model(config), to_megatron_args(config), stray=stray)
-        with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.bias of shape \(4,\)"):
+        with refused("decoder.layers.0.bias of shape (4,)"):
             TorchDistCheckpoint(tmp_path).hugging_face_tensors()
 
     def test_arguments_of_megatrons_own_classes(self, tmp_path, config):
@@ -187,7 +188,7 @@ class TestWhatIsBesideTheWeights:
 
     def test_the_common_file_of_earlier_releases(self, tmp_path, config):
         save_torch_dist(tmp_path, megatron_model(config))
-        with pytest.raises(CheckpointError, match="--hf-config"):
+        with refused("--hf-config"):
             TorchDistCheckpoint(tmp_path)
         common = {"args": to_megatron_args(config), "iteration": 3, "checkpoint_version": 3.0}
         torch.save(common, tmp_path / "iter_0000010/common.pt")
@@ -200,10 +201,10 @@ class TestWhatIsBesideTheWeights:
         save_torch_dist(tmp_path, megatron_model(config))
         inner = tmp_path / "iter_0000010"
         torch.save({"args": argparse.Namespace(f=print)}, inner / "common.pt")
-        with pytest.raises(CheckpointError, match=r"__builtin__\.print"):
+        with refused("__builtin__.print"):
             TorchDistCheckpoint(tmp_path)
-        write_torch_dist(tmp_path / "other", config, random_tensors(config))
-        given = tmp_path / "other/release/hugging_face/config.json"
+        given = tmp_path / "config.json"
+        given.write_text(json.dumps(config.hugging_face))
         checkpoint = TorchDistCheckpoint(tmp_path, hf_config=given)
         assert checkpoint.config == config
         assert "__builtin__.print" in checkpoint.notes[0]
