@@ -113,7 +113,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            # All that a name can be is in test_safe_paths.
+            # All that a name can be is in test_untrusted_files.
             ("sub/../../secret.safetensors", "leads out of the folder"),
             ("{outside}/secret.safetensors", "is an absolute path"),
             ("\x1b]0;harm\x07", "cannot be printed"),
