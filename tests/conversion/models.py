@@ -27,6 +27,19 @@ VOCABULARY = 128
 _BATCH = 2
 
 
+# fmt: off
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
+    "max_position_embeddings": 4 * ORIGINAL_CONTEXT,
+}
+_VISION = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+    "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+}
+# fmt: on
 # Transformers' names of the classes.
 FAMILIES = {
     "v2": "DeepseekV2",
@@ -104,15 +117,7 @@ def _make_kimi_k25(seed: int) -> Any:
     """A model of text and images whose text model is a DeepSeek-V3."""
     config = transformers.Kimi_K25Config(
         text_config={"model_type": "deepseek_v3", **_fields(KIMI_K25)},
-        vision_config={
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "patch_size": 2,
-            "pos_emb_height": 4,
-            "pos_emb_width": 4,
-        },
+        vision_config=_VISION,
         projection_hidden_size=32,
         tie_word_embeddings=False,
     )
@@ -180,23 +185,9 @@ def with_rope(config: ModelConfig, **changes) -> ModelConfig:
 
 def _fields(architecture: Architecture) -> dict:
     fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
+        **_SIZES,
         "first_k_dense_replace": 1 if architecture.moe else 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
         "q_lora_rank": 48 if architecture.q_lora else None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 20,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 4 * ORIGINAL_CONTEXT,
         "rope_parameters": _rope_parameters(architecture),
     }
     if architecture.family == "v2":

@@ -56,44 +56,29 @@ def hugging_face_config(**changes) -> dict:
     return {**config, **changes}
 
 
+# fmt: off
 V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "q_lora_rank": None,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+    "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
 }
-
-
 V32 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 6,
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_n_heads": 2,
+    "index_head_dim": 16, "index_topk": 6,
 }
 GLM5 = {
     **V32,
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "indexer_rope_interleave": True,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "n_group": 1,
-    "qk_nope_head_dim": 20,
-    "v_head_dim": 28,
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
+    "indexer_rope_interleave": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "n_group": 1,
+    "qk_nope_head_dim": 20, "v_head_dim": 28,
 }
 SHARED = {
     **GLM5,
     "num_hidden_layers": 6,
     "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
-    "index_topk_freq": 3,
-    "index_skip_topk_offset": 2,
+    "index_topk_freq": 3, "index_skip_topk_offset": 2,
 }
+# fmt: on
 
 
 def tiny_config(**changes) -> ModelConfig:
