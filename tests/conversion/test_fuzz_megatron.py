@@ -63,11 +63,7 @@ class Original:
             (self.folder / file).write_bytes(content if file == name else good)
 
     def load(self, right_values: bool = False) -> bool:
-        """Read everything; False if there was a CheckpointError.
-
-        Args:
-            right_values: Whether values must be right, not only names and shapes.
-        """
+        """Read everything, names, shapes and perhaps values right; False on a CheckpointError."""
         try:
             found = load_all(open_checkpoint(self.folder).hugging_face_tensors())
         except CheckpointError as error:
