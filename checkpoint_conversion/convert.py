@@ -15,12 +15,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
-from checkpoint_conversion.manifest import (
-    Manifest,
-    find_manifest,
-    read_manifest,
-    write_manifest,
-)
+from checkpoint_conversion.manifest import Manifest, find_manifest, read_manifest, write_manifest
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.part_runner import (
     Committer,
@@ -41,11 +36,7 @@ from checkpoint_conversion.planning import (
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
 from checkpoint_conversion.router_comparison import only_megatrons
-from checkpoint_conversion.target_folder import (
-    TargetFolder,
-    check_places,
-    refuse_existing,
-)
+from checkpoint_conversion.target_folder import TargetFolder, check_places, refuse_existing
 
 # May exceed the number of cores: threads mostly wait for the disk, and memory limits them.
 _WORKERS = 4

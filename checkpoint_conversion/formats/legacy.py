@@ -38,11 +38,7 @@ from checkpoint_conversion.formats.legacy_ranks import (
 )
 from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.pt_file import StoredTensor
-from checkpoint_conversion.layouts import (
-    VOCABULARY,
-    MegatronLayout,
-    tensor_parallel_rule,
-)
+from checkpoint_conversion.layouts import VOCABULARY, MegatronLayout, tensor_parallel_rule
 from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
 from checkpoint_conversion.mapping_table import Rule
 from checkpoint_conversion.model import ModelConfig

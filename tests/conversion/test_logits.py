@@ -47,12 +47,7 @@ from tests.conversion.models import (
     with_half_split_rope,
     with_rope,
 )
-from tests.conversion.support import (
-    load_all,
-    random_tensors,
-    tiny_config,
-    write_hugging_face,
-)
+from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
 from tests.support.refusal import refusal
 
 Tensors = dict[str, LazyTensor]
