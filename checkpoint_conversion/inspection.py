@@ -130,11 +130,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, **how: Any) -> Inspection:
-    """Describe a checkpoint from its headers.
-
-    Args:
-        path: Its folder.
-        how: Further fields of :class:`Source`.
+    """Describe the checkpoint in a folder from its headers; ``how`` are fields of :class:`Source`.
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers cannot be read. Tensors that do not

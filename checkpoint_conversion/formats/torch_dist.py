@@ -216,10 +216,6 @@ def numbered_tensors(
 
     Unknown names are kept, and refused by the mapping.
 
-    Args:
-        stored: The tensors of a checkpoint that belong to the model.
-        config: The model's dimensions.
-
     Raises:
         CheckpointError: Listing tensors for other numbers of layers or experts, and duplicates.
     """

@@ -138,7 +138,7 @@ class TestOtherFiles:
         # And without it again; the dtype that FP8 is dequantised to becomes the model's.
         rewritten(quantised, tmp_path / "c", TargetOptions(dtype=torch.float32))
         plain = HuggingFaceCheckpoint(tmp_path / "c")
-        assert plain.config.fp8_block is None
+        assert plain.config.fp8_scales is None
         assert plain.config.dtype == torch.float32
         assert plain.notes == []
 

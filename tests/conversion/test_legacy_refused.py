@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 
-from checkpoint_conversion.checkpoint_folder import RANK_FILE, is_rank_folder
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER
 from checkpoint_conversion.formats.legacy import (
     _DECODER_LAYER,
     LegacyCheckpoint,
@@ -36,11 +36,11 @@ class TestRanks:
     )
     def test_folders_have_megatrons_names(self, sizes, rank, folder):
         assert sizes.folder(rank) == folder
-        assert is_rank_folder(folder)
+        assert RANK_FOLDER.fullmatch(folder)
 
     def test_other_folders_are_no_ranks(self):
         for name in ("mp_rank_0", "mp_rank_00_1", "mp_rank_00_000_000_000", "rank_00"):
-            assert not is_rank_folder(name)
+            assert not RANK_FOLDER.fullmatch(name)
 
     @staticmethod
     def args(tensor=1, pipeline=1, expert=1, **others) -> dict:
