@@ -88,42 +88,19 @@ class TestRoundTrip:
         assert {name: t.shape for name, t in planned.items()} == megatron_shapes(config)
 
 
-class TestValues:
-    """Where each row goes, said without the code's own functions."""
-
-    @pytest.fixture
-    def converted(self):
-        config = tiny_config()
-        tensors = random_tensors(config)
-        return config, tensors, load_all(to_megatron(in_memory(tensors), config))
-
-    def test_gate_above_up(self, converted):
-        _, tensors, megatron = converted
-        fc1 = megatron["decoder.layers.0.mlp.linear_fc1.weight"]
-        assert torch.equal(fc1[:48], tensors["model.layers.0.mlp.gate_proj.weight"])
-        assert torch.equal(fc1[48:], tensors["model.layers.0.mlp.up_proj.weight"])
-
-    def test_rope_rows_stay_where_they_are(self, converted):
-        _, tensors, megatron = converted
-        attention = "decoder.layers.1.self_attention."
-        for ours, theirs in (
-            ("linear_q_up_proj", "q_b_proj"),
-            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
-        ):
-            expected = tensors[f"model.layers.1.self_attn.{theirs}.weight"]
-            assert torch.equal(megatron[f"{attention}{ours}.weight"], expected)
-
-    def test_k_and_v_rows_of_each_head(self, converted):
-        config, tensors, _ = converted
-        layout = MegatronLayout(kv_up="split")
-        stored = load_all(laid_out_tensors(to_megatron(in_memory(tensors), config), layout, config))
-        combined = tensors["model.layers.2.self_attn.kv_b_proj.weight"]
-        k = stored["decoder.layers.2.self_attention.linear_k_up_proj.weight"]
-        v = stored["decoder.layers.2.self_attention.linear_v_up_proj.weight"]
-        for head in range(4):
-            rows = combined[head * 32 : (head + 1) * 32]
-            assert torch.equal(k[head * 12 : (head + 1) * 12], rows[:12])
-            assert torch.equal(v[head * 20 : (head + 1) * 20], rows[12:])
+def test_k_and_v_rows_of_each_head():
+    """Said without the code's own functions; test_megatron_checkpoints.py does of other rows."""
+    config = tiny_config()
+    tensors = random_tensors(config)
+    whole = to_megatron(in_memory(tensors), config)
+    stored = load_all(laid_out_tensors(whole, MegatronLayout(kv_up="split"), config))
+    combined = tensors["model.layers.2.self_attn.kv_b_proj.weight"]
+    k = stored["decoder.layers.2.self_attention.linear_k_up_proj.weight"]
+    v = stored["decoder.layers.2.self_attention.linear_v_up_proj.weight"]
+    for head in range(4):
+        rows = combined[head * 32 : (head + 1) * 32]
+        assert torch.equal(k[head * 12 : (head + 1) * 12], rows[:12])
+        assert torch.equal(v[head * 20 : (head + 1) * 20], rows[12:])
 
 
 class TestAgainstMegatron:

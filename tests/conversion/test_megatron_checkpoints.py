@@ -110,6 +110,9 @@ _NAMES = {
     "model.norm": "decoder.final_layernorm",
     "model.layers.2.self_attn.q_a_layernorm": "decoder.layers.2.self_attention.q_layernorm",
     "model.layers.2.self_attn.q_b_proj": "decoder.layers.2.self_attention.linear_q_up_proj",
+    "model.layers.2.self_attn.kv_a_proj_with_mqa": (
+        "decoder.layers.2.self_attention.linear_kv_down_proj"
+    ),
     "model.layers.2.self_attn.kv_b_proj": "decoder.layers.2.self_attention.linear_kv_up_proj",
     "model.layers.2.self_attn.kv_a_layernorm": "decoder.layers.2.self_attention.kv_layernorm",
     "model.layers.2.mlp.experts.3.down_proj": (
