@@ -160,12 +160,12 @@ class TestToStandard:
         with refusal(key, "(4, 24)", f"needs {needs}"):
             to_standard_state_dict(state, DIMS)
 
-    @pytest.mark.parametrize("key", [K_UP, V_UP])
+    @pytest.mark.parametrize("key", [K_UP, V_UP, Q_DOWN, KV_DOWN])
     def test_missing(self, key):
         state = attention_with_weights().state_dict()
         del state[key]
-        with refusal(key):
-            to_standard_state_dict(state, DIMS)
+        with refusal(f"{key} is missing"):
+            to_standard_state_dict(state, DIMS, prefix="", down="fused")
 
     def test_fused_down_projections_without_a_query_latent(self):
         attention = attention_with_weights(mla=replace(TINY, q_lora_rank=None))
