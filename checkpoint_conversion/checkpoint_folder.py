@@ -93,26 +93,17 @@ def kind_of(path: Path) -> str | None:
         return "torch_dist"
     if rank_folders(weights):
         return "legacy"
-    return "hugging_face" if is_hugging_face(path) else None
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Whether a folder has safetensors files of a model, or an index of them."""
     if (path / INDEX).is_file() or (path / f"model{SUFFIX}").is_file():
-        return True
-    return any(path.glob(f"*{SUFFIX}")) and not (path / _ADAPTER).is_file()
-
-
-def is_rank_folder(name: str) -> bool:
-    """Whether a folder is named like a rank's."""
-    return RANK_FOLDER.fullmatch(name) is not None
+        return "hugging_face"
+    others = any(path.glob(f"*{SUFFIX}")) and not (path / _ADAPTER).is_file()
+    return "hugging_face" if others else None
 
 
 def rank_folders(inner: Path) -> list[Path]:
     """Rank folders that hold a rank's file, sorted."""
     if not inner.is_dir():
         return []
-    folders = [path for path in inner.iterdir() if is_rank_folder(path.name)]
+    folders = [path for path in inner.iterdir() if RANK_FOLDER.fullmatch(path.name)]
     return sorted(path for path in folders if (path / RANK_FILE).is_file())
 
 
@@ -252,11 +243,7 @@ def shown_name(name: str) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Args:
-        path: The file.
-        max_bytes: Larger files are refused without parsing them.
+    """The object that a JSON file of at most ``max_bytes`` holds.
 
     Raises:
         CheckpointError: If it cannot be read, is too large, not UTF-8, not JSON, nested too

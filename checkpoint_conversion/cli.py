@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return _fail(args, error, INTERRUPTED)
     except ModuleNotFoundError as error:
-        return _fail(args, _what_to_install(error), REFUSED)
+        return _fail(args, error, REFUSED)
     except Exception as error:
         traceback.print_exc()
         return _fail(args, error, BUG)
@@ -123,13 +123,6 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
     return code
 
 
-def _what_to_install(error: ModuleNotFoundError) -> CheckpointError:
-    return CheckpointError(
-        f"{error.name} is not installed; pip install 'absorbed-mla[conversion]' brings what a "
-        "conversion needs"
-    )
-
-
 def _message(error: BaseException) -> str:
     if isinstance(error, OSError):
         places = [str(place) for place in (error.filename, error.filename2) if place is not None]
@@ -137,6 +130,9 @@ def _message(error: BaseException) -> str:
         return ": ".join([reason, *places])
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, ModuleNotFoundError):
+        install = "pip install 'absorbed-mla[conversion]' brings what a conversion needs"
+        return f"{error.name} is not installed; {install}"
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}. This is a bug; please report it with the lines above"

@@ -75,9 +75,8 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
         help="format of DST (required)",
     )
     add_target_flags(parser)
-    _add_exclude_mtp(parser)
+    _add_mtp_and_workers(parser)
     _add_reading(parser)
-    _add_workers(parser)
     _add_switches(
         parser,
         force="replace DST, after success, if it is a checkpoint or empty; default: refuse a DST "
@@ -87,7 +86,6 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
         "report them",
         dry_run="print what would be written and write nothing; default: write it",
     )
-    _add_json(parser)
     return parser
 
 
@@ -95,7 +93,6 @@ def _add_inspect(commands: Any) -> None:
     parser = _command(commands, "inspect", "say in one screen what a checkpoint is")
     parser.add_argument("path", metavar="PATH", type=Path, help="folder of a checkpoint")
     _add_reading(parser)
-    _add_json(parser)
 
 
 def _add_verify(commands: Any) -> None:
@@ -128,10 +125,8 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)"
     )
-    _add_exclude_mtp(parser)
+    _add_mtp_and_workers(parser)
     _add_reading(parser)
-    _add_workers(parser)
-    _add_json(parser)
 
 
 def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
@@ -158,6 +153,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "config or arguments; default: refuse it",
         follow_links="read through links that lead out of the folder; default: refuse them, but "
         "for a snapshot's in the Hugging Face hub's cache",
+        json="print one JSON document on stdout; default: text for people",
     )
 
 
@@ -166,18 +162,9 @@ def _add_switches(parser: argparse.ArgumentParser, **switches: str) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def _add_exclude_mtp(parser: argparse.ArgumentParser) -> None:
-    text = "leave out multi-token-prediction layers; default: keep them"
-    _add_switches(parser, exclude_mtp=text)
-
-
-def _add_workers(parser: argparse.ArgumentParser) -> None:
+def _add_mtp_and_workers(parser: argparse.ArgumentParser) -> None:
+    _add_switches(parser, exclude_mtp="leave out multi-token-prediction layers; default: keep them")
     parser.add_argument("--workers", type=positive, metavar="N", help="threads (default 4)")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    text = "print one JSON document on stdout; default: text for people"
-    _add_switches(parser, json=text)
 
 
 def _target(to: str) -> str:
@@ -247,62 +234,30 @@ def flags() -> list[Flag]:
     """The options of ``convert`` that decide how the target is written."""
     layouts = layout_options()
     megatron = ("megatron", "absorbed")
+    # fmt: off
     return [
-        Flag(
-            "--dtype",
-            "dtype",
-            TARGETS,
-            tuple(_DTYPES),
-            "of all weights except the routing's correction bias and the indexers' weights_proj; "
-            "default: each keeps its own, and FP8 becomes bf16",
-        ),
-        Flag(
-            "--fp8",
-            "fp8",
-            ("hf",),
-            ("float", "ue8m0"),
-            "quantise to FP8 blocks with such scales; default: do not",
-        ),
+        Flag("--dtype", "dtype", TARGETS, tuple(_DTYPES),
+             "of all weights except the routing's correction bias and the indexers' weights_proj; "
+             "default: each keeps its own, and FP8 becomes bf16"),
+        Flag("--fp8", "fp8", ("hf",), ("float", "ue8m0"),
+             "quantise to FP8 blocks with such scales; default: do not"),
         *(
-            Flag(
-                f"--{one.option.replace('_', '-')}",
-                one.option,
-                megatron if one.in_absorbed else ("megatron",),
-                layouts[one.option],
-                one.help,
-            )
+            Flag(f"--{one.option.replace('_', '-')}", one.option,
+                 megatron if one.in_absorbed else ("megatron",), layouts[one.option], one.help)
             for one in {one.option: one for one in CHECKPOINT_LAYOUTS}.values()
         ),
-        Flag(
-            "--layers",
-            "layers",
-            megatron,
-            ("numbered", "stacked"),
-            "a tensor per layer or one for all; default: what Megatron writes for the architecture",
-        ),
-        Flag(
-            "--make-vocab-size-divisible-by",
-            "vocab_multiple",
-            megatron,
-            positive,
-            "pad the vocabulary with zeros to a multiple of this; default: no padding",
-        ),
-        Flag(
-            "--iteration",
-            "iteration",
-            megatron,
-            positive,
-            "write the checkpoint of this iteration; default: a release",
-        ),
-        Flag(
-            "--max-shard-size",
-            "max_shard_bytes",
-            TARGETS,
-            byte_count,
-            "bound on a file of several tensors, such as 5GB; default: what memory allows, which "
-            "is never exceeded",
-        ),
+        Flag("--layers", "layers", megatron, ("numbered", "stacked"),
+             "a tensor per layer or one for all; default: what Megatron writes for the "
+             "architecture"),
+        Flag("--make-vocab-size-divisible-by", "vocab_multiple", megatron, positive,
+             "pad the vocabulary with zeros to a multiple of this; default: no padding"),
+        Flag("--iteration", "iteration", megatron, positive,
+             "write the checkpoint of this iteration; default: a release"),
+        Flag("--max-shard-size", "max_shard_bytes", TARGETS, byte_count,
+             "bound on a file of several tensors, such as 5GB; default: what memory allows, which "
+             "is never exceeded"),
     ]
+    # fmt: on
 
 
 def target_options(args: argparse.Namespace) -> TargetOptions:

@@ -15,13 +15,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
-from checkpoint_conversion.manifest import (
-    Manifest,
-    find_manifest,
-    read_manifest,
-    write_manifest,
-)
-from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.manifest import Manifest, find_manifest, read_manifest, write_manifest
 from checkpoint_conversion.part_runner import (
     Committer,
     MemoryBudget,
@@ -41,11 +35,7 @@ from checkpoint_conversion.planning import (
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
 from checkpoint_conversion.router_comparison import only_megatrons
-from checkpoint_conversion.target_folder import (
-    TargetFolder,
-    check_places,
-    refuse_existing,
-)
+from checkpoint_conversion.target_folder import TargetFolder, check_places, refuse_existing
 
 # May exceed the number of cores: threads mostly wait for the disk, and memory limits them.
 _WORKERS = 4
@@ -102,7 +92,10 @@ def convert(
         refuse_existing(target, force, weights_of)
     checkpoint = open_checkpoint(source, **how)
     if to == "hf":
-        _refuse_megatrons_routing(checkpoint.config)
+        problems = only_megatrons(checkpoint.config)
+        raise_problems(
+            "transformers would choose other experts, or weigh them otherwise:", problems
+        )
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)
@@ -133,12 +126,6 @@ def convert(
         bytes_written=conversion.bytes_written,
         peak_rss=peak_resident(),
     )
-
-
-def _refuse_megatrons_routing(config: ModelConfig) -> None:
-    """Raise an error for a model whose config.json would describe another router."""
-    problems = only_megatrons(config)
-    raise_problems("transformers would choose other experts, or weigh them otherwise:", problems)
 
 
 def memory_for(plan: ConversionPlan) -> int:
@@ -275,7 +262,9 @@ class _Conversion:
 
     def _finish(self, results: list[PartResult]) -> Manifest:
         """Write the files around the parts, the manifest last."""
-        self._check_unchanged()
+        now = source_files(self._plan.checkpoint.path)
+        changed = list(differences(self._fingerprint["source file"], now))
+        raise_problems("The source was changed while it was being read:", changed)
         source, writer, contents = self._plan.checkpoint, self._plan.writer, self._folder.contents
         with file_errors(str(self._folder.path)):
             writer.finish(contents, results, source.auxiliary)
@@ -300,8 +289,3 @@ class _Conversion:
         )
         write_manifest(manifest, contents)
         return manifest
-
-    def _check_unchanged(self) -> None:
-        now = source_files(self._plan.checkpoint.path)
-        changed = list(differences(self._fingerprint["source file"], now))
-        raise_problems("The source was changed while it was being read:", changed)

@@ -20,11 +20,7 @@ from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import count_parameters
 from checkpoint_conversion.megatron_args import megatron_notes
-from checkpoint_conversion.megatron_options import (
-    megatron_options,
-    option_notes,
-    without_option,
-)
+from checkpoint_conversion.megatron_options import megatron_options, option_notes, without_option
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import dtype_notes
 from checkpoint_conversion.progress import format_bytes
@@ -134,11 +130,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, **how: Any) -> Inspection:
-    """Describe a checkpoint from its headers.
-
-    Args:
-        path: Its folder.
-        how: Further fields of :class:`Source`.
+    """Describe the checkpoint in a folder from its headers; ``how`` are fields of :class:`Source`.
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers cannot be read. Tensors that do not

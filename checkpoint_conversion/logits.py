@@ -79,10 +79,6 @@ def without_mtp(
 def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> Any:
     """The model of transformers with these weights, in float32; Kimi-K2 is a DeepSeek-V3.
 
-    Args:
-        config: With its config.json.
-        tensors: Under Hugging Face's names.
-
     Raises:
         CheckpointError: If transformers has no place for a tensor, or misses one.
     """
@@ -144,12 +140,7 @@ def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int 
 
 @torch.no_grad()
 def load_megatron_model(model: Any, config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> None:
-    """Set the weights of a model without parallelism, one at a time.
-
-    Args:
-        model: Of :func:`megatron_model`.
-        config: The same one.
-        tensors: Under Hugging Face's names.
+    """Set the weights of a model without parallelism, given under Hugging Face's names.
 
     Raises:
         CheckpointError: If the tensors do not fit the config.

@@ -157,11 +157,7 @@ def megatron_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
-    """A model's tensors under Megatron's names.
-
-    Args:
-        tensors: Under Hugging Face's names, unquantised.
-        config: The model.
+    """A model's unquantised tensors under Megatron's names.
 
     Raises:
         CheckpointError: Listing every tensor that is unknown, missing, misshapen or of another

@@ -43,8 +43,13 @@ from checkpoint_conversion.model import (
 from checkpoint_conversion.model_type import of_arguments
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from checkpoint_conversion.rotary import Rotary, check_scaling, read_rotary_args
-from checkpoint_conversion.router_comparison import ignored_notes, routing_notes
-from checkpoint_conversion.routing import ROUTER_OPTIONS, read_routing_args, routing_args
+from checkpoint_conversion.router_comparison import routing_notes
+from checkpoint_conversion.routing import (
+    NORMALISED,
+    ROUTER_OPTIONS,
+    read_routing_args,
+    routing_args,
+)
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
@@ -135,7 +140,11 @@ def router_options(args: Namespace) -> dict[str, object]:
 
 def model_notes(config: ModelConfig) -> list[str]:
     """Where this package computes something else than the authors' code, one line each."""
-    return ignored_notes(config)
+    fields, why = config.fields, config.model.ignores_norm_topk_prob
+    # What was made of Megatron's arguments says it otherwise.
+    if why is None or not fields.equals("norm_topk_prob", True) or fields.given(NORMALISED):
+        return []
+    return [f"norm_topk_prob is true: {why}"]
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:

@@ -72,11 +72,7 @@ def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _known(config: Mapping[str, object]) -> ModelType:
-    """The model type.
-
-    Raises:
-        CheckpointError: If it cannot be converted, with the reason.
-    """
+    """The model type, or a CheckpointError that says why it cannot be converted."""
     fields = Fields(config, [])
     found, text = fields.raw("model_type"), fields.raw("text_config")
     model = declared(found)
@@ -224,16 +220,10 @@ class ModelConfig:
         return read_dtype(self.fields)
 
     @property
-    def fp8_block(self) -> tuple[int, int] | None:
-        """Rows and columns that share an FP8 scale; None if the weights are not quantised."""
-        return FP8_BLOCK if self.hugging_face.get("quantization_config") else None
-
-    @property
     def fp8_scales(self) -> str | None:
         """``"float"`` or ``"ue8m0"`` (powers of two); None if the weights are not quantised."""
-        if self.fp8_block is None:
-            return None
-        return self.hugging_face["quantization_config"].get("scale_fmt") or "float"
+        quantisation = self.hugging_face.get("quantization_config")
+        return (quantisation.get("scale_fmt") or "float") if quantisation else None
 
     def without_quantisation(self) -> ModelConfig:
         """The config to write with weights that are not quantised."""

@@ -66,13 +66,7 @@ class ConversionPlan:
 def plan_conversion(
     checkpoint: Checkpoint, to: str, options: TargetOptions, exclude_mtp: bool = False
 ) -> ConversionPlan:
-    """Plan the conversion of an open checkpoint.
-
-    Args:
-        checkpoint: The source.
-        to: The target's format.
-        options: How to write it.
-        exclude_mtp: Leave out the multi-token-prediction layers.
+    """Plan the conversion of an open checkpoint, perhaps without multi-token-prediction layers.
 
     Raises:
         CheckpointError: If a tensor is unknown, missing, misshapen or would get lost.
@@ -100,6 +94,9 @@ def plan_conversion(
     entries = [entry for part in parts for entry in part.entries]
     _check_parts(parts)
     _check_all_written(tensors, entries)
+    dtypes: Counter[str] = Counter()
+    for entry in entries:
+        dtypes[dtype_name(entry.tensor.dtype)] += entry.tensor.nbytes
     return ConversionPlan(
         checkpoint=checkpoint,
         writer=writer,
@@ -107,7 +104,7 @@ def plan_conversion(
         left_out=left_out,
         notes=notes,
         parameters=count_parameters({name: t.shape for name, t in tensors.items()}, config),
-        dtypes=dict(_bytes_by_dtype(entries)),
+        dtypes=dict(dtypes),
         largest=max(largest, *(entry.tensor.nbytes for entry in entries)),
     )
 
@@ -162,17 +159,7 @@ def _check_parts(parts: Sequence[Part]) -> None:
 
 
 def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:
-    result: set[str] = set()
-    for tensor in tensors:
-        result |= tensor.leaves
-    return result
-
-
-def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
-    counter: Counter[str] = Counter()
-    for entry in entries:
-        counter[dtype_name(entry.tensor.dtype)] += entry.tensor.nbytes
-    return counter
+    return set[str]().union(*(tensor.leaves for tensor in tensors))
 
 
 def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:

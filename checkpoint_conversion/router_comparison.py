@@ -1,4 +1,4 @@
-"""Comparison of MoE router settings: notes what is ignored, raises where models differ."""
+"""Comparison of MoE router settings: notes what differs in Megatron, raises where models differ."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from checkpoint_conversion.routing import (
 
 
 def routing_differences(routing: Routing, fields: Fields) -> list[str]:
-    """Where the router of Megatron's arguments differs from that of config.json, one line each.
-
-    Args:
-        routing: Of config.json.
-        fields: Of the arguments.
-    """
+    """Where the router of Megatron's arguments, ``fields``, differs from that of config.json."""
     found = Fields(read_routing_args(fields), [])
     model = of_arguments(str(found.raw("scoring_func")), interleaved=None)
     own = read_routing(found, model, fields.integer("num_experts", MOST_EXPERTS))
@@ -85,15 +80,6 @@ def routing_notes(routing: Routing) -> list[str]:
 
 def _option(own: dict[str, object], name: str) -> str:
     return f"; this package's layers need AbsorbedMLAOptions({name}={own[name]})"
-
-
-def ignored_notes(config: ModelConfig) -> list[str]:
-    """A note about a field of config.json that a model's authors read and transformers ignores."""
-    fields, why = config.fields, config.model.ignores_norm_topk_prob
-    # What was made of Megatron's arguments says it otherwise.
-    if why is None or not fields.equals("norm_topk_prob", True) or fields.given(NORMALISED):
-        return []
-    return [f"norm_topk_prob is true: {why}"]
 
 
 def only_megatrons(config: ModelConfig) -> list[str]:

@@ -39,11 +39,6 @@ class Routing:
     routed_scaling_factor: float
     group_score_topk: int
 
-    @property
-    def score_correction(self) -> bool:
-        """Whether there is an ``e_score_correction_bias``."""
-        return self.topk_method == "noaux_tc"
-
 
 def read_routing(fields: Fields, model: ModelType, num_experts: int) -> Routing:
     """Read the routing of a model with MoE layers from the fields of config.json.
@@ -120,7 +115,7 @@ def routing_args(routing: Routing) -> dict[str, object]:
         "moe_router_topk": topk,
         "moe_router_score_function": routing.scoring_func,
         "moe_router_pre_softmax": not of_chosen,
-        "moe_router_enable_expert_bias": routing.score_correction,
+        "moe_router_enable_expert_bias": routing.topk_method == "noaux_tc",
         "moe_router_topk_scaling_factor": routing.routed_scaling_factor,
         "moe_router_num_groups": routing.n_group if limited else None,
         "moe_router_group_topk": routing.topk_group if limited else None,

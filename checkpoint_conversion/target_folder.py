@@ -128,7 +128,8 @@ class TargetFolder:
         """Remove all other files: an interrupted part may have left half a file."""
         for path in sorted(self.contents.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
-                _remove_if_empty(path)
+                if not any(path.iterdir()):
+                    path.rmdir()
             elif path.relative_to(self.contents).as_posix() not in files:
                 path.unlink()
 
@@ -243,8 +244,3 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if not any(folder.iterdir()):
-        folder.rmdir()

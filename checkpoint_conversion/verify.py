@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.comparison import (
     ManifestComparison,
     TensorComparison,
@@ -20,7 +21,7 @@ from checkpoint_conversion.comparison import (
     peak_of_slab,
 )
 from checkpoint_conversion.errors import CheckpointError, raise_problems
-from checkpoint_conversion.formats import open_checkpoint, recognise
+from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logit_comparison import (
@@ -112,7 +113,7 @@ def _check_single(path: Path, options: Mapping[str, object]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise CheckpointError(f"{', '.join(given)} can only be used with two checkpoints")
-    if find_manifest(path) is None and recognise(path) is not None:
+    if find_manifest(path) is None and kind_of(path) is not None:
         raise CheckpointError(
             f"{path} has no conversion_manifest.json to be compared with; give a second checkpoint"
         )
@@ -120,7 +121,7 @@ def _check_single(path: Path, options: Mapping[str, object]) -> None:
 
 def _sources(paths: Sequence[Path], how: Mapping[str, Any]) -> list[Source]:
     """How to open each checkpoint; ``hf_config`` and ``drop_tokens`` are not for Hugging Face's."""
-    own = [getattr(recognise(path), "format", None) == "hf" for path in paths]
+    own = [kind_of(path) == "hugging_face" for path in paths]
     for name in ("hf_config", "drop_tokens"):
         if how.get(name) and all(own):
             option = f"--{name.replace('_', '-')}"

@@ -143,12 +143,7 @@ class BothDown(MegatronParamMapping[dict[str, Tensor]]):
 
 
 def _both_down(mappings: Iterable[MegatronParamMapping], config: object) -> Iterator[BothDown]:
-    """Mappings of fused down-projections beside those of separate ones.
-
-    Args:
-        mappings: Of a bridge.
-        config: Of transformers.
-    """
+    """Mappings of fused down-projections beside a bridge's own of separate ones."""
     by_name = {mapping.megatron_param: mapping.hf_param for mapping in mappings}
     for pattern, q in by_name.items():
         kv = by_name.get(pattern.replace(Q_DOWN, KV_DOWN))
@@ -158,16 +153,8 @@ def _both_down(mappings: Iterable[MegatronParamMapping], config: object) -> Iter
 
 
 def _halves(mappings: Iterable[MegatronParamMapping], config: object) -> Iterator[HalfOfKVUp]:
-    """Our mappings beside those of standard MLA's up-projection.
-
-    Args:
-        mappings: Of a bridge.
-        config: Of transformers.
-    """
-    widths = {
-        "linear_k_up_proj": config.qk_nope_head_dim,
-        "linear_v_up_proj": config.v_head_dim,
-    }
+    """Our mappings beside a bridge's own of standard MLA's up-projection."""
+    widths = {"linear_k_up_proj": config.qk_nope_head_dim, "linear_v_up_proj": config.v_head_dim}
     heads = _Heads(config.num_attention_heads, widths)
     for mapping in mappings:
         pattern = mapping.megatron_param

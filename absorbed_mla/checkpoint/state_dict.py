@@ -148,12 +148,7 @@ def _change_layout(state: dict, dims: MLADims, prefix: str, layout: MegatronLayo
 
 
 def _key(name: str, prefix: str) -> str:
-    """The key in a state dict.
-
-    Args:
-        name: Relative to the layer.
-        prefix: Of the layer's attention.
-    """
+    """The key in a state dict of a name relative to the layer, whose attention has ``prefix``."""
     if name.startswith(ATTENTION):
         return prefix + name.removeprefix(ATTENTION)
     return prefix.removesuffix(ATTENTION) + name

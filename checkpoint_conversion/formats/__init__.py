@@ -1,4 +1,4 @@
-"""Checkpoint formats: recognising and opening a checkpoint, and the writer of a target."""
+"""Checkpoint formats: opening a checkpoint, and the writer of a target."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint_conversion.checkpoint_folder import kind_of, require_kind
+from checkpoint_conversion.checkpoint_folder import require_kind
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.source import Source
 
@@ -37,18 +37,8 @@ _WRITERS = {
 TARGETS = tuple(_WRITERS)
 
 
-def recognise(path: Path) -> Any | None:
-    """The class that reads the checkpoint at ``path``; None if there is no checkpoint."""
-    kind = kind_of(path)
-    return None if kind is None else _load(_READERS[kind])
-
-
 def open_checkpoint(path: Path, **how: Any) -> Checkpoint:
-    """Recognise a checkpoint's format and read its headers.
-
-    Args:
-        path: Its folder.
-        how: Further fields of :class:`Source`.
+    """Recognise the format of a folder and read its headers; ``how`` are fields of :class:`Source`.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.

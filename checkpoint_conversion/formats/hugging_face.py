@@ -79,9 +79,7 @@ _HEADER_BYTES = 160
 class HuggingFaceCheckpoint(Checkpoint):
     """A Hugging Face folder, opened by reading config.json, the index and the files' headers.
 
-    Args:
-        path: The folder.
-        how: Further fields of :class:`Source`; only links matter.
+    Of the further fields of :class:`Source` only links matter.
 
     Raises:
         CheckpointError: Listing every file that cannot be read, and every contradiction between

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,7 @@ from checkpoint_conversion.formats.legacy_ranks import (
 )
 from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.pt_file import StoredTensor
-from checkpoint_conversion.layouts import (
-    VOCABULARY,
-    MegatronLayout,
-    tensor_parallel_rule,
-)
+from checkpoint_conversion.layouts import VOCABULARY, MegatronLayout, tensor_parallel_rule
 from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
 from checkpoint_conversion.mapping_table import Rule
 from checkpoint_conversion.model import ModelConfig
@@ -198,7 +194,9 @@ def _describe(
     """The entries of :attr:`Checkpoint.layout`."""
     result = MegatronLayout.recognise(map(as_mapped, names)).describe()
     if config.num_experts:
-        result["experts"] = next(_expert_modules(names), "GroupedMLP")
+        modules = {"grouped": _GROUPED, "sequential": _SEQUENTIAL}
+        found = (kind for kind, name in modules.items() if any(map(name.fullmatch, names)))
+        result["experts"] = next(found, "GroupedMLP")
     result["tensor_parallel"] = sizes.tensor
     result["pipeline_parallel"] = sizes.pipeline
     if sizes.expert > 1:
@@ -206,14 +204,6 @@ def _describe(
     if iteration is not None:
         result["iteration"] = iteration
     return result
-
-
-def _expert_modules(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        if _GROUPED.fullmatch(name):
-            yield "grouped"
-        elif _SEQUENTIAL.fullmatch(name):
-            yield "sequential"
 
 
 def as_mapped(name: str) -> str:
@@ -260,15 +250,7 @@ def _split_grouped_mlp(
 ) -> dict[str, LazyTensor] | None:
     """The experts in a ``GroupedMLP`` parameter, under the names of sequential experts.
 
-    Args:
-        name: Of the parameter.
-        stored: The parameter.
-        leaf: Name of the stored tensor, for the leaves of the result.
-        experts: Number of experts on the rank.
-        hidden: The model's hidden size.
-
-    Returns:
-        None if the parameter's shape does not fit.
+    None if the parameter's shape does not fit ``experts`` on the rank.
     """
     match = _GROUPED_MLP.fullmatch(name)
     assert match is not None

@@ -26,6 +26,11 @@ from checkpoint_conversion.source import Source
 
 # A damaged file may claim any number.
 _MOST_RANKS = 1 << 16
+# Of a rank that holds several model chunks (interleaved pipeline).
+_VIRTUAL_PIPELINE = (
+    "virtual_pipeline_model_parallel_size above 1 is not supported; save a distributed checkpoint "
+    "(--ckpt-format torch_dist) instead"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -81,19 +86,11 @@ def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
         fields.only("expert_tensor_parallel_size", sizes.tensor, accepted)
     virtual = fields.raw("virtual_pipeline_model_parallel_size")
     if virtual not in (None, 1):
-        fields.problems.append(f"{virtual_pipeline_refusal()} (it is {shown(virtual)})")
+        fields.problems.append(f"{_VIRTUAL_PIPELINE} (it is {shown(virtual)})")
     if sizes.tensor * sizes.pipeline * sizes.expert > _MOST_RANKS:
         fields.problems.append(f"{describe(sizes)} are more than {_MOST_RANKS}")
     fields.raise_problems("The checkpoint's args cannot be converted:")
     return sizes
-
-
-def virtual_pipeline_refusal() -> str:
-    """The error for a rank that holds several model chunks (interleaved pipeline)."""
-    return (
-        "virtual_pipeline_model_parallel_size above 1 is not supported; save a distributed "
-        "checkpoint (--ckpt-format torch_dist) instead"
-    )
 
 
 def folder_problems(folders: Iterable[str], sizes: Sizes) -> list[str]:
@@ -143,10 +140,6 @@ class RankFile:
 def read_rank_file(folder: Path, source: Source) -> RankFile:
     """Read the file in a rank's folder, without the values of tensors.
 
-    Args:
-        folder: The rank's folder.
-        source: The checkpoint.
-
     Raises:
         CheckpointError: If it cannot be read, or does not hold a rank's model.
     """
@@ -155,7 +148,7 @@ def read_rank_file(folder: Path, source: Source) -> RankFile:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path} holds no dict but a {type(content).__name__}")
     if "model0" in content:
-        raise CheckpointError(f"{file.path}: {virtual_pipeline_refusal()}")
+        raise CheckpointError(f"{file.path}: {_VIRTUAL_PIPELINE}")
     model = content.get("model")
     if not isinstance(model, dict):
         keys = ", ".join(sorted(map(_shown_key, content))[:8])

@@ -114,9 +114,6 @@ def load_metadata(path: Path) -> Metadata:
     The result is made of torch's own classes, but only the types of the objects are checked: their
     fields may hold anything that a pickle can hold without naming other classes.
 
-    Args:
-        path: The ``.metadata`` file.
-
     Raises:
         CheckpointError: If it cannot be read, is too large, names another class, or is no metadata.
     """

@@ -29,12 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from absorbed_mla.checkpoint.names import KV_UP
-from checkpoint_conversion.checkpoint_folder import (
-    CONFIG,
-    METADATA,
-    file_inside,
-    read_json,
-)
+from checkpoint_conversion.checkpoint_folder import CONFIG, METADATA, file_inside, read_json
 from checkpoint_conversion.errors import CheckpointError, raise_problems
 from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.pt_file import open_pt
@@ -220,10 +215,6 @@ def numbered_tensors(
     """Tensors of single layers and experts, in a layout of :mod:`checkpoint_conversion.layouts`.
 
     Unknown names are kept, and refused by the mapping.
-
-    Args:
-        stored: The tensors of a checkpoint that belong to the model.
-        config: The model's dimensions.
 
     Raises:
         CheckpointError: Listing tensors for other numbers of layers or experts, and duplicates.

@@ -236,8 +236,9 @@ class Storage:
         self._files: dict[str, tuple[Path, int]] = {}
         self._used: dict[Path, list[tuple[int, int, str]]] = defaultdict(list)
         self._check_names(places)
-        self.tensors = self._of_type(TensorStorageMetadata)
-        self.objects = self._of_type(BytesStorageMetadata)
+        kinds = {name: type(entry) for name, entry in entries.items()}
+        self.tensors = [name for name, kind in kinds.items() if kind is TensorStorageMetadata]
+        self.objects = [name for name, kind in kinds.items() if kind is BytesStorageMetadata]
 
     def nbytes(self, name: str) -> int:
         """Size of a tensor or object in the files, as the metadata claims."""
@@ -305,9 +306,6 @@ class Storage:
             elif type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
                 problems.append(f"{name} is neither a tensor nor an object")
         raise_problems(f"{self._folder / METADATA} cannot be used:", problems)
-
-    def _of_type(self, kind: type) -> list[str]:
-        return [name for name, entry in self._entries.items() if type(entry) is kind]
 
     def _tensor(self, name: str, problems: list[str]) -> ChunkedTensor | None:
         entry = self._entries[name]

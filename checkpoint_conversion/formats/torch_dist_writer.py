@@ -102,7 +102,10 @@ class TorchDistWriter(Writer):
         padded = with_padding(to_megatron(tensors, self.config), self._vocab_rows)
         whole = laid_out_tensors(padded, self._layout, self.config)
         self._common = self._common_state(whole)
-        self._objects = self._make_objects(whole)
+        # Objects beside the tensors: the empty states of modules, and the common state.
+        states = extra_state_names(whole, self._layout.norms, self._stacked, self.config)
+        self._objects = dict.fromkeys(states, _serialised(None))
+        self._objects[COMMON_STATE] = _serialised(self._common)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
         parts: list[Part] = []
         for group in filled(self._units(whole), limit, _bytes_of):
@@ -230,11 +233,6 @@ class TorchDistWriter(Writer):
                 "chained_optim_avoid_prefix": True,
             },
         }
-
-    def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
-        """Objects beside the tensors: the empty states of modules, and the common state."""
-        states = extra_state_names(tensors, self._layout.norms, self._stacked, self.config)
-        return {**dict.fromkeys(states, _serialised(None)), COMMON_STATE: _serialised(self._common)}
 
     def _args(self, dtype: torch.dtype) -> argparse.Namespace:
         """The arguments of a training that would have saved the checkpoint."""

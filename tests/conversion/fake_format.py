@@ -32,9 +32,7 @@ class MemoryCheckpoint(Checkpoint):
         self.path, self.config = path, config
         self.layout = {"kept": "in memory"}
         self.stored = in_memory(tensors)
-        self.left_alone: dict[str, int] = {}
-        self.auxiliary: dict[str, Path] = {}
-        self.notes: list[str] = []
+        self.left_alone, self.auxiliary, self.notes = {}, {}, []
 
     def hugging_face_tensors(self, dtype=None) -> dict[str, LazyTensor]:
         return dict(self.stored)
@@ -69,8 +67,7 @@ class RawWriter(Writer):
 
     def write_part(self, folder, part, session, progress) -> PartResult:
         self.before(part.name)
-        records = []
-        name = f"weights/{part.name}.bin"
+        records, name = [], f"weights/{part.name}.bin"
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as file:

@@ -35,12 +35,7 @@ def shards(
 ) -> list[Tensor]:
     """What each tensor-parallel rank has of a tensor, said without the package's own rules.
 
-    Args:
-        name: Megatron's, in the whole model.
-        value: The whole tensor.
-        config: The model's dimensions.
-        size: Number of ranks.
-        cut_down: Whether ranks share the down-projections, as local layers do.
+    With ``cut_down`` they share the down-projections, as in local layers.
     """
     down = _DOWN.fullmatch(name)
     if _COPIED.fullmatch(name) or (down and not cut_down):
@@ -90,19 +85,8 @@ def write_legacy(
 ) -> None:
     """Write a checkpoint of one file per rank, as Megatron would have saved it.
 
-    Args:
-        folder: The folder of all iterations.
-        config: The model's dimensions.
-        tensors: Its weights under their Hugging Face names.
-        norms: Of the layout, as ``kv_up`` and ``down``.
-        kv_up: ``"combined"`` or ``"split"``.
-        down: ``"separate"`` or ``"fused"``.
-        tensor_parallel: Number of ranks.
-        pipeline_parallel: Number of stages.
-        cut_down: See :func:`shards`.
-        vocab_multiple: Rows of the vocabulary are a multiple of this for each rank.
-        experts: ``"sequential"`` or ``"grouped"``: whose names the experts have.
-        iteration: None for a release.
+    Rows of the vocabulary are a multiple of ``vocab_multiple`` for each rank; experts have names of
+    ``"sequential"`` or ``"grouped"`` modules. Without an iteration it is a release.
     """
     sizes = Sizes(tensor_parallel, pipeline_parallel)
     rows = padded_size(config.vocab_size, vocab_multiple * tensor_parallel)
@@ -133,12 +117,7 @@ def write_legacy(
 
 
 def as_stored(name: str, experts: str) -> str:
-    """The name in a state dict of megatron-core 0.19.
-
-    Args:
-        name: The mapping's, numbered as on the rank.
-        experts: ``"sequential"`` or ``"grouped"``.
-    """
+    """The name in a state dict of megatron-core 0.19, of the mapping's as numbered on the rank."""
     if name.startswith("mtp."):
         name = name.replace(".transformer_layer.", ".mtp_model_layer.", 1)
     match = _EXPERT.fullmatch(name)

@@ -27,6 +27,19 @@ VOCABULARY = 128
 _BATCH = 2
 
 
+# fmt: off
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
+    "max_position_embeddings": 4 * ORIGINAL_CONTEXT,
+}
+_VISION = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+    "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+}
+# fmt: on
 # Transformers' names of the classes.
 FAMILIES = {
     "v2": "DeepseekV2",
@@ -46,7 +59,7 @@ class Architecture:
     """One kind of model.
 
     Attributes:
-        family: One of ``FAMILIES``.
+        family: One of ``FAMILIES``, or ``"kimi_k25"``.
         q_lora: Whether the query is compressed.
         moe: Whether all layers but the first are mixtures of experts.
         rope: ``"rope"`` or ``"yarn"``.
@@ -70,8 +83,27 @@ ARCHITECTURES = [
 ]
 
 
+SPARSE = {
+    "v32": Architecture("v32", q_lora=True, moe=True, rope="yarn"),
+    "v32-dense": Architecture("v32", q_lora=True, moe=False, rope="rope"),
+    "glm5": Architecture("glm5", q_lora=True, moe=True, rope="rope"),
+    "glm5-dense": Architecture("glm5", q_lora=True, moe=False, rope="yarn"),
+}
+KIMI_K25 = Architecture("kimi_k25", q_lora=True, moe=True, rope="yarn")
+# Models of other names whose attention is plain MLA.
+OTHERS = {
+    "glm4_moe_lite": Architecture("glm", q_lora=True, moe=True, rope="rope"),
+    "glm4_moe_lite-dense-yarn": Architecture("glm", q_lora=False, moe=False, rope="yarn"),
+    "mistral4": Architecture("mistral4", q_lora=True, moe=True, rope="yarn"),
+    "mistral4-dense": Architecture("mistral4", q_lora=False, moe=False, rope="yarn"),
+    "kimi_k25": KIMI_K25,
+}
+
+
 def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     """The model in float32, for inference; ``changes`` are fields of its config."""
+    if architecture == KIMI_K25:
+        return _make_kimi_k25(seed)
     family = FAMILIES[architecture.family]
     fields = {**_fields(architecture), **changes}
     config = getattr(transformers, f"{family}Config")(**fields)
@@ -81,19 +113,11 @@ def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     return model
 
 
-def make_kimi_k25(architecture: Architecture, seed: int = 0) -> Any:
-    """A model of text and images whose text model is a DeepSeek-V3, likewise."""
+def _make_kimi_k25(seed: int) -> Any:
+    """A model of text and images whose text model is a DeepSeek-V3."""
     config = transformers.Kimi_K25Config(
-        text_config={"model_type": "deepseek_v3", **_fields(architecture)},
-        vision_config={
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "patch_size": 2,
-            "pos_emb_height": 4,
-            "pos_emb_width": 4,
-        },
+        text_config={"model_type": "deepseek_v3", **_fields(KIMI_K25)},
+        vision_config=_VISION,
         projection_hidden_size=32,
         tie_word_embeddings=False,
     )
@@ -161,23 +185,9 @@ def with_rope(config: ModelConfig, **changes) -> ModelConfig:
 
 def _fields(architecture: Architecture) -> dict:
     fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
+        **_SIZES,
         "first_k_dense_replace": 1 if architecture.moe else 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
         "q_lora_rank": 48 if architecture.q_lora else None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 20,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 4 * ORIGINAL_CONTEXT,
         "rope_parameters": _rope_parameters(architecture),
     }
     if architecture.family == "v2":

@@ -19,14 +19,8 @@ from checkpoint_conversion.cli import main
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Readers and writers are imported when a format is asked for, and torch's own take a second.
-_FORMATS = ("hugging_face", "torch_dist", "torch_dist_writer")
-_CONTEXT.set_forkserver_preload(
-    [
-        "checkpoint_conversion.convert",
-        *(f"checkpoint_conversion.formats.{name}" for name in _FORMATS),
-        __name__,
-    ]
-)
+_LOADED = ("convert", "formats.hugging_face", "formats.torch_dist", "formats.torch_dist_writer")
+_CONTEXT.set_forkserver_preload([*(f"checkpoint_conversion.{name}" for name in _LOADED), __name__])
 # What changes names on the disk or waits for it: between any two of them a kill can leave
 # something new.
 _STEPS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "ftruncate", "truncate")
@@ -83,13 +77,9 @@ class Process:
         self._process.join(120)
         code = self._process.exitcode
         assert code is not None, "it hangs"
-        steps = self._folder / "steps"
-        return Done(
-            code,
-            (self._folder / "out").read_text() if (self._folder / "out").exists() else "",
-            (self._folder / "err").read_text() if (self._folder / "err").exists() else "",
-            int(steps.read_text()) if steps.exists() else 0,
-        )
+        files = (self._folder / name for name in ("out", "err", "steps"))
+        out, err, steps = (file.read_text() if file.exists() else "" for file in files)
+        return Done(code, out, err, int(steps or 0))
 
 
 def run(folder: Path, *args: object, **how) -> Done:
@@ -97,18 +87,12 @@ def run(folder: Path, *args: object, **how) -> Done:
     return Process(folder, *args, **how).wait()
 
 
-def _run(
-    folder: Path,
-    args: list[str],
-    kill_at: int | None,
-    by: signal.Signals,
-    largest_file: int | None,
-) -> None:
+def _run(folder: Path, args: list[str], kill_at: int | None, by: int, limit: int | None) -> None:
     # What a shell starts in the background is told to ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with _output(folder), _counted_steps(kill_at, by) as steps:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             code = main(args)
         except SystemExit as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import PartResult, TargetOptions, Writer
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint, HuggingFaceWriter
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
@@ -53,44 +56,29 @@ def hugging_face_config(**changes) -> dict:
     return {**config, **changes}
 
 
+# fmt: off
 V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "q_lora_rank": None,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+    "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
 }
-
-
 V32 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 6,
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_n_heads": 2,
+    "index_head_dim": 16, "index_topk": 6,
 }
 GLM5 = {
     **V32,
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "indexer_rope_interleave": True,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "n_group": 1,
-    "qk_nope_head_dim": 20,
-    "v_head_dim": 28,
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
+    "indexer_rope_interleave": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "n_group": 1,
+    "qk_nope_head_dim": 20, "v_head_dim": 28,
 }
 SHARED = {
     **GLM5,
     "num_hidden_layers": 6,
     "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
-    "index_topk_freq": 3,
-    "index_skip_topk_offset": 2,
+    "index_topk_freq": 3, "index_skip_topk_offset": 2,
 }
+# fmt: on
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -203,9 +191,25 @@ def write_hugging_face(
     return folder
 
 
-def without_mtp(config: ModelConfig) -> ModelConfig:
-    """The same model without its MTP layers."""
-    return dataclasses.replace(config, mtp_layers=0)
+def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes) -> Path:
+    """A Hugging Face folder of the tiny model; ``changes`` are fields of its config.json."""
+    config = tiny_config(**changes)
+    return write_hugging_face(folder, config, random_tensors(config, dtype))
+
+
+def read(folder: Path, **how) -> dict[str, Tensor]:
+    """Hugging Face's tensors of a checkpoint of any format."""
+    return load_all(open_checkpoint(folder, **how).hugging_face_tensors())
+
+
+@contextmanager
+def refused(*parts: str, problems: int | None = None) -> Iterator[pytest.ExceptionInfo]:
+    """The block raises a CheckpointError that holds every part, and lists so many problems."""
+    with pytest.raises(CheckpointError) as caught:
+        yield caught
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+    assert problems is None or len(caught.value.problems) == problems, caught.value
 
 
 def rewritten(
@@ -261,3 +265,25 @@ def write_lazy(
 def read_torch_dist(folder: Path) -> dict[str, Tensor]:
     """Hugging Face's tensors of a checkpoint."""
     return load_all(TorchDistCheckpoint(folder).hugging_face_tensors())
+
+
+class PeakMemory:
+    """The growth of this process's resident memory, at its peak, since this was made.
+
+    ``getrusage`` cannot tell: a new program starts with the peak of the process that started it.
+    """
+
+    def __init__(self) -> None:
+        # Makes the peak what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start = self._peak()
+
+    @property
+    def growth(self) -> int:
+        """Bytes."""
+        return self._peak() - self._start
+
+    @staticmethod
+    def _peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))

@@ -1,4 +1,7 @@
-"""The command line: exit codes, messages, and what scripts and people read."""
+"""The command line: exit codes, messages, and what scripts and people read.
+
+Wrong paths and ``--help`` are answered before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,21 @@ from checkpoint_conversion.command_line import byte_count, flags
 from checkpoint_conversion.formats import FORMATS, TARGETS, open_checkpoint
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
 from tests.conversion.legacy_support import write_legacy
-from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
+from tests.conversion.support import change_json, read, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
+# Runs a command line, then says on stderr whether torch was imported for it.
+RUN = (
+    "import sys; from checkpoint_conversion.cli import main\n"
+    "try: code = main(sys.argv[1:])\n"
+    "except SystemExit as error: code = error.code\n"
+    "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    config = tiny_config(num_nextn_predict_layers=1)
-    folder = tmp_path_factory.mktemp("cli") / "source"
-    return write_hugging_face(folder, config, random_tensors(config))
+    return write_model(tmp_path_factory.mktemp("cli") / "source", num_nextn_predict_layers=1)
 
 
 @pytest.fixture
@@ -46,6 +54,30 @@ def run(capsys):
     return run
 
 
+@pytest.fixture
+def refused(run):
+    """Runs a command line that is refused; gives its message."""
+
+    def refused(*args: object) -> str:
+        code, _, err = run(*args)
+        assert code == cli.REFUSED
+        return err
+
+    return refused
+
+
+@pytest.fixture
+def convert_json(run, source, tmp_path):
+    """Converts the source to ``hf`` with further words; gives the document on stdout."""
+
+    def convert_json(*words: str) -> dict:
+        code, out, _ = run("convert", source, tmp_path / "json", "--to", "hf", *words, "--json")
+        assert code == 0
+        return one_document(out)
+
+    return convert_json
+
+
 def one_document(out: str) -> dict:
     """The only thing on stdout."""
     (line,) = out.splitlines()
@@ -55,15 +87,12 @@ def one_document(out: str) -> dict:
 class TestConvert:
     def test_done(self, run, source, tmp_path):
         code, out, err = run("convert", source, tmp_path / "out", "--to", "hf")
-        assert code == 0
+        assert (code, err) == (0, "")
         for word in ("source", "target", "parameters", "peak memory", "bfloat16", "/s"):
             assert word in out
-        assert err == ""
 
-    def test_json(self, run, source, tmp_path):
-        code, out, _ = run("convert", source, tmp_path / "out", "--to", "hf", "--json")
-        document = one_document(out)
-        assert code == 0
+    def test_json(self, convert_json):
+        document = convert_json()
         assert document["target"]["format"] == "hf"
         assert document["bytes_written"] == document["bytes"] > 0
         assert document["peak_rss"] > 0
@@ -96,60 +125,112 @@ class TestConvert:
         assert all(f"{name} [" in out and f"<- {name}" in out for name in planned)
         assert list(tmp_path.iterdir()) == []
 
-    def test_left_out_is_in_the_summary(self, run, source, tmp_path):
-        _, out, _ = run("convert", source, tmp_path / "out", "--to", "hf", "--exclude-mtp")
+    def test_left_out_and_fp8_errors_are_in_the_summary(self, run, source, tmp_path, convert_json):
+        words = ("--to", "hf", "--exclude-mtp", "--fp8", "ue8m0")
+        _, out, _ = run("convert", source, tmp_path / "out", *words)
         assert re.search(r"left out +3\d tensors: --exclude-mtp", out)
         assert "MTP layers left out: 1 (--exclude-mtp)" in out
-
-    def test_fp8_errors_are_in_the_summary(self, run, source, tmp_path):
-        _, out, _ = run("convert", source, tmp_path / "out", "--to", "hf", "--fp8", "ue8m0")
         assert "FP8 errors" in out and "root mean square, in model.layers." in out
-        command = ("convert", source, tmp_path / "b", "--to", "hf", "--fp8", "float", "--json")
-        errors = one_document(run(*command)[1])["fp8_errors"]
+        errors = convert_json("--fp8", "float")["fp8_errors"]
         assert 0.001 < errors["rms"] < 0.05
         assert errors["tensors"] > 10
 
-    def test_dtype(self, run, source, tmp_path):
-        command = ("convert", source, tmp_path / "out", "--to", "hf", "--dtype", "fp32", "--json")
-        assert set(one_document(run(*command)[1])["dtypes"]) == {"float32"}
+    def test_dtype(self, convert_json):
+        assert set(convert_json("--dtype", "fp32")["dtypes"]) == {"float32"}
 
-    def test_no_checkpoint(self, run, tmp_path):
+
+class TestRefused:
+    """Wrong paths: said at once, and with what to do instead."""
+
+    def test_no_checkpoint(self, refused, tmp_path):
         (tmp_path / "thesis.tex").touch()
-        code, _, err = run("convert", tmp_path, tmp_path.parent / "out", "--to", "hf")
-        assert code == cli.REFUSED
-        assert "thesis.tex" in err
-        for looked_for in (".metadata", "model_optim_rng.pt", "safetensors"):
-            assert looked_for in err
+        err = refused("convert", tmp_path, tmp_path.parent / "out", "--to", "hf")
+        for part in ("thesis.tex", ".metadata", "model_optim_rng.pt", "safetensors"):
+            assert part in err
 
-    @pytest.mark.parametrize("path", ["absent", "file", "empty"])
-    def test_what_is_there_is_said(self, run, tmp_path, path):
+    def test_what_is_there_is_said(self, refused, tmp_path):
         (tmp_path / "file").touch()
         (tmp_path / "empty").mkdir()
-        code, _, err = run("inspect", tmp_path / path)
-        expected = {"absent": "does not exist", "file": "is a file", "empty": "is empty"}
-        assert code == cli.REFUSED and expected[path] in err
+        for path, what in (("absent", "does not exist"), ("file", "is a file"), ("empty", "is em")):
+            assert what in refused("inspect", tmp_path / path)
 
     @pytest.mark.parametrize("change", ["no config.json", "another folder in it"])
-    def test_force_needs_a_whole_checkpoint_and_nothing_else(self, run, source, tmp_path, change):
+    def test_force_needs_a_whole_checkpoint_and_nothing_else(
+        self, refused, source, tmp_path, change
+    ):
         target = tmp_path / "out"
         shutil.copytree(source, target)
         if change == "no config.json":
             (target / "config.json").unlink()
         else:
             (target / "Documents").mkdir()
-        code, _, err = run("convert", source, target, "--to", "hf", "--force")
-        assert code == cli.REFUSED and "--force" in err
+        assert "--force" in refused("convert", source, target, "--to", "hf", "--force")
         assert any(target.glob("*.safetensors"))
 
-    def test_source_as_target(self, run, source):
-        code, _, err = run("convert", source, source, "--to", "hf", "--force")
-        assert code == cli.REFUSED and "same folder" in err
+    def test_source_as_target(self, refused, source):
+        assert "same folder" in refused("convert", source, source, "--to", "hf", "--force")
 
-    def test_config_for_a_checkpoint_that_has_one(self, run, source, tmp_path):
-        config = source / "config.json"
-        target = tmp_path / "out"
-        code, _, err = run("convert", source, target, "--to", "hf", "--hf-config", config)
-        assert code == cli.REFUSED and "--hf-config" in err
+    def test_config_for_a_checkpoint_that_has_one(self, refused, source, tmp_path):
+        words = ("--to", "hf", "--hf-config", source / "config.json")
+        assert "--hf-config" in refused("convert", source, tmp_path / "out", *words)
+
+    def test_a_name_on_the_hub(self, refused, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        err = refused("convert", "deepseek-ai/DeepSeek-V2-Lite", "out", "--to", "absorbed")
+        assert "hf download deepseek-ai/DeepSeek-V2-Lite --local-dir DeepSeek-V2-Lite" in err
+        for path in ("some/longer/path", tmp_path / "absent"):
+            assert "hf download" not in refused("inspect", path)
+
+    @pytest.mark.parametrize("base", ["deepseek-ai/DeepSeek-V2-Lite", None, "no JSON"])
+    def test_a_peft_adapter(self, refused, tmp_path, base):
+        text = base if base == "no JSON" else json.dumps({"base_model_name_or_path": base})
+        (tmp_path / "adapter_config.json").write_text(text)
+        (tmp_path / "adapter_model.safetensors").touch()
+        err = refused("inspect", tmp_path)
+        assert "is a PEFT adapter" in err and "merge_and_unload" in err
+        assert "config.json (" not in err
+        if base and base != "no JSON":
+            assert base in err
+
+    def test_a_model_beside_an_adapter_is_read(self, run, tiny_folder, tmp_path):
+        folder = shutil.copytree(tiny_folder, tmp_path / "model")
+        (folder / "adapter_config.json").write_text("{}")
+        assert run("inspect", folder)[0] == cli.DONE
+
+    @pytest.mark.parametrize("option", ["--hf-config", "--text"])
+    @pytest.mark.parametrize(("path", "what"), [("absent", "does not exist"), (".", "is a folder")])
+    def test_files_that_are_given(self, refused, tiny_folder, tmp_path, option, path, what):
+        err = refused("verify", tiny_folder, option, tmp_path / path)
+        assert option in err and what in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--help", 0),
+        ("convert --help", 0),
+        ("convert a", 2),
+        ("convert a b --to hf --norms fused", 2),
+        ("convert absent b --to hf", 3),
+        ("inspect absent", 3),
+        ("verify absent", 3),
+        ("verify SOURCE absent", 3),
+        ("convert SOURCE SOURCE --to hf", 3),
+        ("inspect SOURCE --hf-config absent", 3),
+        ("verify SOURCE --text absent", 3),
+    ],
+)
+def test_torch_is_not_imported(tiny_folder, tmp_path, words, code):
+    """Its import takes longer than everything else that these do."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words.replace("SOURCE", str(tiny_folder)).split()],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == "False"
 
 
 class TestWrongCommandLines:
@@ -159,33 +240,21 @@ class TestWrongCommandLines:
         value = "1MB" if flag.accepts is byte_count else "2"
         value = value if callable(flag.accepts) else flag.accepts[0]
         for to in set(TARGETS) - set(flag.formats):
-            code, _, err = run(
-                "convert", tmp_path / "a", tmp_path / "b", "--to", to, flag.name, value
-            )
+            words = (tmp_path / "a", tmp_path / "b", "--to", to, flag.name, value)
+            code, _, err = run("convert", *words)
             assert code == 2
             assert f"{flag.name} is for --to " in err and f"not for {to}" in err
 
     @pytest.mark.parametrize(
         "words",
         [
-            "",
-            "reverse a b",
-            "convert a",
-            "convert a b",
-            "convert a b --to onnx",
-            "convert a b --to hf --workers 0",
-            "convert a b --to hf --workers -1",
-            "convert a b --to hf --workers ²",
-            "convert a b --to hf --max-shard-size 0",
-            "convert a b --to hf --max-shard-size big",
-            "convert a b --to hf --max-shard-size 5XB",
+            *("", "reverse a b", "convert a", "convert a b", "inspect", "verify"),
+            *("convert a b --to onnx", "convert a b --to megatron-legacy"),
+            *(f"convert a b --to hf --workers {count}" for count in (0, -1, "²")),
+            *(f"convert a b --to hf --max-shard-size {size}" for size in (0, "big", "5XB")),
             "convert a b --to hf --dtype int8",
-            "convert a b --to megatron-legacy",
             "convert a b --to megatron --make-vocab-size-divisible-by 0",
-            "inspect",
-            "verify",
-            "verify a b --tolerance -1",
-            "verify a b --tolerance nan",
+            *(f"verify a b --tolerance {value}" for value in (-1, "nan")),
         ],
     )
     def test_exit_with_2(self, run, words):
@@ -200,12 +269,9 @@ class TestWrongCommandLines:
         assert "--to can be hf, megatron, absorbed" in err
         assert ("can be read, not written" in err) == (to == "megatron-legacy")
 
-    @pytest.mark.parametrize(
-        ("text", "count"),
-        [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2 << 20), ("7", 7), ("1B", 1)],
-    )
-    def test_sizes(self, text, count):
-        assert byte_count(text) == count
+    def test_sizes(self):
+        sizes = {"5GB": 5 * 10**9, "1.5 kb": 1500, "2MiB": 2 << 20, "7": 7, "1B": 1}
+        assert {text: byte_count(text) for text in sizes} == sizes
 
 
 class TestInspect:
@@ -230,9 +296,8 @@ class TestInspect:
         if to in TARGETS:
             assert run("convert", source, tmp_path / "out", "--to", to)[0] == 0
         else:
-            checkpoint = open_checkpoint(source)
-            tensors = load_all(checkpoint.hugging_face_tensors())
-            write_legacy(tmp_path / "out", checkpoint.config, tensors, tensor_parallel=2)
+            config = open_checkpoint(source).config
+            write_legacy(tmp_path / "out", config, read(source), tensor_parallel=2)
         code, out, _ = run("inspect", tmp_path / "out")
         assert code == 0
         assert len(out.splitlines()) < 40
@@ -253,9 +318,7 @@ class TestInspect:
 
     def test_tensors_that_do_not_fit_are_shown_with_the_rest(self, run, source, tmp_path):
         shutil.copytree(source, tmp_path / "odd")
-        config = json.loads((source / "config.json").read_text())
-        config["kv_lora_rank"] = 25
-        (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+        change_json(tmp_path / "odd" / "config.json", kv_lora_rank=25)
         code, out, _ = run("inspect", tmp_path / "odd")
         assert code == cli.REFUSED
         assert "kv_a_layernorm" in out and "deepseek_v3" in out and "more (--json)" in out
@@ -314,15 +377,14 @@ class TestFailures:
         assert code == cli.BUG
         assert "Traceback" in err and "ZeroDivisionError" in err and "report it" in err
 
-    def test_missing_module(self, run, source, monkeypatch):
+    def test_missing_module(self, refused, source, monkeypatch):
         monkeypatch.setitem(sys.modules, "checkpoint_conversion.inspection", None)
-        code, _, err = run("inspect", source)
-        assert code == cli.REFUSED and "pip install" in err and "Traceback" not in err
+        err = refused("inspect", source)
+        assert "pip install" in err and "Traceback" not in err
 
-    def test_names_cannot_steer_the_terminal(self, run, tmp_path):
+    def test_names_cannot_steer_the_terminal(self, refused, tmp_path):
         (tmp_path / "\x1b[2Jclear").touch()
-        code, _, err = run("inspect", tmp_path)
-        assert code == cli.REFUSED
+        err = refused("inspect", tmp_path)
         assert "\x1b" not in err and "\\x1b[2Jclear" in err
 
     def test_reader_of_the_output_goes_away(self, source, tmp_path):
@@ -341,11 +403,16 @@ class TestHelp:
         for code in ("0", "1", "2", "3", "4", "70", "130"):
             assert f"\n  {code:<4} " in out
 
-    def test_every_flag_is_explained(self, run):
-        _, out, _ = run("convert", "--help")
-        for flag in flags():
-            assert flag.name in out
-            assert flag.help
+    @pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+    def test_every_option_says_its_default(self, run, command):
+        text = run(command, "--help")[1].partition("\nformats:")[0].partition("\nexit codes:")[0]
+        options = re.split(r"\n  (?=--)", text.partition("--help")[2])[1:]
+        assert len(options) >= 3
+        for option in options:
+            words = " ".join(option.split())
+            assert "default" in words or "(required)" in words, words
+        if command == "convert":
+            assert {flag.name for flag in flags()} <= {option.split()[0] for option in options}
 
     def test_as_a_module(self):
         command = [sys.executable, "-m", "checkpoint_conversion", "--version"]
@@ -390,15 +457,11 @@ class TestProgress:
         for _ in range(4):
             clock[0] += 6
             reporter.advance(12_000_000)
-        lines = [
+        assert stream.getvalue().splitlines() == [
             "44.0 MB of 100.0 MB, 2.0 MB/s, 28 s left",
             "68.0 MB of 100.0 MB, 2.0 MB/s, 16 s left",
         ]
-        assert stream.getvalue().splitlines() == lines
 
-    @pytest.mark.parametrize(
-        ("count", "text"),
-        [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (1.342e12, "1.34 TB")],
-    )
-    def test_sizes_for_people(self, count, text):
-        assert format_bytes(count) == text
+    def test_sizes_for_people(self):
+        sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 2.5e9: "2.5 GB", 1.342e12: "1.34 TB"}
+        assert {count: format_bytes(count) for count in sizes} == sizes

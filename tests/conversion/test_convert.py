@@ -60,6 +60,10 @@ class Setting:
         self.writer.before = self.before
         return self.writer
 
+    def beside(self) -> list[str]:
+        """What is in the folder of source and target."""
+        return sorted(path.name for path in self.source.parent.iterdir())
+
     def convert(self, **how):
         self.reporter = Recorder()
         return convert(self.source, self.target, "raw", reporter=self.reporter, **how)
@@ -103,7 +107,7 @@ class TestWhole:
     def test_everything_is_written_once(self, setting):
         report = setting.convert(workers=3)
         assert sorted(setting.writer.written) == [part.name for part in report.plan.parts]
-        assert [path.name for path in setting.target.parent.iterdir()] == ["source", "out"]
+        assert setting.beside() == ["out", "source"]
         assert setting.reporter.done == setting.reporter.total == report.plan.nbytes
         assert report.bytes_written == report.plan.nbytes
         assert report.resumed_parts == 0
@@ -116,11 +120,8 @@ class TestWhole:
         assert {record.key: record.checksum for record in manifest.tensors} == {
             name: tensor_checksum(tensor) for name, tensor in setting.tensors.items()
         }
-        assert manifest.source == {
-            "format": "memory",
-            "layout": {"kept": "in memory"},
-            "folder": "source",
-        }
+        layout = {"kept": "in memory"}
+        assert manifest.source == {"format": "memory", "layout": layout, "folder": "source"}
         assert str(setting.source.parent) not in find_manifest(setting.target).read_text()
 
     def test_error_in_the_plan_leaves_nothing_behind(self, setting, monkeypatch):
@@ -129,7 +130,7 @@ class TestWhole:
         monkeypatch.setattr(RawWriter, "plan", lambda *args: planned(*args) * 2)
         with pytest.raises(CheckpointError, match="twice"):
             setting.convert()
-        assert [path.name for path in setting.source.parent.iterdir()] == ["source"]
+        assert setting.beside() == ["source"]
 
 
 def test_source_that_changes_meanwhile(setting):
@@ -160,15 +161,20 @@ class TestTarget:
             setting.convert()
         assert caught.value.errno == errno.ENOSPC
         assert setting.writer.written == []
-        assert [path.name for path in setting.target.parent.iterdir()] == ["source"]
+        assert setting.beside() == ["source"]
 
 
 class TestInterrupted:
-    @pytest.mark.parametrize("after", [1, 4])
-    def test_resumed_is_the_same_as_uninterrupted(self, setting, after):
+    @pytest.fixture
+    def whole(self, setting) -> dict[str, bytes]:
+        """What an uninterrupted conversion writes."""
         setting.convert()
-        whole = contents(setting.target)
+        found = contents(setting.target)
         shutil.rmtree(setting.target)
+        return found
+
+    @pytest.mark.parametrize("after", [1, 4])
+    def test_resumed_is_the_same_as_uninterrupted(self, setting, whole, after):
         setting.interrupt(after)
         report = setting.convert(resume=True)
         assert contents(setting.target) == whole
@@ -184,7 +190,7 @@ class TestInterrupted:
         with pytest.raises(OSError, match="broken") as caught:
             setting.convert()
         assert not hasattr(caught.value, "__notes__")
-        assert [path.name for path in setting.target.parent.iterdir()] == ["source"]
+        assert setting.beside() == ["source"]
 
     def test_twice(self, setting):
         setting.interrupt(2)
@@ -214,10 +220,7 @@ class TestInterrupted:
         with pytest.raises(CheckpointError, match="source file: weights"):
             setting.convert(resume=True)
 
-    def test_damaged_part_is_written_again(self, setting):
-        setting.convert()
-        whole = contents(setting.target)
-        shutil.rmtree(setting.target)
+    def test_damaged_part_is_written_again(self, setting, whole):
         setting.interrupt(3)
         work = setting.target.parent / ".out.converting" / "checkpoint"
         (work / "weights" / "part-001.bin").write_bytes(b"short")
@@ -234,7 +237,7 @@ class TestInterrupted:
         assert report.resumed_parts == len(report.plan.parts)
         assert report.bytes_written == 0
         assert "complete already" in setting.reporter.said[0]
-        assert sorted(p.name for p in setting.target.parent.iterdir()) == ["out", "source"]
+        assert setting.beside() == ["out", "source"]
 
     @pytest.mark.parametrize("change", ["option", "source", "manifest", "file"])
     def test_target_of_another_conversion_is_refused(self, setting, change):

@@ -11,8 +11,7 @@ import torch
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import convertible
-from tests.conversion.support import hugging_face_config
-from tests.support.refusal import refusal
+from tests.conversion.support import hugging_face_config, refused
 
 transformers = pytest.importorskip("transformers")
 # Defaults that no model can be made of, and one that the converter does not support.
@@ -86,7 +85,7 @@ def test_rotary_embedding(name, value):
     fields = hugging_face_config(rope_parameters=rope)
     del fields["rope_scaling"], fields["rope_theta"]
     if value == 0 and name.startswith("beta"):
-        with refusal(f"rope_parameters.{name} must be a number from 1e-06"):
+        with refused(f"rope_parameters.{name} must be a number from 1e-06"):
             read(fields)
         return
     try:

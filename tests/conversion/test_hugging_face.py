@@ -1,14 +1,17 @@
-"""Reading Hugging Face checkpoints: every tensor, bit by bit, and no more of a file than needed."""
+"""Reading Hugging Face checkpoints: every tensor, bit by bit, and no more of a file than needed.
+
+Then folders that are damaged, contradictory or mean harm: everything is listed.
+"""
 
 from __future__ import annotations
 
 import json
-import struct
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.errors import CheckpointError
@@ -21,16 +24,24 @@ from tests.conversion.support import (
     SINGLE,
     assert_same_tensors,
     change_json,
+    described,
     hugging_face_config,
     load_all,
     random_tensors,
+    refused,
+    safetensors_bytes,
     tiny_config,
     write_hugging_face,
+    write_model,
 )
 
 
-def opened(folder: Path, tensors: dict, shards: int = 2, **changes) -> HuggingFaceCheckpoint:
-    write_hugging_face(folder, tiny_config(**changes), tensors, shards)
+def opened(
+    folder: Path, tensors: dict | None = None, shards: int = 2, **changes
+) -> HuggingFaceCheckpoint:
+    """A checkpoint with these tensors, or those of the model."""
+    config = tiny_config(**changes)
+    write_hugging_face(folder, config, tensors or random_tensors(config), shards)
     return HuggingFaceCheckpoint(folder)
 
 
@@ -50,9 +61,8 @@ def test_every_tensor(tmp_path, name, shards):
         assert tensor.peak == tensor.nbytes == tensors[name].nbytes
 
 
-def test_single_file(tmp_path):
-    tensors = random_tensors(tiny_config())
-    write_hugging_face(tmp_path / "a", tiny_config(), tensors, 1)
+def test_single_file(tmp_path, tensors):
+    opened(tmp_path / "a", tensors, 1)
     (tmp_path / "a" / INDEX).unlink()
     (tmp_path / "a" / "model-00001-of-00001.safetensors").rename(tmp_path / "a" / SINGLE)
     checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
@@ -71,8 +81,7 @@ def test_recognises(tmp_path):
 
 
 class TestParts:
-    def test_parts_of_parts(self, tmp_path):
-        tensors = random_tensors(tiny_config())
+    def test_parts_of_parts(self, tmp_path, tensors):
         name = "model.layers.0.self_attn.kv_b_proj.weight"
         whole = opened(tmp_path / "a", tensors).hugging_face_tensors()[name]
         part = whole.narrow(0, 8, 100).narrow(1, 5, 11).narrow(0, 3, 50)
@@ -104,11 +113,11 @@ def sparse_checkpoint(folder: Path, rows: int, columns: int) -> Path:
     """A file whose values are a hole, so that making it takes no time."""
     folder.mkdir()
     size = 2 * rows * columns
-    entry = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, size]}
-    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    entry = described("BF16", [rows, columns], 0, size)
+    header = safetensors_bytes({"model.embed_tokens.weight": entry}, b"")
     with (folder / SINGLE).open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + size)
+        file.write(header)
+        file.truncate(len(header) + size)
     (folder / "config.json").write_text(json.dumps(hugging_face_config()))
     return folder / SINGLE
 
@@ -166,19 +175,18 @@ class TestFp8:
         del stored["model.layers.1.self_attn.o_proj.weight"]
         stored["lm_head.weight"] = torch.ones(1).to(FP8)
         checkpoint = opened(tmp_path / "a", stored, kv_lora_rank=150, hidden_size=300)
-        with pytest.raises(ValueError, match="7 problems") as error:
-            checkpoint.hugging_face_tensors()
-        expected = [
+        with refused(
+            "7 problems",
             "o_proj.weight is FP8, but model.layers.0.self_attn.o_proj.weight_scale_inv is missing",
             f"weight_scale_inv has shape (7, 7); expected {scale_shape((16, 300))}",
             "kv_b_proj.weight_scale_inv is the scale of a weight that is torch.float32, not FP8",
             "model.layers.1.self_attn.o_proj.weight_scale_inv is the scale of a weight that is mis",
             "lm_head.weight is FP8 of shape (1,)",
             "lm_head.weight has shape (1,); expected (64, 300)",
-            "model.layers.1.self_attn.o_proj.weight is missing",
-        ]
-        for text in expected:
-            assert sum(text in problem for problem in error.value.problems) == 1, text
+            "\n  model.layers.1.self_attn.o_proj.weight is missing",
+            problems=7,
+        ):
+            checkpoint.hugging_face_tensors()
 
 
 class TestModelAndFiles:
@@ -191,25 +199,21 @@ class TestModelAndFiles:
         said = f"config.json announces {announced} MTP layers, the files hold {held}"
         assert checkpoint.notes == ([said] if announced != held else [])
 
-    def test_one_layer_too_many_is_no_mtp_layer(self, tmp_path):
-        tensors = random_tensors(tiny_config())
+    def test_one_layer_too_many_is_no_mtp_layer(self, tmp_path, tensors):
         checkpoint = opened(tmp_path / "a", tensors, num_hidden_layers=2)
         assert checkpoint.config.mtp_layers == 0
-        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate\.weight .* is unknown"):
+        with refused("layers.2.mlp.gate.weight of shape (4, 32) is unknown"):
             checkpoint.hugging_face_tensors()
 
-    def test_rotary_buffers_are_left_alone(self, tmp_path):
-        tensors = random_tensors(tiny_config())
-        buffers = {
-            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-            "model.rotary_emb.inv_freq": torch.ones(4),
-        }
+    def test_rotary_buffers_are_left_alone(self, tmp_path, tensors):
+        names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+        buffers = {name: torch.ones(4) for name in names}
         checkpoint = opened(tmp_path / "a", tensors | buffers)
         assert checkpoint.left_alone == dict.fromkeys(buffers, 16)
         assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
 
     def test_files_beside_the_weights(self, tmp_path):
-        write_hugging_face(tmp_path / "a", tiny_config(), random_tensors(tiny_config()))
+        opened(tmp_path / "a")
         travelling = ["generation_config.json", "tokenizer.json", "tokenizer.model", "LICENSE"]
         travelling += ["modeling_deepseek.py", "chat_template.jinja", "README.md", "merges.txt"]
         others = ["pytorch_model.bin", "pytorch_model.bin.index.json", "old.pt"]
@@ -225,8 +229,7 @@ class TestModelAndFiles:
 
     @pytest.mark.parametrize("change", ["dtype", "shape", "truncated", "gone"])
     def test_changed_after_it_was_opened(self, tmp_path, change):
-        tensors = random_tensors(tiny_config())
-        checkpoint = opened(tmp_path / "a", tensors, shards=1)
+        checkpoint = opened(tmp_path / "a", shards=1)
         (file,) = (tmp_path / "a").glob("*.safetensors")
         file.rename(tmp_path / "before")
         if change == "truncated":
@@ -236,12 +239,177 @@ class TestModelAndFiles:
             shape = (64, 32) if change == "dtype" else (32, 64)
             save_file({"lm_head.weight": torch.ones(shape, dtype=one)}, file)
         why = "was changed" if change in ("dtype", "shape") else "cannot be read"
-        with pytest.raises(CheckpointError, match=why), ReadSession() as session:
+        with refused(why), ReadSession() as session:
             checkpoint.stored["lm_head.weight"].load(session)
 
     def test_quantisation_that_is_announced_only(self, tmp_path):
-        write_hugging_face(tmp_path / "a", tiny_config(), random_tensors(tiny_config()))
+        opened(tmp_path / "a")
         quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         change_json(tmp_path / "a" / "config.json", quantization_config=quantisation)
         (note,) = HuggingFaceCheckpoint(tmp_path / "a").notes
         assert note == "the files hold no FP8 weights, and config.json says otherwise"
+
+
+FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good checkpoint of two files."""
+    return write_model(tmp_path / "checkpoint")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def refuse(folder: Path, *reasons: str, follow_links: bool = False) -> CheckpointError:
+    """Opening fails, with exactly these problems, or with one message."""
+    with pytest.raises(CheckpointError) as error:
+        HuggingFaceCheckpoint(folder, follow_links=follow_links)
+    text = str(error.value)
+    for reason in reasons:
+        assert re.search(reason, text), f"{reason!r} is not in {text}"
+    if error.value.problems:
+        assert len(error.value.problems) == len(reasons)
+    return error.value
+
+
+class TestIndexAndFiles:
+    def test_everything_they_do_not_agree_on(self, folder):
+        names = weight_map(folder)
+        first = load_file(folder / FIRST)
+        moved, both, lost, extra = (*list(first)[:3], "model.extra.weight")
+        second = load_file(folder / SECOND) | {both: first[both], extra: torch.ones(2)}
+        second[moved] = first.pop(moved)
+        del first[lost]
+        save_file(first, folder / FIRST)
+        save_file(second, folder / SECOND)
+        save_file({"x": torch.ones(1)}, folder / "unnamed.safetensors")
+        names["model.announced.weight"] = SECOND
+        names["model.elsewhere.weight"] = "missing.safetensors"
+        change_json(folder / INDEX, weight_map=names)
+        refuse(
+            folder,
+            f"unnamed.safetensors is there, but {INDEX} does not name it",
+            "missing.safetensors .* No such file",
+            f"{INDEX} has {moved} in {FIRST}, which does not hold it",
+            f"{moved} is in {SECOND}, but {INDEX} has it in {FIRST}",
+            f"{both} is in {SECOND}, but {INDEX} has it in {FIRST}",
+            f"{INDEX} has {lost} in {FIRST}, which does not hold it",
+            f"{INDEX} has model.announced.weight in {SECOND}, which does not hold it",
+            f"{extra} is in {SECOND}, but not in {INDEX}",
+        )
+
+    @pytest.mark.parametrize("spelling", [f"./{FIRST}", f"sub/../{FIRST}", "link.safetensors"])
+    def test_one_file_under_two_names(self, folder, spelling):
+        (folder / "link.safetensors").symlink_to(FIRST)
+        names = weight_map(folder)
+        name = next(name for name, file in names.items() if file == FIRST)
+        change_json(folder / INDEX, weight_map={**names, name: spelling})
+        with refused():
+            HuggingFaceCheckpoint(folder)
+
+    def test_files_without_an_index(self, folder):
+        (folder / INDEX).unlink()
+        refuse(folder, f"neither {SINGLE} alone nor {INDEX}.*(\n.*){{2}}", "model-00002-of-00002")
+
+    def test_single_file_beside_others(self, folder):
+        (folder / INDEX).unlink()
+        (folder / FIRST).rename(folder / SINGLE)
+        refuse(folder, SINGLE, SECOND)
+
+    def test_no_config(self, folder):
+        (folder / "config.json").unlink()
+        refuse(folder, "has no config.json")
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            ({}, ["has no object weight_map"]),
+            ({"weight_map": [FIRST]}, ["has no object weight_map"]),
+            ({"weight_map": {"a": 1, "b": None, "c": FIRST, "d": ["x"]}}, ["a: 1", "b: ", "d: "]),
+        ],
+    )
+    def test_weight_map(self, folder, content, why):
+        (folder / INDEX).write_text(json.dumps(content))
+        with refused(*why):
+            HuggingFaceCheckpoint(folder)
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            # All that a name can be is in test_untrusted_files.
+            ("sub/../../secret.safetensors", "leads out of the folder"),
+            ("{outside}/secret.safetensors", "is an absolute path"),
+            ("\x1b]0;harm\x07", "cannot be printed"),
+        ],
+    )
+    @pytest.mark.parametrize("follow_links", [False, True])
+    def test_files_that_the_index_names(self, folder, name, why, follow_links):
+        save_file({"stolen": torch.ones(1)}, folder.parent / "secret.safetensors")
+        names = {**weight_map(folder), "stolen": name.replace("{outside}", str(folder.parent))}
+        change_json(folder / INDEX, weight_map=names)
+        error = refuse(folder, why, follow_links=follow_links)
+        str(error).encode()
+        assert "\x1b" not in str(error)
+
+    def test_tensor_that_harms_a_terminal(self, folder):
+        (folder / INDEX).unlink()
+        for file in (FIRST, SECOND):
+            (folder / file).unlink()
+        save_file({"\x1b[2J": torch.ones(1)}, folder / SINGLE)
+        error = refuse(folder, "has characters that cannot be printed")
+        assert "\x1b" not in str(error)
+
+
+F32 = described("F32", [2], 0, 8)
+# safetensors refuses many more by itself; fuzzing tries them.
+MALFORMED = {
+    "empty": b"",
+    "no header": safetensors_bytes(b"", b"", 0),
+    "largest header": safetensors_bytes({"x": F32}, bytes(8), 2**64 - 1),
+    "no JSON": safetensors_bytes(b"{x}", b""),
+    "nested": safetensors_bytes(b'{"x":' * 100_000, b""),
+    "truncated": safetensors_bytes({"x": F32}, bytes(7)),
+    "overlapping": safetensors_bytes({"x": F32, "y": described("F32", [2], 4, 12)}, bytes(12)),
+    "shape and bytes": safetensors_bytes({"x": described("F32", [3], 0, 8)}, bytes(8)),
+    "unknown dtype": safetensors_bytes({"x": described("Q3", [2], 0, 8)}, bytes(8)),
+    "dtype torch has not": safetensors_bytes({"x": described("F6_E2M3", [8], 0, 6)}, bytes(6)),
+    "size torch has not": safetensors_bytes({"x": described("F32", [0, 2**63], 0, 0)}, b""),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_safetensors(folder, kind):
+    (folder / SECOND).write_bytes(MALFORMED[kind])
+    # Its tensors are not reported as missing one by one.
+    with refused(SECOND, problems=1):
+        HuggingFaceCheckpoint(folder)
+
+
+def test_all_malformed_files_are_named(folder):
+    for file in (FIRST, SECOND):
+        (folder / file).write_bytes(b"")
+    refuse(folder, FIRST, SECOND)
+
+
+def test_wrong_tensors_in_one_error(folder):
+    tensors = load_file(folder / FIRST) | load_file(folder / SECOND)
+    attention = "model.layers.0.self_attn."
+    tensors[f"{attention}q_x_proj.weight"] = tensors.pop(f"{attention}q_a_proj.weight")
+    tensors["model.norm.weight"] = torch.ones(3)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e5m2)
+    for file in (FIRST, SECOND, INDEX):
+        (folder / file).unlink()
+    save_file(tensors, folder / SINGLE)
+    with refused(
+        "q_a_proj.weight is missing",
+        "the nearest known name is model.layers.0.self_attn.q_a_proj.weight",
+        "model.norm.weight has shape (3,); expected (32,)",
+        "lm_head.weight is torch.float8_e5m2",
+        problems=4,
+    ):
+        HuggingFaceCheckpoint(folder).hugging_face_tensors()

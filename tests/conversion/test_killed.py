@@ -30,14 +30,7 @@ SHARDS = ("--max-shard-size", "20kB")
 
 
 class Conversion:
-    """One command line, which is run again and again, into one target.
-
-    Args:
-        folder: For everything that this one writes.
-        source: The source.
-        to: The target's format.
-        options: Further words.
-    """
+    """One command line, run again and again into one target, which writes into ``folder`` only."""
 
     def __init__(self, folder: Path, source: Path, to: str, *options: str) -> None:
         self.folder, self.source, self.to = folder, source, to

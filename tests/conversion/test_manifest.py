@@ -22,7 +22,7 @@ from checkpoint_conversion.manifest import (
     weights_folder,
     write_manifest,
 )
-from tests.support.refusal import refusal
+from tests.conversion.support import refused
 
 RECORD = tensor_record(
     "k", torch.ones(2, 4, dtype=torch.bfloat16), "dir/a", (0, 4), fp8_error={"max": 0.5}
@@ -66,7 +66,7 @@ def test_what_names_the_iteration_is_named(tmp_path, text):
     """Where it is damaged, or names a folder that is not there, with those that are."""
     (tmp_path / TRACKER).write_text(text)
     (tmp_path / "iter_0000007").mkdir()
-    with refusal(TRACKER, "iter_0000007", repr(text)):
+    with refused(TRACKER, "iter_0000007", repr(text)):
         weights_folder(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_bad_fields_are_refused(tmp_path, document, name):
 def test_bad_records_are_refused(tmp_path, document, name, value):
     """Above all files outside the folder."""
     document["tensors"][1][name] = value
-    check_refused(tmp_path, json.dumps(document), r"tensors\[1\]")
+    check_refused(tmp_path, json.dumps(document), "tensors[1]")
 
 
 @pytest.mark.parametrize("name", ["tensors", "algorithm", "source"])
@@ -125,13 +125,13 @@ def test_other_files_are_refused(tmp_path, text):
 def test_absurd_size_is_refused_unread(tmp_path):
     with (tmp_path / NAME).open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match="bytes"):
+    with refused("bytes"):
         read_manifest(tmp_path / NAME)
 
 
-def check_refused(tmp_path, text: str, match: str) -> None:
+def check_refused(tmp_path, text: str, part: str) -> None:
     (tmp_path / NAME).write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(CheckpointError, match=match):
+    with refused(part):
         read_manifest(tmp_path / NAME)
 
 

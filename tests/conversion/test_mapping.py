@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.errors import CheckpointError, KnownNames
+from checkpoint_conversion.errors import KnownNames
 from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.layouts import (
     MegatronLayout,
@@ -35,6 +34,7 @@ from tests.conversion.support import (
     lazy,
     load_all,
     random_tensors,
+    refused,
     tiny_config,
 )
 
@@ -88,42 +88,19 @@ class TestRoundTrip:
         assert {name: t.shape for name, t in planned.items()} == megatron_shapes(config)
 
 
-class TestValues:
-    """Where each row goes, said without the code's own functions."""
-
-    @pytest.fixture
-    def converted(self):
-        config = tiny_config()
-        tensors = random_tensors(config)
-        return config, tensors, load_all(to_megatron(in_memory(tensors), config))
-
-    def test_gate_above_up(self, converted):
-        _, tensors, megatron = converted
-        fc1 = megatron["decoder.layers.0.mlp.linear_fc1.weight"]
-        assert torch.equal(fc1[:48], tensors["model.layers.0.mlp.gate_proj.weight"])
-        assert torch.equal(fc1[48:], tensors["model.layers.0.mlp.up_proj.weight"])
-
-    def test_rope_rows_stay_where_they_are(self, converted):
-        _, tensors, megatron = converted
-        attention = "decoder.layers.1.self_attention."
-        for ours, theirs in (
-            ("linear_q_up_proj", "q_b_proj"),
-            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
-        ):
-            expected = tensors[f"model.layers.1.self_attn.{theirs}.weight"]
-            assert torch.equal(megatron[f"{attention}{ours}.weight"], expected)
-
-    def test_k_and_v_rows_of_each_head(self, converted):
-        config, tensors, _ = converted
-        layout = MegatronLayout(kv_up="split")
-        stored = load_all(laid_out_tensors(to_megatron(in_memory(tensors), config), layout, config))
-        combined = tensors["model.layers.2.self_attn.kv_b_proj.weight"]
-        k = stored["decoder.layers.2.self_attention.linear_k_up_proj.weight"]
-        v = stored["decoder.layers.2.self_attention.linear_v_up_proj.weight"]
-        for head in range(4):
-            rows = combined[head * 32 : (head + 1) * 32]
-            assert torch.equal(k[head * 12 : (head + 1) * 12], rows[:12])
-            assert torch.equal(v[head * 20 : (head + 1) * 20], rows[12:])
+def test_k_and_v_rows_of_each_head():
+    """Said without the code's own functions; test_megatron_checkpoints.py does of other rows."""
+    config = tiny_config()
+    tensors = random_tensors(config)
+    whole = to_megatron(in_memory(tensors), config)
+    stored = load_all(laid_out_tensors(whole, MegatronLayout(kv_up="split"), config))
+    combined = tensors["model.layers.2.self_attn.kv_b_proj.weight"]
+    k = stored["decoder.layers.2.self_attention.linear_k_up_proj.weight"]
+    v = stored["decoder.layers.2.self_attention.linear_v_up_proj.weight"]
+    for head in range(4):
+        rows = combined[head * 32 : (head + 1) * 32]
+        assert torch.equal(k[head * 12 : (head + 1) * 12], rows[:12])
+        assert torch.equal(v[head * 20 : (head + 1) * 20], rows[12:])
 
 
 class TestAgainstMegatron:
@@ -185,25 +162,24 @@ class TestRefusals:
         config = tiny_config()
         tensors = random_tensors(config)
         tensors["model.layers.0.self_attn.kv_b_proj.weight"] = torch.zeros(3, 4)
-        tensors["model.layers.1.self_attn.o_prj.weight"] = tensors.pop(
-            "model.layers.1.self_attn.o_proj.weight"
-        )
+        attention = "model.layers.1.self_attn."
+        tensors[f"{attention}o_prj.weight"] = tensors.pop(f"{attention}o_proj.weight")
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-        with pytest.raises(CheckpointError) as error:
+        with refused(
+            "model.layers.1.self_attn.o_proj.weight is missing; expected shape (32, 80)",
+            "nearest known name is model.layers.1.self_attn.o_proj.weight",
+            "kv_b_proj.weight has shape (3, 4); expected (128, 24)",
+            "model.norm.weight is torch.int8",
+            problems=4,
+        ):
             to_megatron(in_memory(tensors), config)
-        text = str(error.value)
-        assert len(error.value.problems) == 4
-        assert "model.layers.1.self_attn.o_proj.weight is missing; expected shape (32, 80)" in text
-        assert "nearest known name is model.layers.1.self_attn.o_proj.weight" in text
-        assert "kv_b_proj.weight has shape (3, 4); expected (128, 24)" in text
-        assert "model.norm.weight is torch.int8" in text
 
     def test_gate_and_up_of_two_dtypes(self):
         config = tiny_config()
         tensors = random_tensors(config)
         name = "model.layers.0.mlp.up_proj.weight"
         tensors[name] = tensors[name].float()
-        with pytest.raises(CheckpointError, match="must be of one dtype"):
+        with refused("must be of one dtype"):
             to_megatron(in_memory(tensors), config)
 
     def test_mtp_copy_that_is_none(self):
@@ -212,37 +188,27 @@ class TestRefusals:
         tensors = random_tensors(config)
         tensors["model.layers.3.embed_tokens.weight"][5, 5] += 1
         planned = to_megatron(in_memory(tensors), config)
-        with pytest.raises(CheckpointError, match="--exclude-mtp"):
+        with refused("--exclude-mtp"):
             load_all(planned)
 
     @pytest.mark.parametrize(
-        ("separate", "fused"),
+        ("fused", "shape"),
         [
-            (
-                "self_attention.q_layernorm.weight",
-                "self_attention.linear_q_up_proj.layer_norm_weight",
-            ),
-            ("self_attention.linear_kv_up_proj.weight", "self_attention.linear_k_up_proj.weight"),
-            (
-                "self_attention.linear_q_down_proj.weight",
-                "self_attention.linear_qkv_down_proj.weight",
-            ),
+            ("linear_q_up_proj.layer_norm_weight", (16,)),
+            ("linear_k_up_proj.weight", (128, 24)),
+            ("linear_qkv_down_proj.weight", (48, 32)),
         ],
     )
-    def test_one_weight_in_two_layouts(self, separate, fused):
+    def test_one_weight_in_two_layouts(self, fused, shape):
         config = tiny_config()
-        megatron = load_all(to_megatron(in_memory(random_tensors(config)), config))
-        twice = dict(megatron)
-        rows = 48 if "qkv_down" in fused else megatron[f"decoder.layers.0.{separate}"].shape[0]
-        columns = () if "norm" in fused else (32 if "down" in fused else 24,)
-        twice[f"decoder.layers.0.{fused}"] = torch.zeros(rows, *columns)
-        lazies = in_memory(twice)
-        with pytest.raises(CheckpointError, match="stored twice"):
-            canonical_tensors(lazies, config)
+        twice = load_all(to_megatron(in_memory(random_tensors(config)), config))
+        twice[f"decoder.layers.0.self_attention.{fused}"] = torch.zeros(shape)
+        with refused("stored twice"):
+            canonical_tensors(in_memory(twice), config)
 
     def test_fused_down_projection_needs_both(self):
         config = tiny_config(**CONFIGS["v2_lite"])
-        with pytest.raises(CheckpointError, match="q_lora_rank"):
+        with refused("q_lora_rank"):
             laid_out_tensors({}, MegatronLayout(down="fused"), config)
 
 
@@ -262,14 +228,14 @@ class TestTensorParallel:
         merged = GATED_ROWS.merge([lazy("first", own[0]), lazy("second", own[1])])
         # gate 0..3, up 4..7
         assert load_all({"x": merged})["x"].flatten().tolist() == list(range(8))
-        with pytest.raises(CheckpointError, match="3 rows, which cannot be divided"):
+        with refused("3 rows, which cannot be divided"):
             GATED_ROWS.merge([lazy("x", torch.ones(3, 1))])
 
     def test_copies_that_differ(self):
         copies = [lazy("a", torch.ones(4, 4)), lazy("b", torch.ones(4, 4))]
         assert torch.equal(load_all({"x": REPLICATED.merge(copies)})["x"], torch.ones(4, 4))
         copies[1] = lazy("b", torch.ones(4, 4).index_put((torch.tensor(3),), torch.tensor(1.5)))
-        with pytest.raises(CheckpointError, match=re.escape("largest difference 0.5")):
+        with refused("largest difference 0.5"):
             load_all({"x": REPLICATED.merge(copies)})
 
     def test_unknown_names_have_no_rule(self):

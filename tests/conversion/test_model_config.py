@@ -14,43 +14,29 @@ from hypothesis import strategies as st
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
-from tests.conversion.support import V2_LITE, hugging_face_config, tiny_config
+from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, tiny_config
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training.presets import get_preset
 
-_PRESET_FIELDS = {
-    "vocab_size": "vocab_size",
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
+# Fields of ModelConfig that the presets have, and what these call some of them.
+_IN_PRESETS = """
+vocab_size num_layers hidden_size ffn_hidden_size num_attention_heads q_lora_rank kv_lora_rank
+qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts moe_ffn_hidden_size router_bias
+"""
+_PRESET_NAMES = {
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
     "router_bias": "moe_router_enable_expert_bias",
 }
-
-
-_SIZES = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "n_routed_experts",
-    "n_shared_experts",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-]
+_INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
+_MIXED = ["full", "shared", "full"]
+_WITHOUT_DEFAULT = """
+vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads
+n_routed_experts n_shared_experts q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim
+v_head_dim first_k_dense_replace
+"""
 
 
 def _without(config: dict, *names: str) -> dict:
@@ -60,8 +46,8 @@ def _without(config: dict, *names: str) -> dict:
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_have_the_presets_dimensions(name):
     config, preset = ModelConfig.from_hugging_face(RELEASED[name]), get_preset(name)
-    for own, theirs in _PRESET_FIELDS.items():
-        assert getattr(config, own) == preset[theirs], own
+    for own in _IN_PRESETS.split():
+        assert getattr(config, own) == preset[_PRESET_NAMES.get(own, own)], own
     assert config.moe_layers == tuple(map(bool, preset["moe_layer_freq"]))
     shared = config.num_shared_experts * config.moe_ffn_hidden_size
     assert shared == preset["moe_shared_expert_intermediate_size"]
@@ -124,11 +110,23 @@ def test_configs_that_transformers_writes():
         assert ModelConfig.from_hugging_face(written) == ModelConfig.from_hugging_face(old)
 
 
+_FP8 = {"quant_method": "fp8"}
+_GLM = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
+_YARN = {**hugging_face_config()["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000.0}
+_MISTRAL4 = {
+    "model_type": "mistral4",
+    "architectures": ["Mistral4ForCausalLM"],
+    **dict.fromkeys(("scoring_func", "topk_method", "rope_scaling")),
+    "n_group": 1,
+    "rope_parameters": _YARN,
+}
+_POSITIONS = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
+_IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
     (
         {"model_type": "llama"},
-        "model_type must be 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'",
+        "must be 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'",
     ),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures must be ['DeepseekV3ForCausalLM']"),
     ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be"),
@@ -137,16 +135,13 @@ _REFUSED = [
     ({"mlp_bias": True}, "mlp_bias must be False"),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ({"rope_interleave": False}, "rope_interleave must be True"),
-    ({"index_topk": 2048}, "index_topk must be left out: sparse attention is that of deepseek_v32"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
     ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
     (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        {"quantization_config": {**_FP8, "weight_block_size": [64, 64]}},
         "quantization_config.weight_block_size must be [128, 128], got [64, 64]",
     ),
-    (
-        {"quantization_config": {"quant_method": "fp8"}},
-        "weight_block_size is missing; it must be [128, 128]",
-    ),
+    ({"quantization_config": _FP8}, "weight_block_size is missing; it must be [128, 128]"),
     ({"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads 4, got 2"),
     ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
     ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
@@ -163,15 +158,69 @@ _REFUSED = [
     ({"topk_group": 3}, "topk_group must be at most n_group 2, got 3"),
     ({"n_routed_experts": 60000, "num_hidden_layers": 100}, "in all 100 layers together"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+    # Sparse attention.
+    ({"index_topk": 2048}, "index_topk must be left out: sparse attention is that of deepseek_v32"),
+    ({size: V32[size] for size in _INDEXER}, tuple(f"{size} must be left" for size in _INDEXER)),
+    ({**V32, "index_topk": None}, "index_topk is missing"),
+    ({**V32, "index_n_heads": 0}, "index_n_heads must be an integer from 1"),
+    ({**V32, "index_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim 8"),
+    ({**V32, "q_lora_rank": None}, "q_lora_rank must be an integer: the indexer reads"),
+    ({**V32, "indexer_rope_interleave": True}, "must be false in deepseek_v32, got True"),
+    ({**GLM5, "indexer_rope_interleave": False}, "must be true in glm_moe_dsa, got False"),
+    ({**V32, "indexer_types": _MIXED}, "every layer of a deepseek_v32 has an indexer"),
+    ({**V32, "index_topk_freq": 2}, "every layer of a deepseek_v32 has an indexer"),
+    ({**GLM5, "indexer_types": ["full"]}, "indexer_types must be a list of 3, each 'full'"),
+    ({**GLM5, "indexer_types": ["full", {}, 3]}, "indexer_types must be a list of 3"),
+    ({**GLM5, "indexer_types": ["shared", "full", "full"]}, "some first layers with an index"),
+    ({**GLM5, "index_topk_pattern": "SFF"}, "index_topk_pattern must be some first layers"),
+    ({**GLM5, "index_topk_freq": 2, "index_skip_topk_offset": 0}, "index_topk_freq must be"),
+    ({**GLM5, "scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+    ({**V32, "mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 3"),
+    ({**V32, "architectures": ["GlmMoeDsaForCausalLM"]}, "architectures must be"),
+    ({**V32, "attention_bias": True}, "attention_bias must be False"),
+    # Models of other names.
+    (
+        {"model_type": "longcat_flash"},
+        ("mla_scale_q_lora", "two attentions in a layer", "zero_expert_num"),
+    ),
+    ({"model_type": "kimi_linear"}, "linear attention"),
+    (
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+        ("'mistral3' has a text model ('mistral4')", "kimi_k25"),
+    ),
+    (
+        {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
+        ("quantization_config.quant_method must be 'fp8'", "compressed-tensors"),
+    ),
+    (
+        _MISTRAL4 | _POSITIONS,
+        ("rope_parameters.llama_4_scaling_beta must be 0", "scales queries by their position"),
+    ),
+    (_MISTRAL4 | {"n_group": 2}, "n_group must be 1"),
+    (_MISTRAL4 | {"rope_parameters": None}, "rope_parameters is missing"),
+    (_MISTRAL4 | {"quantization_config": _FP8}, "quantization_config must be left out"),
+    (_GLM | {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must be a list of 3"),
+    (_GLM | {"mlp_layer_types": [[], {}, "dense"]}, "mlp_layer_types must be a list of 3"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), _REFUSED, ids=[m[:40] for _, m in _REFUSED])
-def test_what_cannot_be_converted_is_named(changes, message):
+@pytest.mark.parametrize(
+    ("changes", "messages"), _REFUSED, ids=[str(message)[:40] for _, message in _REFUSED]
+)
+def test_what_cannot_be_converted_is_named(changes, messages):
+    messages = messages if isinstance(messages, tuple) else (messages,)
     with pytest.raises(CheckpointError) as error:
         tiny_config(**changes)
-    assert message in str(error.value)
-    assert len(error.value.problems) <= 2, "one mistake, not everything that follows from it"
+    assert all(message in str(error.value) for message in messages)
+    few = max(2, len(changes))
+    assert len(error.value.problems) <= few, "one mistake, not everything that follows from it"
+
+
+def test_released_config_of_glm():
+    """GLM-4.7-Flash's own, which says first_k_dense_replace instead of mlp_layer_types."""
+    config = tiny_config(**_GLM, partial_rotary_factor=1.0, rope_scaling=None, n_group=1)
+    assert config.moe_layers == (False, True, True)
+    assert config.router_bias
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**40, 2**200, True, "32", 32.0, float("nan"), [32], {}])
@@ -209,7 +258,7 @@ def test_a_missing_field_is_a_default_or_named(name):
 
 
 def test_sizes_have_no_default():
-    for name in (*_SIZES, "q_lora_rank", "first_k_dense_replace"):
+    for name in _WITHOUT_DEFAULT.split():
         with pytest.raises(CheckpointError, match=f"{name} is missing"):
             ModelConfig.from_hugging_face(_without(DEEPSEEK_V3, name))
 
@@ -270,9 +319,8 @@ def test_config_json_is_kept_as_it_was():
 
 def test_quantisation():
     config = ModelConfig.from_hugging_face(DEEPSEEK_V3)
-    assert (config.fp8_block, config.fp8_scales) == ((128, 128), "float")
     plain = config.without_quantisation()
-    assert (plain.fp8_block, plain.fp8_scales) == (None, None)
+    assert (config.fp8_scales, plain.fp8_scales) == ("float", None)
     assert plain.hugging_face == _without(DEEPSEEK_V3, "quantization_config")
     assert plain.with_quantisation("float").hugging_face == DEEPSEEK_V3
     ue8m0 = plain.with_quantisation("ue8m0")

@@ -1,4 +1,4 @@
-"""Declarations of model types: sound as they are, and one file is all that a new one needs."""
+"""Model types: declarations, text models of images, stacked experts, one file for a new one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint_conversion.models
 from checkpoint_conversion.cli import DONE, main
@@ -18,15 +19,17 @@ from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import MODELS, convertible, of_arguments
+from tests.conversion.models import KIMI_K25, OTHERS, make_model, save
 from tests.conversion.support import (
     assert_same_tensors,
+    change_json,
     hugging_face_config,
     load_all,
     random_tensors,
+    refused,
     tiny_config,
     write_hugging_face,
 )
-from tests.support.refusal import refusal
 
 TABLE = {row.hugging_face for row in (*MODEL, *LAYER, *MTP)} | MTP_DUPLICATES.keys()
 
@@ -55,6 +58,40 @@ class TestDeclarations:
         ]
         assert same == [model.name]
         assert model.scoring_func == (scores if interleaved is None else "sigmoid")
+
+
+class TestModelsOfImages:
+    @pytest.mark.parametrize("config", ["whole", "text"])
+    def test_what_a_text_model_leaves_out_is_said(self, config, tmp_path):
+        """Whether config.json is that of the whole model or of its text model."""
+        folder = save(make_model(KIMI_K25), tmp_path / "hf")
+        if config == "text":
+            whole = json.loads((folder / "config.json").read_text())
+            text = whole["text_config"] | {"model_type": "deepseek_v3"}
+            (folder / "config.json").write_text(json.dumps(text))
+        inspection = inspect_checkpoint(folder)
+        assert not inspection.problems
+        names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+        images = [name for name in names if not name.startswith("language_model.")]
+        assert inspection.left_alone.tensors == len(images) > 20
+        assert f"{len(images)} tensors for images" in " ".join(inspection.notes)
+        report = convert(folder, tmp_path / "absorbed", "absorbed")
+        assert set(report.plan.left_out) == set(images)
+
+
+class TestStackedExperts:
+    @pytest.fixture
+    def folder(self, tmp_path) -> Path:
+        return save(make_model(OTHERS["mistral4"]), tmp_path / "hf")
+
+    def test_no_stack_of_the_model(self, folder, tmp_path):
+        change_json(folder / "config.json", n_routed_experts=4)
+        with refused("do not fit the model", "mlp.experts.gate_up_proj of shape (8, 64, 64)"):
+            convert(folder, tmp_path / "out", "absorbed")
+
+    def test_are_not_quantised(self, folder, tmp_path):
+        with refused("--fp8 float", "mistral4 stores its experts as one tensor"):
+            convert(folder, tmp_path / "out", "hf", TargetOptions(fp8="float"))
 
 
 FOO = """
@@ -98,16 +135,14 @@ _RENAMED = [
     (r"^model\.embed_tokens", "transformer.wte"),
     (r"^lm_head", "output"),
     (r"^model\.layers\.", "transformer.blocks."),
-    (r"\.self_attn\.kv_a_proj_with_mqa\.", ".attn.kv_a."),
-    (r"\.self_attn\.kv_b_proj\.", ".attn.kv_b."),
+    (r"\.self_attn\.kv_(a|b)_proj(_with_mqa)?\.", r".attn.kv_\1."),
     (r"\.self_attn\.o_proj\.", ".attn.dense."),
     (r"\.mlp\.gate\.e_score_correction_bias", ".moe.bias"),
-    (r"\.mlp\.experts\.(\d+)\.gate_proj", r".moe.\1.w1"),
-    (r"\.mlp\.experts\.(\d+)\.up_proj", r".moe.\1.w3"),
-    (r"\.mlp\.experts\.(\d+)\.down_proj", r".moe.\1.w2"),
-    (r"\.mlp\.gate_proj", ".ffn.w1"),
-    (r"\.mlp\.up_proj", ".ffn.w3"),
-    (r"\.mlp\.down_proj", ".ffn.w2"),
+    (r"\.mlp\.experts\.(\d+)", r".moe.\1"),
+    (r"\.mlp\.(gate|up|down)_proj", r".ffn.\1_proj"),
+    (r"\.(moe\.\d+|ffn)\.gate_proj", r".\1.w1"),
+    (r"\.(moe\.\d+|ffn)\.up_proj", r".\1.w3"),
+    (r"\.(moe\.\d+|ffn)\.down_proj", r".\1.w2"),
     (r"(\d)\.enorm", r"\1.mtp.enorm"),
     (r"(\d)\.embed_tokens", r"\1.mtp.wte"),
 ]
@@ -215,7 +250,7 @@ class TestNewModelType:
         ],
     )
     def test_refused_fields(self, foo_v3, changes, message):
-        with refusal(message):
+        with refused(message):
             ModelConfig.from_hugging_face({**foo_config(), **changes})
 
     def test_refused_tensors(self, foo_v3, tmp_path):
@@ -226,12 +261,12 @@ class TestNewModelType:
             "transformer.blocks.0.attn.kv_b.weight"
         )
         folder = write_hugging_face(tmp_path / "foo", config, tensors)
-        with refusal(
+        with refused(
             "transformer.blocks.0.attn.kv_b.weight is missing",
             "attn.kv_c.weight of shape (128, 24) is unknown; the nearest known name is",
         ):
             convert(folder, tmp_path / "out", "absorbed")
 
     def test_gone_again(self):
-        with refusal("model_type must be 'deepseek_v2'"):
+        with refused("model_type must be 'deepseek_v2'"):
             ModelConfig.from_hugging_face(foo_config())

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.pickles import load_metadata
 from tests.conversion.pt_support import Calls
+from tests.conversion.support import refused
 
 
 @pytest.fixture
@@ -124,9 +124,8 @@ def test_anything_else(path, name, monkeypatch, tmp_path):
     metadata = example()
     metadata.planner_data = {"x": value}
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=why) as caught:
+    with refused(why, str(path)):
         load_metadata(path)
-    assert str(path) in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == [".metadata"]
 
 
@@ -144,12 +143,15 @@ DOUBLING = b")" + b"\x94h\x00\x86" + b"".join(b"\x94h%c\x86" % (i + 1) for i in 
 META = "torch.distributed.checkpoint.metadata"
 TRICKS = {
     "key that is hashed for ever": stream(b"}", DOUBLING, b"Ns"),
-    "enum of what is hashed for ever": stream(
-        DOUBLING, b"\x94", named(META, "_MEM_FORMAT_ENCODING"), b"h\x40\x85R"
-    ),
-    "layout whose text never ends": stream(
-        DOUBLING, b"\x94", named("torch.serialization", "_get_layout"), b"h\x40\x85R"
-    ),
+    **{
+        f"{name} of what is hashed for ever": stream(
+            DOUBLING, b"\x94", named(module, name), b"h\x40\x85R"
+        )
+        for module, name in (
+            (META, "_MEM_FORMAT_ENCODING"),
+            ("torch.serialization", "_get_layout"),
+        )
+    },
     "ordered dict of what is hashed for ever": stream(
         DOUBLING, b"\x94", named("collections", "OrderedDict"), b"]]h\x40aNaa\x85R"
     ),
@@ -177,19 +179,16 @@ TRICKS = {
 def test_tricks(path, name):
     before = {cls: dict(vars(cls)) for cls in (Metadata, MetadataIndex)}
     path.write_bytes(TRICKS[name])
-    with pytest.raises(CheckpointError, match=str(path)) as caught:
+    with refused(str(path)) as caught:
         load_metadata(path)
     assert len(str(caught.value)) < 500
     assert {cls: dict(vars(cls)) for cls in before} == before
 
 
-def test_a_file_that_is_not_there(path):
-    with pytest.raises(CheckpointError, match="No such file"):
+def test_a_file_that_is_not_there_or_beyond_any_size(path):
+    with refused("No such file"):
         load_metadata(path)
-
-
-def test_a_file_beyond_any_size(path):
     with path.open("wb") as file:
         file.truncate((1 << 30) + 1)
-    with pytest.raises(CheckpointError, match="larger than"):
+    with refused("larger than"):
         load_metadata(path)

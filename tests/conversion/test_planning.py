@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from checkpoint_conversion import convert, part_runner, planning
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.planning import plan_conversion
 from tests.conversion.fake_format import MemoryCheckpoint, RawWriter
-from tests.conversion.support import CONFIGS, lazy, random_tensors, tiny_config
+from tests.conversion.support import CONFIGS, lazy, random_tensors, refused, tiny_config
 
 
 @pytest.fixture
@@ -45,15 +44,13 @@ class TestNothingGetsLost:
         forgotten = "model.layers.1.mlp.experts.2.up_proj.weight"
         kept = {name: t for name, t in checkpoint.stored.items() if name != forgotten}
         checkpoint.hugging_face_tensors = lambda dtype: kept
-        with pytest.raises(CheckpointError, match="get lost") as caught:
+        with refused("get lost", forgotten, problems=1):
             plan(checkpoint)
-        assert caught.value.problems == (forgotten,)
 
     def test_tensors_that_the_writer_forgets(self, checkpoint, writer_class):
         writer_class.plan = lambda self, tensors, nbytes: RawWriter.plan(self, tensors, nbytes)[1:]
-        with pytest.raises(CheckpointError, match="not get into the target") as caught:
+        with refused("not get into the target", problems=3):
             plan(checkpoint)
-        assert len(caught.value.problems) == 3
 
     @pytest.mark.parametrize("what", ["part", "tensor"])
     def test_the_same_part_or_tensor_twice(self, checkpoint, writer_class, what):
@@ -65,7 +62,7 @@ class TestNothingGetsLost:
             return [dataclasses.replace(first, entries=doubled), *rest]
 
         writer_class.plan = twice
-        with pytest.raises(CheckpointError, match="twice"):
+        with refused("twice"):
             plan(checkpoint)
 
 
@@ -128,17 +125,14 @@ class TestMemory:
         checkpoint.stored["model.norm.weight"] = large_tensor("model.norm.weight")
         return plan(checkpoint)
 
-    def test_follows_the_largest_tensor(self, planned, monkeypatch):
+    def test_follows_the_largest_tensor_and_what_is_resident(self, planned, monkeypatch):
+        """The plan of a model with many tensors and ranks can have more than a gigabyte."""
         monkeypatch.setattr(convert, "resident", lambda: 300 * 10**6)
         assert convert.memory_for(planned) == (2 << 30) + 200 * 10**6
-
-    def test_what_is_resident_already_counts(self, planned, monkeypatch):
-        """The plan of a model with many tensors and ranks can have more than a gigabyte."""
         monkeypatch.setattr(convert, "resident", lambda: 15 * 10**8)
         total = convert.memory_for(planned) + 15 * 10**8
         assert total <= 2.5 * planned.largest + 600 * 10**6
-
-    def test_largest_part_always_fits(self, planned, monkeypatch):
+        # The largest part always fits.
         monkeypatch.setattr(convert, "resident", lambda: 10**12)
         assert convert.memory_for(planned) == max(part.peak for part in planned.parts) > 1 << 30
 

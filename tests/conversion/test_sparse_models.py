@@ -1,185 +1,56 @@
-"""DeepSeek-V3.2 and GLM-5: the indexer's weights and options in every format, judged by logits.
+"""DeepSeek-V3.2 and GLM-5: the indexer's weights and options, against Megatron's own models.
 
-The same tokens through transformers and, after conversion, through Megatron's own sparse attention
-of local layers. Fewer keys are chosen than most tokens see, so that a wrong indexer changes the
-logits by percents.
+Their logits are compared in ``test_logits.py``.
 """
 
 from __future__ import annotations
-
-import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+from transformers import FineGrainedFP8Config, GlmMoeDsaConfig
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.base import HfQuantizer
 
 from absorbed_mla.serving.export.live import LiveCheckpoint, model_config, model_shards
 from absorbed_mla.serving.export.shards import describe, gathered_tensors
-from checkpoint_conversion import logits as logits_module
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.formats.torch_dist import extra_state_names
+from checkpoint_conversion.indexer import Indexer, schedule_of
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
-from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.logits import (
-    checkpoint_logits,
-    load_megatron_model,
-    megatron_logits,
-    megatron_model,
-    without_mtp,
-)
+from checkpoint_conversion.logits import load_megatron_model, megatron_model, one_process
 from checkpoint_conversion.mapping import (
     hugging_face_shapes,
     megatron_shapes,
     rows_by_name,
     to_megatron,
 )
-from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import plan_conversion
-from tests.conversion.converted import loaded_logits
-from tests.conversion.legacy_support import write_legacy
 from tests.conversion.megatron_models import load_strictly, save_torch_dist
-from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch
+from tests.conversion.models import SPARSE, make_model
+from tests.conversion.released import DEEPSEEK_V32, GLM_5, GLM_52
 from tests.conversion.support import (
     CONFIGS,
+    GLM5,
+    SHARED,
     assert_same_tensors,
     in_memory,
     load_all,
     random_tensors,
-    read_torch_dist,
+    read,
+    refused,
     tiny_config,
     write_hugging_face,
+    write_model,
 )
-from tests.support.refusal import refusal
-
-# Of the largest logit; float32 sums in another order stay 10 times below.
-TOLERANCE, WRONG = 1e-4, 1e-2
-MODELS = {
-    "v32": Architecture("v32", q_lora=True, moe=True, rope="yarn"),
-    "v32-dense": Architecture("v32", q_lora=True, moe=False, rope="rope"),
-    "glm5": Architecture("glm5", q_lora=True, moe=True, rope="rope"),
-    "glm5-dense": Architecture("glm5", q_lora=True, moe=False, rope="yarn"),
-}
-Tensors = dict[str, LazyTensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model of transformers in a folder, and what it computes of some tokens."""
-
-    folder: Path
-    tokens: Tensor
-    expected: Tensor
-
-    def error(self, logits: Tensor) -> float:
-        """Largest difference of a logit, relative to the largest one."""
-        return float((logits - self.expected).abs().max() / self.expected.abs().max())
-
-    def opened(self) -> tuple[ModelConfig, Tensors]:
-        checkpoint = open_checkpoint(self.folder)
-        return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
-
-    def converted(self, to: str) -> Path:
-        target = self.folder.parent / to
-        if not target.exists():
-            convert(self.folder, target, to)
-        return target
-
-
-@pytest.fixture(scope="module", params=["v32", "glm5", "glm5-dense"])
-def case(request, tmp_path_factory) -> Case:
-    model, tokens = make_model(MODELS[request.param]), token_batch()
-    folder = save(model, tmp_path_factory.mktemp(request.param) / "hf")
-    return Case(folder, tokens, logits_of(model, tokens))
-
-
-def evaluated(config: ModelConfig, tensors: Tensors, tokens: Tensor) -> Tensor:
-    """Logits of Megatron's own model with these weights."""
-    model = megatron_model(config, "standard")
-    load_megatron_model(model, config, tensors)
-    return megatron_logits(model, tokens)
-
-
-class TestAgrees:
-    def test_megatron(self, case):
-        """Loaded by Megatron itself, and read by the tool, as ``verify`` does."""
-        folder = case.converted("megatron")
-        assert case.error(loaded_logits(folder, case.tokens)) < TOLERANCE
-        assert case.error(checkpoint_logits(open_checkpoint(folder), case.tokens)) < TOLERANCE
-
-    def test_absorbed_module(self, case):
-        """Loaded by this package's own module, and read by the tool."""
-        folder = case.converted("absorbed")
-        assert case.error(loaded_logits(folder, case.tokens)) < TOLERANCE
-        assert case.error(checkpoint_logits(open_checkpoint(folder), case.tokens)) < TOLERANCE
-
-    def test_files_per_rank(self, case):
-        config, tensors = case.opened()
-        folder = case.folder.parent / "legacy"
-        ranks = {"tensor_parallel": 2, "pipeline_parallel": 3}
-        write_legacy(folder, config, load_all(tensors), **ranks)
-        assert case.error(checkpoint_logits(open_checkpoint(folder), case.tokens)) < TOLERANCE
-
-    @pytest.mark.parametrize("by", ["absorbed", "megatron"])
-    def test_back_to_transformers(self, case, tmp_path, by):
-        """Every bit; transformers has a place for every tensor, and computes the same."""
-        convert(case.converted(by), tmp_path / "hf", "hf")
-        before, after = (
-            load_all(open_checkpoint(path).hugging_face_tensors())
-            for path in (case.folder, tmp_path / "hf")
-        )
-        assert before.keys() == after.keys()
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-        model, report = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "hf", output_loading_info=True, attn_implementation="eager"
-        )
-        assert not any(report.values())
-        assert case.error(logits_of(model, case.tokens)) == 0
-
-
-class TestControls:
-    """Conversions that are wrong on purpose; each must show."""
-
-    def test_other_rope_of_the_indexer(self, case):
-        """No weight is permuted, and the option is the model's."""
-        config, tensors = case.opened()
-        model = megatron_model(config, "standard")
-        load_megatron_model(model, config, tensors)
-        options = model.config
-        options.dsa_indexer_rope_interleaved = not options.dsa_indexer_rope_interleaved
-        assert case.error(megatron_logits(model, case.tokens)) > WRONG
-
-    @pytest.mark.parametrize("name", ["wq_b.weight", "k_norm.bias", "weights_proj.weight"])
-    def test_a_weight_of_the_indexer(self, case, name):
-        """One in reverse order."""
-        config, tensors = case.opened()
-        for key in tensors:
-            if key.endswith(f"indexer.{name}"):
-                tensors[key] = tensors[key].map(lambda weight: weight.flip(0))
-        assert case.error(evaluated(config, tensors, case.tokens)) > WRONG
-
-    def test_a_selection_of_its_own(self, tmp_path):
-        """A layer that shares computes something else than one with an indexer."""
-        own = make_model(MODELS["glm5"], indexer_types=["full"] * 3)
-        shared = make_model(MODELS["glm5"])
-        state = {k: v for k, v in own.state_dict().items() if k in shared.state_dict()}
-        shared.load_state_dict(state)
-        tokens = token_batch()
-        case = Case(save(shared, tmp_path / "hf"), tokens, logits_of(shared, tokens))
-        assert case.error(logits_of(own, tokens)) > WRONG
-        config, tensors = case.opened()
-        assert not any("layers.2.self_attn.indexer" in name for name in tensors)
-        assert case.error(evaluated(config, tensors, tokens)) < TOLERANCE
 
 
 class TestOfMegatron:
@@ -188,20 +59,19 @@ class TestOfMegatron:
     @pytest.mark.parametrize("name", ["v32", "glm5", "shared", "dense shared"])
     def test_names_and_shapes(self, name, monkeypatch):
         config = tiny_config(**CONFIGS[name])
-        found = {}
+        mtp_layers = config.mtp_layers
 
         def build(config, transformer_layer_spec, **fields):
-            config.mtp_num_layers = found["mtp"]
-            if found["mtp"]:
+            config.mtp_num_layers = mtp_layers
+            if mtp_layers:
                 last = transformer_layer_spec.layer_specs[-1]
                 # The layer of an MTP layer is like the decoder's last one.
                 mtp = get_gpt_mtp_block_spec(config, last, use_transformer_engine=False)
                 fields["mtp_block_spec"] = mtp
             return GPTModel(config, transformer_layer_spec, **fields)
 
-        found["mtp"] = config.mtp_layers
         monkeypatch.setattr("megatron.core.models.gpt.GPTModel", build)
-        model = logits_module.megatron_model(config, "standard")
+        model = megatron_model(config, "standard")
         state = {as_mapped(name): t for name, t in model.state_dict().items() if t is not None}
         assert {n: tuple(t.shape) for n, t in state.items()} == megatron_shapes(config)
 
@@ -217,17 +87,16 @@ class TestOfMegatron:
         tensors = random_tensors(config, torch.float32)
         source = write_hugging_face(tmp_path / "hf", config, tensors)
         convert(source, tmp_path / "ours", "megatron", TargetOptions(norms="separate"))
-        with logits_module.one_process():
+        with one_process():
             model = megatron_model(config, "standard")
             load_strictly(tmp_path / "ours" / "release", model, stacked=dense)
             args = to_megatron_args(config, dtype=torch.float32)
             save_torch_dist(tmp_path / "theirs", model, args, stacked=dense)
-        assert_same_tensors(read_torch_dist(tmp_path / "theirs"), tensors)
+        assert_same_tensors(read(tmp_path / "theirs"), tensors)
 
     def test_norms_of_the_attention_are_modules(self, tmp_path):
         """An indexer reads their outputs, whatever the layers are."""
-        config = tiny_config(**CONFIGS["v32"])
-        source = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+        source = write_model(tmp_path / "hf", **CONFIGS["v32"])
         convert(source, tmp_path / "megatron", "megatron", TargetOptions(norms="fused"))
         names = set(open_checkpoint(tmp_path / "megatron").stored)
         layer = "decoder.layers.0."
@@ -259,9 +128,8 @@ class TestOfMegatron:
         [({"down": "fused"}, "--down fused"), ({"layers": "stacked"}, "without an indexer")],
     )
     def test_layouts_that_it_has_not(self, tmp_path, options, why):
-        config = tiny_config(**CONFIGS["dense shared"])
-        source = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
-        with refusal(why):
+        source = write_model(tmp_path / "hf", **CONFIGS["dense shared"])
+        with refused(why):
             convert(source, tmp_path / "out", "megatron", TargetOptions(**options))
 
 
@@ -281,11 +149,9 @@ class TestQuantised:
         mtp = f"model.layers.{config.num_layers}.self_attn."
         assert {f"{mtp}indexer.wk.weight", f"{mtp}o_proj.weight"} <= found
         convert(tmp_path / "fp8", tmp_path / "megatron", "megatron")
-        expected = load_all(quantised.hugging_face_tensors())
-        after = read_torch_dist(tmp_path / "megatron")
+        expected, after = read(tmp_path / "fp8"), read(tmp_path / "megatron")
         assert after.keys() == tensors.keys()
-        for key, tensor in expected.items():
-            assert torch.equal(after[key], tensor), key
+        assert_same_tensors(after, expected)
         weights = "model.layers.1.self_attn.indexer.weights_proj.weight"
         assert after[weights].dtype == torch.float32
         assert torch.equal(after[weights], tensors[weights])
@@ -293,13 +159,12 @@ class TestQuantised:
         convert(tmp_path / "megatron", tmp_path / "again", "hf", TargetOptions(fp8="ue8m0"))
         again = open_checkpoint(tmp_path / "again")
         assert found == {n for n, t in again.stored.items() if t.dtype == torch.float8_e4m3fn}
-        for key, tensor in load_all(again.hugging_face_tensors()).items():
-            assert torch.equal(expected[key], tensor), key
+        assert_same_tensors(read(tmp_path / "again"), expected)
 
     @pytest.mark.parametrize("name", ["v32-dense", "glm5-dense"])
     def test_what_transformers_quantises(self, name):
         """The same linear layers, by what its class keeps in float32."""
-        model = make_model(MODELS[name])
+        model = make_model(SPARSE[name])
         linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
         replace_with_fp8_linear(
@@ -311,24 +176,9 @@ class TestQuantised:
         assert found == {name for name in linear if rows[f"{name}.weight"].fp8}
         assert any("indexer" in name for name in linear - found)
 
-    def test_logits(self, case, tmp_path):
-        """Transformers gets what the tool has dequantised, Megatron the same."""
-        convert(case.folder, tmp_path / "fp8", "hf", TargetOptions(fp8="float"))
-        convert(tmp_path / "fp8", tmp_path / "megatron", "megatron")
-        quantised, megatron = (
-            checkpoint_logits(open_checkpoint(tmp_path / name), case.tokens)
-            for name in ("fp8", "megatron")
-        )
-        assert (quantised - megatron).abs().max() < TOLERANCE * quantised.abs().max()
-        # It was rounded; how far logits go then, random selections decide.
-        assert case.error(quantised) > WRONG
-
 
 def test_inspection(tmp_path):
-    config = tiny_config(**CONFIGS["shared"])
-    inspection = inspect_checkpoint(
-        write_hugging_face(tmp_path / "hf", config, random_tensors(config))
-    )
+    inspection = inspect_checkpoint(write_model(tmp_path / "hf", **CONFIGS["shared"]))
     assert not inspection.problems
     assert (inspection.model["index_layers"], inspection.model["index_topk"]) == (3, 6)
 
@@ -339,7 +189,7 @@ def test_a_shared_layer_with_an_indexer_is_refused(tmp_path):
     name = "model.layers.{}.self_attn.indexer.wk.weight"
     tensors[name.format(2)] = tensors[name.format(1)].clone()
     source = write_hugging_face(tmp_path / "hf", config, tensors)
-    with refusal("do not fit the model", name.format(2), "is unknown"):
+    with refused("do not fit the model", name.format(2), "is unknown"):
         convert(source, tmp_path / "out", "absorbed")
 
 
@@ -367,7 +217,7 @@ class TestLiveModel:
     def test_names_and_values(self, name):
         config = tiny_config(**{**CONFIGS[name], "num_nextn_predict_layers": 0})
         tensors = random_tensors(config, torch.float32)
-        with logits_module.one_process():
+        with one_process():
             model = megatron_model(config, "standard")
             load_megatron_model(model, config, in_memory(tensors))
             shards = model_shards([model])
@@ -382,3 +232,59 @@ class TestLiveModel:
             for entry in written:
                 (value,) = load_all({entry.key: entry.tensor}).values()
                 assert torch.equal(value, tensors[entry.key]), entry.key
+
+
+def test_released_models():
+    v32, glm5, glm52 = map(ModelConfig.from_hugging_face, (DEEPSEEK_V32, GLM_5, GLM_52))
+    assert v32.indexer == Indexer(heads=64, width=128, topk=2048)
+    assert (v32.mtp_layers, v32.fp8_scales) == (1, "ue8m0")
+    assert glm5.indexer == Indexer(heads=32, width=128, topk=2048)
+    assert (glm5.qk_nope_head_dim, glm5.v_head_dim, glm5.q_lora_rank) == (192, 256, 2048)
+    assert sum(map(glm52.indexer.selects, range(78))) == 21
+    back = from_megatron_args(to_megatron_args(glm52))
+    assert back == glm52
+    for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset"):
+        assert back.hugging_face[name] == GLM_52[name]
+
+
+@pytest.mark.parametrize("freq", [1, 2, 4])
+@pytest.mark.parametrize("offset", [1, 2, 3, 9])
+def test_layers_with_an_indexer(freq, offset):
+    """The same ones in transformers, here and in Megatron, however config.json says it."""
+    numbers = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
+    types = GlmMoeDsaConfig(num_hidden_layers=9, **numbers).indexer_types
+    base = {**GLM5, "num_hidden_layers": 9}
+    pattern = "".join({"full": "F", "shared": "S"}[kind] for kind in types)
+    for fields in (numbers, {"indexer_types": types}, {"index_topk_pattern": pattern}):
+        config = tiny_config(**base, **fields)
+        found = [config.indexer.selects(layer) for layer in range(9)]
+        assert found == [kind == "full" for kind in types]
+        args = to_megatron_args(config)
+        assert found == [
+            not is_dsa_skip_topk_layer(
+                layer + 1, args.dsa_indexer_skip_topk_offset, args.dsa_indexer_topk_freq
+            )
+            for layer in range(9)
+        ]
+        assert from_megatron_args(args) == config
+
+
+def test_types_take_precedence():
+    """As in transformers."""
+    fields = {**SHARED, "index_topk_freq": 1}
+    assert tiny_config(**fields).indexer == tiny_config(**SHARED).indexer
+
+
+def test_patterns_that_no_numbers_describe():
+    assert schedule_of([True, False, True, True, False]) is None
+    assert schedule_of([False, True]) is None
+    assert schedule_of([True, True, False]) == (2, 2)
+
+
+def test_experts_in_every_other_layer():
+    """Which layers have experts, for models of transformers that do not read moe_layer_freq."""
+    config = tiny_config(**{**SHARED, "moe_layer_freq": 2})
+    back = from_megatron_args(to_megatron_args(config))
+    assert back == config
+    kinds = ["sparse" if moe else "dense" for moe in config.moe_layers]
+    assert back.hugging_face["mlp_layer_types"] == kinds

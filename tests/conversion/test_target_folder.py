@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.target_folder import TargetFolder, check_places
+from tests.conversion.support import refused
 
 
 def weights_of(folder: Path) -> Path | None:
@@ -60,7 +60,7 @@ class TestPublish:
         with target(tmp_path / "out") as folder:
             write(folder, "new")
             make_checkpoint(tmp_path / "out", "somebody else's")
-            with pytest.raises(CheckpointError, match="exists"):
+            with refused("exists"):
                 folder.publish()
         assert (tmp_path / "out" / "weights").read_text() == "somebody else's"
 
@@ -107,33 +107,32 @@ class TestPublish:
 
 
 class TestExistingTarget:
-    def refusal(self, path: Path, force: bool) -> str:
-        with target(path, force) as folder, pytest.raises(CheckpointError) as caught:
+    @pytest.mark.parametrize(
+        ("inside", "force", "why"),
+        [
+            (["weights"], False, "--force"),
+            ([], False, "--force"),
+            (["thesis.tex"], True, "is no checkpoint"),
+            # A home folder with one stray file of weights looks like a checkpoint, too.
+            (["weights", "iter_0000100/"], True, "iter_0000100"),
+            (["weights", "Documents/"], True, "Documents"),
+            (["weights", ".git/"], True, ".git"),
+        ],
+    )
+    def test_is_not_replaced(self, tmp_path, inside, force, why):
+        """What is no checkpoint, or no part of one, never; others with force only."""
+        (tmp_path / "out").mkdir()
+        for name in inside:
+            place = tmp_path / "out" / name
+            place.mkdir() if name.endswith("/") else place.touch()
+        with target(tmp_path / "out", force) as folder, refused(why):
             folder.refuse_existing()
-        return str(caught.value)
-
-    def test_needs_force(self, tmp_path):
-        make_checkpoint(tmp_path / "out", "old")
-        assert "--force" in self.refusal(tmp_path / "out", force=False)
         assert names(tmp_path) == ["out"]
 
-    def test_empty_folder_needs_force_too(self, tmp_path):
+    def test_empty_folder_is_replaced_with_force(self, tmp_path):
         (tmp_path / "out").mkdir()
-        assert "--force" in self.refusal(tmp_path / "out", force=False)
         with target(tmp_path / "out", force=True) as folder:
             folder.refuse_existing()
-
-    def test_what_is_no_checkpoint_is_never_replaced(self, tmp_path):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "thesis.tex").touch()
-        assert "is no checkpoint" in self.refusal(tmp_path / "out", force=True)
-
-    @pytest.mark.parametrize("inner", ["iter_0000100", "Documents", ".git"])
-    def test_nothing_that_is_no_part_of_the_checkpoint_is_deleted(self, tmp_path, inner):
-        """A home folder with one stray file of weights looks like a checkpoint, too."""
-        make_checkpoint(tmp_path / "out", "last")
-        (tmp_path / "out" / inner).mkdir()
-        assert inner in self.refusal(tmp_path / "out", force=True)
 
     def test_weights_may_be_in_a_folder_of_their_own(self, tmp_path):
         path = tmp_path / "out"
@@ -141,34 +140,30 @@ class TestExistingTarget:
         with TargetFolder(path, True, lambda path: path / "release") as folder:
             folder.refuse_existing()
             (path / "logs").mkdir()
-            with pytest.raises(CheckpointError, match="logs"):
+            with refused("logs"):
                 folder.refuse_existing()
 
 
 class TestPlaces:
-    def test_source_itself(self, tmp_path):
-        (tmp_path / "link").symlink_to(tmp_path)
-        with pytest.raises(CheckpointError, match="same folder"):
-            check_places(tmp_path, tmp_path)
-        with pytest.raises(CheckpointError, match="same folder"):
-            check_places(tmp_path / "link", tmp_path)
-
-    @pytest.mark.parametrize("inner", ["out", "deep/out", "../{name}/out"])
-    def test_inside_the_source(self, tmp_path, inner):
-        with pytest.raises(CheckpointError, match="inside the source"):
-            check_places(tmp_path, tmp_path / inner.format(name=tmp_path.name))
-
-    def test_around_the_source(self, tmp_path):
-        with pytest.raises(CheckpointError, match="inside the target"):
-            check_places(tmp_path / "a" / "source", tmp_path / "a")
-
-    def test_file_or_link(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("source", "to", "why"),
+        [
+            (".", ".", "same folder"),
+            ("here", ".", "same folder"),
+            (".", "out", "inside the source"),
+            (".", "deep/out", "inside the source"),
+            (".", "deep/../out", "inside the source"),
+            ("a/source", "a", "inside the target"),
+            ("source", "file", "is a file"),
+            ("source", "link", "is a link"),
+        ],
+    )
+    def test_refused(self, tmp_path, source, to, why):
         (tmp_path / "file").touch()
+        (tmp_path / "here").symlink_to(tmp_path)
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        with pytest.raises(CheckpointError, match="is a file"):
-            check_places(tmp_path / "source", tmp_path / "file")
-        with pytest.raises(CheckpointError, match="is a link"):
-            check_places(tmp_path / "source", tmp_path / "link")
+        with refused(why):
+            check_places(tmp_path / source, tmp_path / to)
 
     def test_neighbours_whose_names_begin_alike(self, tmp_path):
         check_places(tmp_path / "model", tmp_path / "model-converted")
@@ -176,7 +171,7 @@ class TestPlaces:
     def test_working_folder_that_is_a_link(self, tmp_path):
         """Otherwise whoever made it decides where the bytes go."""
         (tmp_path / ".out.converting").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(CheckpointError, match="in the way"), target(tmp_path / "out"):
+        with refused("in the way"), target(tmp_path / "out"):
             pass
 
 
@@ -184,7 +179,7 @@ class TestLock:
     def test_second_conversion_of_a_target_is_refused(self, tmp_path):
         with target(tmp_path / "out") as first:
             write(first, "new")
-            with pytest.raises(CheckpointError, match="another conversion"), target(first.path):
+            with refused("another conversion"), target(first.path):
                 pass
             first.publish()
         assert names(tmp_path) == ["out"]

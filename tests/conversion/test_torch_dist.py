@@ -12,7 +12,6 @@ from megatron.core import dist_checkpointing
 from torch.distributed import checkpoint as dcp
 
 from checkpoint_conversion.checkpoint_folder import kind_of
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter, _without_checksums
@@ -24,6 +23,7 @@ from tests.conversion.support import (
     lazy,
     random_tensors,
     read_torch_dist,
+    refused,
     tensor_checksum,
     tiny_config,
     write_lazy,
@@ -58,13 +58,8 @@ def test_the_folder_is_megatrons(tmp_path, config, tensors):
     inner = tmp_path / "iter_0000007"
     # Nothing says where it was written.
     assert str(tmp_path).encode() not in (inner / ".metadata").read_bytes()
-    names = {path.name for path in inner.iterdir()}
-    assert {name for name in names if not name.endswith(".distcp")} == {
-        ".metadata",
-        "common.pt",
-        "metadata.json",
-        "hugging_face",
-    }
+    names = {path.name for path in inner.iterdir() if path.suffix != ".distcp"}
+    assert names == {".metadata", "common.pt", "metadata.json", "hugging_face"}
     assert dist_checkpointing.check_is_distributed_checkpoint(str(inner))
     common = dist_checkpointing.load_common_state_dict(inner)
     assert (common["iteration"], common["checkpoint_version"]) == (7, 3.0)
@@ -124,12 +119,10 @@ def test_records_of_parts(tmp_path, config, tensors):
 
 
 def test_parts_are_bounded_and_planned_alike_every_time(config, tensors):
-    plans = [
-        TorchDistWriter(config, TargetOptions(max_shard_bytes=limit)).plan(
-            in_memory(tensors), part_bytes
-        )
-        for part_bytes, limit in ((1 << 13, None), (1 << 13, None), (1 << 20, 1 << 13))
-    ]
+    plans = []
+    for part_bytes, limit in ((1 << 13, None), (1 << 13, None), (1 << 20, 1 << 13)):
+        writer = TorchDistWriter(config, TargetOptions(max_shard_bytes=limit))
+        plans.append(writer.plan(in_memory(tensors), part_bytes))
     summaries = [
         [(part.name, [(e.key, e.offset) for e in part.entries], part.peak) for part in plan]
         for plan in plans
@@ -146,10 +139,8 @@ def test_what_cannot_be_read_in_parts_is_read_once(tmp_path, config, tensors):
     loads = []
 
     def counted(name, tensor):
-        made = lazy(name, tensor)
-        return dataclasses.replace(
-            made, load=lambda session: (loads.append(name), made.load(session))[1]
-        )
+        load = lambda session: loads.append(name) or tensor  # noqa: E731
+        return dataclasses.replace(lazy(name, tensor), load=load)
 
     whole = {name: counted(name, tensor) for name, tensor in tensors.items()}
     write_lazy(tmp_path, config, whole, "absorbed")
@@ -178,7 +169,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, config, tensors):
 def test_one_stored_tensor_has_one_dtype(config, tensors):
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     tensors[name] = tensors[name].float()
-    with pytest.raises(CheckpointError, match=r"experts\.experts\.linear_fc2\.weight would be"):
+    with refused("experts.experts.linear_fc2.weight would be"):
         TorchDistWriter(config, TargetOptions()).plan(in_memory(tensors), 1 << 20)
 
 
@@ -201,11 +192,8 @@ def test_padding_is_dropped_and_said(tmp_path, config, tensors):
     ],
 )
 def test_options_that_it_cannot_honour(config, to, options, words):
-    with pytest.raises(CheckpointError, match=f"--to {to} cannot") as caught:
+    with refused(f"--to {to} cannot", *words, problems=len(words)):
         TorchDistWriter(config, TargetOptions(**options), to)
-    assert len(caught.value.problems) == len(words)
-    for word, problem in zip(words, caught.value.problems):
-        assert word in problem
 
 
 def test_the_checksum_setting_is_restored():

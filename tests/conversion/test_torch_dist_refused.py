@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import pickle
 import shutil
@@ -21,11 +20,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_conversion.checkpoint_folder import kind_of
-from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.pt_support import Calls, saved
-from tests.conversion.support import random_tensors, read_torch_dist, tiny_config, write_torch_dist
+from tests.conversion.support import (
+    assert_same_tensors,
+    change_json,
+    random_tensors,
+    read_torch_dist,
+    refused,
+    tiny_config,
+    write_torch_dist,
+)
 
 NORM = "decoder.final_layernorm.weight"
 KV_UP = "decoder.layers.self_attention.linear_kv_up_proj.weight"
@@ -58,12 +64,9 @@ def change(folder, function):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def refused(folder, *words):
-    with pytest.raises(CheckpointError) as caught:
+def refuse(folder, *parts, problems=None):
+    with refused(*parts, problems=problems):
         TorchDistCheckpoint(folder).hugging_face_tensors()
-    for word in words:
-        assert word in str(caught.value), word
-    return caught.value
 
 
 def place(places, name):
@@ -105,7 +108,7 @@ def with_place(name, **fields):
 )
 def test_places_outside_a_file(folder, field, value, word):
     change(folder, with_place(NORM, **{field: value}))
-    refused(folder, word, NORM)
+    refuse(folder, word, NORM)
 
 
 def with_chunk(function):
@@ -170,6 +173,7 @@ def with_nothing(entries, places):
 
 
 NO_TILING = f"{KV_UP} of shape (3, 128, 24) is not tiled by its 96 chunks"
+NO_BOX = f"{KV_UP} has no shape, dtype or chunks"
 NO_FIELDS = f"{NORM} has no shape, dtype or chunks"
 EDITS = {
     "two in one place": (in_one_place, "are in the same place of"),
@@ -179,14 +183,8 @@ EDITS = {
     "same offset twice": (with_chunk(lambda at, size: ([0, 4, 0], size)), NO_TILING),
     "fewer dims": (with_chunk(lambda at, size: (at[:2], size[:2])), NO_TILING),
     "empty chunk": (with_chunk(lambda at, size: (at, [1, 0, size[2]])), NO_TILING),
-    "negative offset": (
-        with_chunk(lambda at, size: ([-1, *at[1:]], size)),
-        f"{KV_UP} has no shape, dtype or chunks",
-    ),
-    "absurd size": (
-        with_chunk(lambda at, size: (at, [1 << 60, *size[1:]])),
-        f"{KV_UP} has no shape, dtype or chunks",
-    ),
+    "negative offset": (with_chunk(lambda at, size: ([-1, *at[1:]], size)), NO_BOX),
+    "absurd size": (with_chunk(lambda at, size: (at, [1 << 60, *size[1:]])), NO_BOX),
     **{
         f"chunks at {starts}": (
             with_chunks_at(*starts),
@@ -194,37 +192,28 @@ EDITS = {
         )
         for starts in [(0, 8), (8, 16), (0, 0), (0,), (0, 16, 32)]
     },
-    "chunk missing": (
-        lambda entries, places: entries[KV_UP].chunks.pop(),
-        "is not tiled by its 95 chunks",
-    ),
+    "chunk missing": (lambda entries, _: entries[KV_UP].chunks.pop(), "is not tiled by its 95 chu"),
     "chunk not stored": (
-        lambda entries, places: places.pop(place(places, KV_UP)[0]),
+        lambda _, places: places.pop(place(places, KV_UP)[0]),
         f"{KV_UP} at (0, 0, 0) is not stored",
     ),
     "size of another type": (with_entry(size=[3]), NO_FIELDS),
     "no properties": (with_entry(properties=None), NO_FIELDS),
     "no chunks": (with_entry(chunks=None), NO_FIELDS),
     "chunk of another type": (with_entry(chunks=[None]), NO_FIELDS),
-    "not described": (
-        lambda entries, places: entries.pop(NORM),
-        f"{NORM} is stored, but not described",
-    ),
+    "not described": (lambda entries, _: entries.pop(NORM), f"{NORM} is stored, but not descri"),
     "neither tensor nor object": (
-        lambda entries, places: entries.update({NORM: None}),
+        lambda entries, _: entries.update({NORM: None}),
         f"{NORM} is neither a tensor nor an object",
     ),
     **{
         f"name {name[:8]!r}": (
-            lambda entries, places, name=name: entries.update({name: BytesStorageMetadata()}),
+            lambda entries, _, name=name: entries.update({name: BytesStorageMetadata()}),
             "is no tensor's name",
         )
         for name in ["a\x1b[2J", "a" * 1000, ""]
     },
-    "absurd number of layers": (
-        with_many_layers,
-        "decoder.layers.x at (0, 0) needs 549755813888 bytes",
-    ),
+    "absurd number of layers": (with_many_layers, "layers.x at (0, 0) needs 549755813888 bytes"),
     "no values": (with_nothing, "x of shape (0,) is not tiled by its 1 chunks"),
 }
 
@@ -233,20 +222,21 @@ EDITS = {
 def test_metadata_that_contradict_themselves(folder, name):
     edit, word = EDITS[name]
     change(folder, edit)
-    assert "\x1b" not in str(refused(folder, word))
+    with refused(word) as caught:
+        TorchDistCheckpoint(folder).hugging_face_tensors()
+    assert "\x1b" not in str(caught.value)
 
 
 def test_all_problems_at_once(folder):
     for name in (NORM, FC1, KV_UP):
         change(folder, with_place(name, offset=-1))
-    assert len(refused(folder, NORM, FC1, KV_UP).problems) == 3
+    refuse(folder, NORM, FC1, KV_UP, problems=3)
 
 
 def test_layers_of_another_model(folder):
-    path = folder / "hugging_face/config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_hidden_layers": 2, "first_k_dense_replace": 2}))
-    refused(folder, f"{KV_UP} has shape (3, 128, 24); for the model's layers", "(2,)")
+    config = folder / "hugging_face/config.json"
+    change_json(config, num_hidden_layers=2, first_k_dense_replace=2)
+    refuse(folder, f"{KV_UP} has shape (3, 128, 24); for the model's layers", "(2,)")
 
 
 def replace_values(folder, name, content):
@@ -290,10 +280,8 @@ def test_wrong_values(folder, name, monkeypatch, tmp_path):
     content, word = WRONG_VALUES[name]
     replace_values(folder, NORM, content)
     stored = TorchDistCheckpoint(folder).stored[NORM]
-    with pytest.raises(CheckpointError, match=NORM) as caught, ReadSession() as session:
+    with refused(NORM, word, "other.distcp at 7"), ReadSession() as session:
         stored.load(session)
-    assert word in str(caught.value)
-    assert "other.distcp at 7" in str(caught.value)
     assert not (tmp_path / "owned").exists()
 
 
@@ -312,17 +300,17 @@ def test_values_in_another_order_of_dims(folder):
 class TestFolder:
     def test_no_backend_file(self, folder):
         (folder / "metadata.json").unlink()
-        refused(folder, "has no metadata.json")
+        refuse(folder, "has no metadata.json")
 
     @pytest.mark.parametrize("text", ['{"sharded_backend": "zarr"}', "[]", "{", "\xff"])
     def test_another_backend(self, folder, text):
         (folder / "metadata.json").write_text(text)
-        refused(folder, "metadata.json")
+        refuse(folder, "metadata.json")
 
     def test_no_metadata(self, folder):
         (folder / ".metadata").unlink()
         assert kind_of(folder) is None
-        refused(folder, ".metadata")
+        refuse(folder, ".metadata")
 
     def test_nothing_says_what_the_model_is(self, folder):
         def edit(entries, places):
@@ -333,7 +321,7 @@ class TestFolder:
         change(folder, edit)
         (folder / "common.pt").unlink()
         (folder / "hugging_face/config.json").unlink()
-        refused(folder, "--hf-config")
+        refuse(folder, "--hf-config")
 
     def test_files_are_missing(self, folder):
         """One line for each, not one for each tensor."""
@@ -341,9 +329,8 @@ class TestFolder:
         files = sorted(folder.glob("*.distcp"))
         for file in files[:2]:
             file.unlink()
-        error = refused(folder, f"2 of the {len(files)} files", "incomplete", files[1].name)
-        assert len(error.problems) == 2
-        assert all("tensors" in problem for problem in error.problems)
+        words = (f"2 of the {len(files)} files", "incomplete", files[1].name, "with values of ")
+        refuse(folder, *words, problems=2)
 
     def test_the_common_state_is_something_else(self, folder):
         (folder / "hugging_face/config.json").unlink()
@@ -353,12 +340,11 @@ class TestFolder:
             ({"args": 3}, "--hf-config"),
         ):
             torch.save(content, folder / "common.pt")
-            refused(folder, word)
+            refuse(folder, word)
 
 
 def test_nothing_was_wrong_with_it(folder):
     """All of the above differ from this in one respect."""
     change(folder, lambda entries, places: None)
-    config = tiny_config(first_k_dense_replace=3)
-    found, expected = read_torch_dist(folder), random_tensors(config)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected = random_tensors(tiny_config(first_k_dense_replace=3))
+    assert_same_tensors(read_torch_dist(folder), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.manifest import RunningChecksum, find_manifest, read_manifest
 from checkpoint_conversion.verify import verify
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
-from tests.support.refusal import refusal
+from tests.conversion.support import random_tensors, refused, tiny_config, write_hugging_face
 
 NORM, WEIGHT = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
 NAN, INF = float("nan"), float("inf")
@@ -31,6 +31,14 @@ def source(tmp_path_factory) -> Path:
     return write_hugging_face(tmp_path_factory.mktemp("values") / "hf", config, tensors)
 
 
+def not_finite(*values: torch.Tensor) -> dict[str, int]:
+    """What is counted of values that are added one after the other."""
+    running = RunningChecksum()
+    for part in values:
+        running.update(part)
+    return running.not_finite()
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
 )
@@ -38,41 +46,30 @@ def source(tmp_path_factory) -> Path:
 def test_counts(dtype, place):
     """Wherever the value is, in chunks that are looked at one after the other."""
     values = torch.linspace(-100, 100, (1 << 20) + 7).to(dtype)
-    running = RunningChecksum()
-    running.update(values)
-    assert running.not_finite() == {}
+    assert not_finite(values) == {}
     for value, kind in ((NAN, "nan"), (INF, "infinite"), (-INF, "infinite")):
         changed = values.clone()
         changed[place] = value
-        running = RunningChecksum()
-        running.update(changed)
-        assert running.not_finite() == {kind: 1}
+        assert not_finite(changed) == {kind: 1}
 
 
 def test_largest_numbers_are_finite():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        running = RunningChecksum()
-        running.update(torch.tensor([torch.finfo(dtype).max] * 1000, dtype=dtype))
-        running.update(torch.zeros(0, dtype=dtype))
-        assert running.not_finite() == {}
+        largest = torch.tensor([torch.finfo(dtype).max] * 1000, dtype=dtype)
+        assert not_finite(largest, torch.zeros(0, dtype=dtype)) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
 def test_fp8(dtype):
     everything = torch.arange(256, dtype=torch.uint8).view(dtype)
-    running = RunningChecksum()
-    running.update(everything)
-    assert running.not_finite() == {"nan": int(everything.float().isnan().sum())}
+    assert not_finite(everything) == {"nan": int(everything.float().isnan().sum())}
 
 
 @pytest.mark.parametrize("to", TARGETS)
 def test_are_reported(source, tmp_path, to):
     report = convert(source, tmp_path / "out", to)
-    found: dict[str, int] = {"nan": 0, "infinite": 0}
-    for record in report.not_finite:
-        for kind, count in record.not_finite.items():
-            found[kind] += count
-    assert found == {"nan": 1, "infinite": 2}
+    counts = [Counter(record.not_finite) for record in report.not_finite]
+    assert sum(counts, Counter()) == {"nan": 1, "infinite": 2}
     text = "\n".join(report.lines())
     assert f"{len(report.not_finite)} tensors hold values not finite" in text
     assert "1 NaN" in text and "infinite" in text
@@ -102,10 +99,10 @@ def test_strict_values_sees_what_was_converted_before(source, tmp_path, resumed)
     else:
         # In several parts, of which a full disk would leave some.
         options = TargetOptions(max_shard_bytes=8000)
-        with refusal("--strict-values"):
+        with refused("--strict-values"):
             convert(source, tmp_path / "out", "hf", options, strict_values=True, workers=1)
         assert not (tmp_path / "out").exists()
-    with refusal("--strict-values", NORM):
+    with refused("--strict-values", NORM):
         options = None if resumed == "finished" else TargetOptions(max_shard_bytes=8000)
         convert(source, tmp_path / "out", "hf", options, strict_values=True, resume=True)
 

@@ -22,11 +22,12 @@ from tests.conversion.support import (
     V2_LITE,
     lazy,
     random_tensors,
+    refused,
     tensor_checksum,
     tiny_config,
     write_hugging_face,
+    write_model,
 )
-from tests.support.refusal import refusal
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG)
@@ -138,9 +139,7 @@ class TestDifferent:
         assert [d.name for d in report.differences] == [other, third, NAME]
 
     def test_shapes_and_configs(self, tiny_folder, tmp_path):
-        wider = tiny_config(intermediate_size=64)
-        other = write_hugging_face(tmp_path / "wider", wider, random_tensors(wider))
-        report = compare(tiny_folder, other)
+        report = compare(tiny_folder, write_model(tmp_path / "wider", intermediate_size=64))
         name = "model.layers.0.mlp.up_proj.weight"
         assert report.shapes[name] == ((48, 32), (64, 32))
         assert report.configs == {"ffn_hidden_size": (48, 64)}
@@ -163,9 +162,7 @@ class TestDifferent:
         assert compare(tiny_folder, write(config=ModelConfig.from_hugging_face(fields))).equal
 
     def test_another_architecture(self, tiny_folder, tmp_path):
-        lite = tiny_config(**V2_LITE)
-        other = write_hugging_face(tmp_path / "lite", lite, random_tensors(lite))
-        report = compare(tiny_folder, other)
+        report = compare(tiny_folder, write_model(tmp_path / "lite", **V2_LITE))
         assert "model.layers.0.self_attn.q_proj.weight" in report.only_in_b
         assert "model.layers.0.self_attn.q_b_proj.weight" in report.only_in_a
         assert report.configs["q_lora_rank"] == (16, None)
@@ -174,9 +171,7 @@ class TestDifferent:
 class TestDtypes:
     @pytest.fixture
     def wide(self, tmp_path) -> Path:
-        config = tiny_config(torch_dtype="float32")
-        tensors = random_tensors(config, torch.float32)
-        return write_hugging_face(tmp_path / "wide", config, tensors)
+        return write_model(tmp_path / "wide", torch.float32, torch_dtype="float32")
 
     def test_rounded(self, wide, tmp_path):
         convert(wide, tmp_path / "narrow", "absorbed", TargetOptions(dtype=torch.bfloat16))
@@ -198,8 +193,7 @@ class TestDtypes:
 
 
 def test_mtp_layers_are_missing_or_left_out_on_request(tmp_path):
-    config = tiny_config(num_nextn_predict_layers=1)
-    source = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+    source = write_model(tmp_path / "hf", num_nextn_predict_layers=1)
     convert(source, tmp_path / "without", "absorbed", exclude_mtp=True)
     missing = compare(source, tmp_path / "without")
     assert len(missing.only_in_a) > 5
@@ -245,7 +239,7 @@ class TestManifest:
         assert not both.accepted
 
     def test_without(self, tiny_folder):
-        with refusal(str(tiny_folder), "no conversion_manifest.json", "second checkpoint"):
+        with refused(str(tiny_folder), "no conversion_manifest.json", "second checkpoint"):
             verify(tiny_folder)
 
     def edited(self, tiny_folder, folder, edit) -> tuple[str, ...]:
@@ -290,30 +284,29 @@ class TestManifest:
 class TestRefused:
     def test_no_checkpoint(self, tiny_folder, tmp_path):
         for a, b in ((tiny_folder, tmp_path), (tmp_path, tiny_folder), (tmp_path, None)):
-            with refusal(str(tmp_path)):
+            with refused(str(tmp_path)):
                 verify(a, b, logits=False)
 
     def test_hf_config_without_megatron(self, tiny_folder):
-        with refusal("--hf-config", "Megatron"):
+        with refused("--hf-config", "Megatron"):
             compare(tiny_folder, tiny_folder, hf_config=tiny_folder / "config.json")
 
     def test_hf_config_is_for_the_megatron_checkpoint(self, tiny_folder, tmp_path):
-        convert(tiny_folder, tmp_path / "absorbed", "absorbed")
-        assert compare(
-            tiny_folder, tmp_path / "absorbed", hf_config=tiny_folder / "config.json"
-        ).equal
+        folder, config = tmp_path / "absorbed", tiny_folder / "config.json"
+        convert(tiny_folder, folder, "absorbed")
+        assert compare(tiny_folder, folder, hf_config=config).equal
 
     @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
     @pytest.mark.parametrize("option", ["tolerance", "logits_tolerance"])
     def test_tolerance(self, tiny_folder, option, value):
-        with refusal("--" + option.replace("_", "-"), str(value)):
+        with refused("--" + option.replace("_", "-"), str(value)):
             compare(tiny_folder, tiny_folder, **{option: value})
 
     @pytest.mark.parametrize(
         "options", [{"exclude_mtp": True}, {"logits": True}, {"text": Path("x")}]
     )
     def test_options_that_need_two(self, tiny_folder, options):
-        with refusal("two checkpoints", next(iter(options)).replace("_", "-")):
+        with refused("two checkpoints", next(iter(options)).replace("_", "-")):
             verify(tiny_folder, **options)
 
 
@@ -340,16 +333,16 @@ class TestSlabs:
                     values[wrong_row - start] += 7
                 return values[:, None].expand(length, self.SHAPE[1])
 
-            shape = (length, self.SHAPE[1])
-            return LazyTensor(shape, torch.float32, load, frozenset(), 4 * math.prod(shape))
+            return self.made((length, self.SHAPE[1]), load)
 
         def refuse(session) -> Tensor:
             raise AssertionError("the whole tensor was loaded")
 
-        tensor = LazyTensor(
-            self.SHAPE, torch.float32, refuse, frozenset(), 4 * math.prod(self.SHAPE), rows
-        )
-        return tensor, asked
+        return self.made(self.SHAPE, refuse, rows), asked
+
+    @staticmethod
+    def made(shape: tuple[int, int], load, part=None) -> LazyTensor:
+        return LazyTensor(shape, torch.float32, load, frozenset(), 4 * math.prod(shape), part)
 
     def test_parts(self):
         a, asked = self.huge()
@@ -370,20 +363,13 @@ class TestSlabs:
         """Read once for all slabs, and compared with one that can."""
         values = self.rows(0, self.SHAPE[0])[:, None].expand(self.SHAPE)
         loads = []
-        whole = LazyTensor(
-            self.SHAPE,
-            torch.float32,
-            lambda session: loads.append(1) or values,
-            frozenset(),
-            values.nbytes,
-        )
+        whole = self.made(self.SHAPE, lambda session: loads.append(1) or values)
         assert compare_tensors("x", whole, self.huge(5)[0]).difference.max_abs == 7
         assert len(loads) == 2
 
 
 def test_an_option_that_there_is_not(tmp_path):
     """Also where both checkpoints are Hugging Face's, which have no options of Megatron's."""
-    config = tiny_config(**V2_LITE)
-    write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+    folder = write_model(tmp_path / "hf", **V2_LITE)
     with pytest.raises(TypeError, match="follow_link"):
-        verify(tmp_path / "hf", tmp_path / "hf", follow_link=True)
+        verify(folder, folder, follow_link=True)

@@ -20,7 +20,7 @@ from checkpoint_conversion.logit_comparison import (
 )
 from checkpoint_conversion.verify import verify
 from tests.conversion.models import Architecture, make_model, save
-from tests.support.refusal import refusal
+from tests.conversion.support import refused
 
 
 class TestNumbers:
@@ -82,18 +82,18 @@ class TestTokens:
         assert "mine.txt" in origin
 
     def test_vocabulary_too_small(self, tokenizer):
-        with refusal("tokenizer.json", "largest 2", "vocabulary has 2"):
+        with refused("tokenizer.json", "largest 2", "vocabulary has 2"):
             sample_tokens(tokenizer, 2, 100)
 
     @pytest.mark.parametrize(("content", "part"), [(b"\xff\xfe", "no UTF-8"), (b" \n", "empty")])
     def test_no_text(self, tmp_path, content, part):
         (tmp_path / "text").write_bytes(content)
-        with refusal("--text", part):
+        with refused("--text", part):
             sample_tokens({}, 256, 10, tmp_path / "text")
 
     def test_damaged_tokenizer(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{")
-        with refusal("tokenizer.json is no tokenizer"):
+        with refused("tokenizer.json is no tokenizer"):
             sample_tokens({"tokenizer.json": tmp_path / "tokenizer.json"}, 256, 10)
 
 
@@ -136,7 +136,7 @@ class TestVerify:
         else:
             monkeypatch.setitem(logit_comparison._NEEDED, "absorbed", ("no.such.package",))
             part = "B (absorbed) needs no.such.package, which is not installed"
-        with refusal("logits", part):
+        with refused("logits", part):
             verify(*folders, logits=True)
         report = verify(*folders)
         assert report.logits is None and report.accepted
@@ -148,5 +148,5 @@ class TestVerify:
 
     def test_process_that_fails(self, tmp_path):
         """What it said comes back."""
-        with refusal("could not be computed", str(tmp_path), "is empty"):
+        with refused("could not be computed", str(tmp_path), "is empty"):
             compare_in_subprocess([Source(tmp_path)] * 2, [1, 2], "nothing")

@@ -57,8 +57,8 @@ MUTATIONS = {
     ),
     "megatrons_routing_in_config_json": Mutation(
         "checkpoint_conversion/convert.py",
-        "        _refuse_megatrons_routing(checkpoint.config)",
-        "        pass",
+        "problems = only_megatrons(checkpoint.config)",
+        "problems = []",
     ),
     "beta_of_yarn_is_zero": Mutation(
         "checkpoint_conversion/rotary.py",

@@ -13,11 +13,7 @@ from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 from checkpoint_conversion import cli
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support.refusal import refusal
-from tests.unit.checkpoint.test_state_dict import (
-    DIMS,
-    assert_same,
-    attention_with_weights,
-)
+from tests.unit.checkpoint.test_state_dict import DIMS, assert_same, attention_with_weights
 
 ATTENTION = "self_attention."
 # The output projection has another name, and the K/V down-projection is two weights.

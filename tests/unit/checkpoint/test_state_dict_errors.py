@@ -38,30 +38,61 @@ def state_in(layout: dict, mla=TINY) -> dict:
     return in_layout(attention_with_weights(mla=mla).state_dict(), **layout, mla=mla)
 
 
+# A layout, the key that is missing or has a row too many, and what the model needs in its place.
+KEYS = [
+    (COMBINED, KV_UP, (128, 24)),
+    (COMBINED, KV_DOWN, (32, 32)),
+    (COMBINED, Q_DOWN, (16, 32)),
+    (COMBINED, "q_layernorm.weight", (16,)),
+    (COMBINED, "linear_proj.weight", (32, 80)),
+    (SPLIT, K_UP, (48, 24)),
+    (SPLIT, V_UP, (80, 24)),
+    (FUSED, FUSED_DOWN, (48, 32)),
+    (FUSED, NORMS["kv_layernorm.weight"], (24,)),
+]
+# Our name of a weight for one of the checkpoint, which has none of ours.
+OWN = {NORMS["kv_layernorm.weight"]: "kv_layernorm.weight"}
+
+
 class TestAttention:
-    @pytest.mark.parametrize(
-        "layout, key, needs",
-        [
-            (COMBINED, KV_UP, (48, 24)),
-            (COMBINED, KV_DOWN, (32, 32)),
-            (SPLIT, V_UP, (80, 24)),
-            (FUSED, NORMS["kv_layernorm.weight"], (24,)),
-            (COMBINED, "linear_proj.weight", (32, 80)),
-        ],
-    )
+    @pytest.mark.parametrize("layout, key, needs", [row for row in KEYS if row[1] != FUSED_DOWN])
     def test_missing(self, layout, key, needs):
-        """The message holds our name for it: the checkpoint has none."""
         state = state_in(layout)
         del state[key]
-        named = {KV_UP: K_UP, NORMS["kv_layernorm.weight"]: "kv_layernorm.weight"}.get(key, key)
+        named, needs = (K_UP, (48, 24)) if key == KV_UP else (OWN.get(key, key), needs)
         with refusal(f"{named} is missing", f"this model needs {needs}", described(layout)):
             attention_with_weights().load_state_dict(state)
+
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("layout, key, needs", KEYS)
+    def test_misshapen(self, layout, key, needs, strict):
+        state = state_in(layout)
+        state[key] = torch.cat((state[key], state[key][:1]))
+        got, named = (needs[0] + 1, *needs[1:]), OWN.get(key, key)
+        with refusal(f"{named} has shape {got}", f"this model needs {needs}", described(layout)):
+            attention_with_weights().load_state_dict(state, strict=strict)
 
     @pytest.mark.parametrize("key", ["linear_q_proj.weight", "linear_proj.bias", "mystery"])
     @pytest.mark.parametrize("layout", [COMBINED, SPLIT, FUSED], ids=["combined", "split", "fused"])
     def test_extra(self, layout, key):
         state = {**state_in(layout), key: torch.zeros(3, 5)}
         with refusal(f"{key} of shape (3, 5)", described(layout)):
+            attention_with_weights().load_state_dict(state)
+
+    @pytest.mark.parametrize(
+        "layout, key, shape, parts",
+        [
+            # As many elements as rows of another length would have: a view would take them.
+            (COMBINED, KV_UP, (64, 48), ("(64, 48)", "(128, 24)")),
+            # In both layouts of one weight: which of the two is meant cannot be known.
+            (COMBINED, K_UP, (48, 24), ()),
+            (FUSED, "q_layernorm.weight", (16,), ()),
+            (FUSED, KV_DOWN, (32, 32), ()),
+        ],
+    )
+    def test_no_place_for_it(self, layout, key, shape, parts):
+        with refusal(key, *parts):
+            state = {**state_in(layout), key: torch.zeros(shape)}
             attention_with_weights().load_state_dict(state)
 
     def test_strict_is_the_callers_choice(self):
@@ -72,34 +103,6 @@ class TestAttention:
         result = other.load_state_dict({**state, "mystery": torch.zeros(2)}, strict=False)
         assert result.missing_keys == [Q_DOWN] and result.unexpected_keys == ["mystery"]
         assert torch.equal(other.linear_k_up_proj.weight, attention.linear_k_up_proj.weight)
-
-    @pytest.mark.parametrize(
-        "layout, key, needs",
-        [
-            (COMBINED, KV_UP, (128, 24)),
-            (COMBINED, Q_DOWN, (16, 32)),
-            (COMBINED, "q_layernorm.weight", (16,)),
-            (SPLIT, K_UP, (48, 24)),
-            (SPLIT, V_UP, (80, 24)),
-            (FUSED, FUSED_DOWN, (48, 32)),
-            (COMBINED, "linear_proj.weight", (32, 80)),
-        ],
-    )
-    @pytest.mark.parametrize("strict", [True, False])
-    def test_misshapen(self, layout, key, needs, strict):
-        state = state_in(layout)
-        state[key] = torch.cat((state[key], state[key][:1]))
-        got = tuple(state[key].shape)
-        parts = (f"{key} has shape {got}", f"this model needs {needs}", described(layout))
-        with refusal(*parts):
-            attention_with_weights().load_state_dict(state, strict=strict)
-
-    def test_columns_of_the_combined_weight(self):
-        """As many elements as rows of another length would have: a view would take them."""
-        state = state_in(COMBINED)
-        state[KV_UP] = state[KV_UP].reshape(64, 48)
-        with refusal(KV_UP, "(64, 48)", "(128, 24)"):
-            attention_with_weights().load_state_dict(state)
 
     def test_checkpoint_for_other_dimensions_lists_every_key(self):
         other = replace(TINY, kv_lora_rank=20, q_lora_rank=8)
@@ -121,20 +124,6 @@ class TestAttention:
         state = attention_with_weights(mla=source).state_dict()
         with refusal("kv_layernorm.weight", problem):
             attention_with_weights(mla=target).load_state_dict(state)
-
-    @pytest.mark.parametrize(
-        "layout, key, shape",
-        [
-            (COMBINED, K_UP, (48, 24)),
-            (FUSED, "q_layernorm.weight", (16,)),
-            (FUSED, KV_DOWN, (32, 32)),
-        ],
-    )
-    def test_both_layouts_of_one_weight(self, layout, key, shape):
-        """Which of the two is meant cannot be known."""
-        state = {**state_in(layout), key: torch.zeros(shape)}
-        with refusal(key):
-            attention_with_weights().load_state_dict(state)
 
 
 class TestWholeModel:
@@ -171,12 +160,12 @@ class TestToStandard:
         with refusal(key, "(4, 24)", f"needs {needs}"):
             to_standard_state_dict(state, DIMS)
 
-    @pytest.mark.parametrize("key", [K_UP, V_UP])
+    @pytest.mark.parametrize("key", [K_UP, V_UP, Q_DOWN, KV_DOWN])
     def test_missing(self, key):
         state = attention_with_weights().state_dict()
         del state[key]
-        with refusal(key):
-            to_standard_state_dict(state, DIMS)
+        with refusal(f"{key} is missing"):
+            to_standard_state_dict(state, DIMS, prefix="", down="fused")
 
     def test_fused_down_projections_without_a_query_latent(self):
         attention = attention_with_weights(mla=replace(TINY, q_lora_rank=None))
