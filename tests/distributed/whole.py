@@ -1,12 +1,13 @@
-"""What ranks have together: a folder that all of them see, and tensors put together from shards."""
+"""What ranks have together: a folder that all see, results of one or of all, whole tensors."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,27 @@ from tests.support import world
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """An empty folder that all processes see."""
-    name = [tempfile.mkdtemp(prefix="absorbed_mla_checkpoint_") if world.rank() == 0 else None]
-    dist.broadcast_object_list(name)
+    name = on_one_rank(lambda: tempfile.mkdtemp(prefix="absorbed_mla_checkpoint_"))
     try:
-        yield Path(name[0])
+        yield Path(name)
     finally:
         dist.barrier()
         if world.rank() == 0:
-            shutil.rmtree(name[0])
+            shutil.rmtree(name)
+
+
+def on_one_rank(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns on the first rank, on all of them once it has ended there."""
+    box = [function() if world.rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def of_all_ranks(value: Any) -> list:
+    """By rank."""
+    found = [None] * world.size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
