@@ -22,7 +22,7 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.serving.export import hf_weights
 from tests.conversion.megatron_models import SAME
 from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
-from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.distributed.whole import on_one_rank
 from tests.support import world
 from tests.support.models import TOKENS, token_batch
 

@@ -46,13 +46,6 @@ two_processes_suffice = needs.processes(2)
 cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 
 
-@pytest.fixture(scope="module")
-def whole_world_cp():
-    """All processes are one context-parallel group."""
-    with world.parallel(cp=world.size()):
-        yield
-
-
 @pytest.fixture
 def whole_world_dp():
     """All processes are data-parallel, with groups for dynamic context parallelism."""

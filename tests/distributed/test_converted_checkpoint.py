@@ -30,8 +30,7 @@ from tests.conversion.support import (
     tiny_config,
     write_torch_dist,
 )
-from tests.distributed.whole import whole_tensors
-from tests.support import world
+from tests.distributed.whole import on_one_rank, whole_tensors
 from tests.support.combinations import grid
 
 MODELS = {
@@ -40,13 +39,6 @@ MODELS = {
     "mtp": {"num_nextn_predict_layers": 1},
 }
 KINDS = ("standard", "absorbed")
-
-
-def on_one_rank(function) -> None:
-    """Call it on the first rank, and wait for it on the others."""
-    if world.rank() == 0:
-        function()
-    dist.barrier()
 
 
 def whole_weights(model) -> dict[str, Tensor]:

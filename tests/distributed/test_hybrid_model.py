@@ -7,7 +7,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import nn
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
@@ -37,12 +36,6 @@ TWINS = {
 EVERY_TWIN = pytest.mark.parametrize("pattern", TWINS)
 # Dense layers, and the model that has everything.
 TWO_TWINS = pytest.mark.parametrize("pattern", ["+-+-", "+-+E+E/+E/+E"])
-
-
-@pytest.fixture(autouse=True)
-def _mtp_log(monkeypatch):
-    """Megatron's log of MTP losses has the size of the process's first model."""
-    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
 
 
 def fields(pattern: str, tp: int | None = None) -> dict:
