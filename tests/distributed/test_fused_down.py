@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
@@ -28,6 +26,7 @@ from absorbed_mla.checkpoint.distributed import (
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.distributed.whole import optimizer_states
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.combinations import few_ranks, grid
@@ -232,24 +231,13 @@ def test_distributed_checkpoints_are_those_of_separate_layers(
 
 def test_optimizer_states_are_those_of_separate_layers(folder):
     """Megatron's optimizer applies a parameter's entry to its states."""
-
-    def states(made: nn.Module) -> dict:
-        entries = nested_values(model_sharded_state_dict(made))
-        by_parameter = {id(entry.data): entry for entry in entries}
-        return {
-            name: make_sharded_optimizer_tensor(
-                by_parameter[id(weight)], 3 * weight.detach() + 1, "optimizer.state.exp_avg"
-            )
-            for name, weight in made.named_parameters()
-        }
-
     size = world.size()
     with world.parallel(tp=size):
         source = model(one=True, tp=size)
-        dist_checkpointing.save(states(source), str(folder))
+        dist_checkpointing.save(optimizer_states(source), str(folder))
         separate = model(one=False, tp=size, seed=1)
+        loaded = dist_checkpointing.load(optimizer_states(separate), str(folder))
         separate.load_state_dict(source.state_dict())
-        loaded = dist_checkpointing.load(states(model(one=False, tp=size, seed=1)), str(folder))
         for name, weight in separate.named_parameters():
             assert torch.equal(loaded[name], 3 * weight.detach() + 1), name
 

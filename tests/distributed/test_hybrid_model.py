@@ -21,7 +21,7 @@ from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.combinations import few_ranks
 from tests.support.hybrid import hybrid_model, hybrid_twin
-from tests.support.models import MIXED, call, gpt_model, token_batch
+from tests.support.models import MIXED, call, gpt_model, token_batch, with_own_norms
 from tests.support.refusal import refusal
 
 pytestmark = few_ranks
@@ -56,15 +56,6 @@ def gpt(pattern: str, seed: int = 0) -> nn.Module:
 
 def hybrid(pattern: str, seed: int = 0) -> nn.Module:
     return with_own_norms(hybrid_model(pattern, seed=seed, **fields(pattern)), seed)
-
-
-def with_own_norms(model: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    return model
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

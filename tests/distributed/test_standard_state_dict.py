@@ -11,14 +11,10 @@ import torch
 
 from tests.support.cases import TINY, random_weights, shapes
 from tests.support.harness import Setup, build_attention, parameters_by_oracle_name, rank_weights
-from tests.support.standard import standard_state_dict
+from tests.support.standard import FUSED, standard_state_dict
 
 DOWN = pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
 SHAPES = {"tiny": TINY, **{n: shapes(1)[n] for n in ("q_lora_none", "no_latent_norm", "no_rope")}}
-FUSED_NORMS = {
-    "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
-    "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
-}
 
 
 def loaded(mla, setup, state_dict):
@@ -50,7 +46,7 @@ def test_norms_fused_by_transformer_engine(down_projection):
     """TransformerEngine keeps a norm's weight in the linear layer behind it, with extra state."""
     setup, weights = Setup(down_projection=down_projection), random_weights(TINY)
     state = standard_state_dict(TINY, setup, weights)
-    state = {FUSED_NORMS.get(name, name): t for name, t in state.items()}
+    state = {FUSED.get(name, name): t for name, t in state.items()}
     state["linear_q_up_proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
     state["linear_kv_up_proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
     assert_exact(loaded(TINY, setup, state), rank_weights(setup, weights))

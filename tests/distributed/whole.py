@@ -1,4 +1,4 @@
-"""What ranks have together: a folder that all see, results of one or of all, whole tensors."""
+"""What ranks have together: folders, results of one or all, whole tensors, entries of states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from torch import Tensor, nn
 
+from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
 from tests.support import world
 
 
@@ -57,3 +60,16 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def _gathered(x: Tensor, dim: int) -> Tensor:
     """Every tensor-parallel rank's ``x``, one after the other along ``dim``."""
     return world.gather(x.detach().to(world.device()), dim).to(x.device)
+
+
+def optimizer_states(model: nn.Module) -> dict:
+    """Entries of one state per parameter, 3 p + 1, as Megatron's optimizer makes them."""
+    entries = nested_values(model_sharded_state_dict(model))
+    # The optimizer looks for the parameter itself.
+    by_parameter = {id(entry.data): entry for entry in entries}
+    return {
+        name: make_sharded_optimizer_tensor(
+            by_parameter[id(parameter)], 3 * parameter.detach() + 1, "optimizer.state.exp_avg"
+        )
+        for name, parameter in model.named_parameters()
+    }

@@ -111,7 +111,7 @@ def same_table(one: Table | None, other: Table | None) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def execute(mla: OracleMLA, setup: Setup, tokens: Layout, **call) -> Execution:
+def execute(mla: OracleMLA, setup: Setup, tokens: Layout, load=load_weights, **call) -> Execution:
     """Run the layer forward and backward; ``call`` goes on to ``harness.run``."""
     # Rounded first, so that the layer and the oracle get the same numbers.
     weights = {n: w.to(setup.dtype).double() for n, w in random_weights(mla).items()}
@@ -119,7 +119,7 @@ def execute(mla: OracleMLA, setup: Setup, tokens: Layout, **call) -> Execution:
         tokens.random_rows(mla.hidden, seed).to(setup.dtype).double() for seed in (1, 2)
     )
     attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
+    load(attention, mla, setup, weights)
     result = run(attention, mla, setup, tokens, x, output_grad, **call)
     rows = (x.flatten(0, 1), output_grad.flatten(0, 1))
     return Execution(mla, setup, tokens, attention, weights, rows, named_tensors(mla, result))

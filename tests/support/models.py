@@ -55,6 +55,16 @@ def gpt_model(
     return model.to(world.device(), dtype)
 
 
+@torch.no_grad()
+def with_own_norms(model: nn.Module, seed: int) -> nn.Module:
+    """The model with random gains in place of ones, which are the same for every norm."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
 def token_batch(seed: int = 5) -> Tensor:
     """Token ids [BATCH, TOKENS]."""
     generator = torch.Generator().manual_seed(seed)
