@@ -103,16 +103,7 @@ def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> s
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A point of the oracle's grid that a kernel of this machine must pass.
-
-    Attributes:
-        form: Absorbed or expanded.
-        core_attention_backend: The backend that must run.
-        mla: Shape of the layer.
-        dtype: Type of all its tensors.
-        layout: One of ``LAYOUTS``.
-        recomputes: Whether backward recomputes everything that can be recomputed.
-    """
+    """A point of the oracle's grid that a kernel of this machine must pass."""
 
     form: str
     core_attention_backend: str

@@ -32,17 +32,7 @@ OWN_TABLE_BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Execution:
-    """Inputs and results of one forward and backward.
-
-    Attributes:
-        mla: Shape of the layer.
-        setup: How it was executed.
-        tokens: Layout of the input.
-        attention: The layer.
-        weights: Its whole weights, float64.
-        rows: Input and output gradient, float64 [rows, hidden].
-        tensors: Whole output and gradients by name.
-    """
+    """Inputs and results of one forward and backward; ``rows`` are x and the output's gradient."""
 
     mla: OracleMLA
     setup: Setup

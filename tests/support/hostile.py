@@ -71,21 +71,7 @@ def in_no_span(spans, queries: int, keys: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention over the latent.
-
-    Attributes:
-        queries: Tokens on the query axis, S_q.
-        keys: Tokens on the key axis, S_k.
-        spans: Which queries see which keys; what is in no span holds NaN.
-        heads: N.
-        batch: B.
-        content: C.
-        rope: R.
-        dtype: Of the operands.
-        magnitude: Standard deviation of queries and keys.
-        lse_gradient: Whether there is a gradient of the LSE.
-        last_stride: Stride of the operands' last dimension.
-    """
+    """One call of attention over the latent [S, B, C + R]; what is in no span holds NaN."""
 
     queries: int
     keys: int
@@ -95,8 +81,10 @@ class Case:
     content: int = 32
     rope: int = 16
     dtype: torch.dtype = torch.bfloat16
+    # Standard deviation of queries and keys.
     magnitude: float = 1.0
     lse_gradient: bool = True
+    # Of the operands' last dimension.
     last_stride: int = 1
 
     def __post_init__(self) -> None:

@@ -82,4 +82,11 @@ def call(model: nn.Module, **arguments) -> Tensor:
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     """Whole logits [BATCH, TOKENS, VOCAB]."""
-    return tensor_parallel.gather_from_tensor_model_parallel_region(call(model))
+    return whole_logits(model, token_batch())
+
+
+def whole_logits(model: nn.Module, tokens: Tensor, first: int = 0, **arguments) -> Tensor:
+    """Of tokens [B, S], which are at positions from ``first`` on, over all ranks [B, S, VOCAB]."""
+    positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    own = model(tokens, positions.expand_as(tokens), None, **arguments)
+    return tensor_parallel.gather_from_tensor_model_parallel_region(own)

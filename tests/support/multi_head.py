@@ -22,20 +22,10 @@ _ROWS_OF_A_GROWTH = 8
 
 @dataclass(frozen=True)
 class MultiHeadCase:
-    """One call.
+    """One call; ``width`` is that of queries and keys, and what is in no span holds NaN.
 
-    Attributes:
-        queries: Tokens on the query axis, S_q.
-        keys: Tokens on the key axis, S_k.
-        spans: Which queries see which keys; what is in no span holds NaN.
-        heads: N.
-        batch: B.
-        width: Of queries and keys, D.
-        values: Width of values, V.
-        dtype: Of the operands.
-        magnitude: Standard deviation of queries and keys.
-        growth: How much scores grow from 128 keys to the next, as exponents of 2: of queries
-            0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
+    ``growth`` is how much scores grow from 128 keys to the next, as exponents of 2: of queries
+    0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
     """
 
     queries: int
