@@ -12,8 +12,7 @@ from tests.support import world
 from tests.support.engine import (
     Request,
     Run,
-    assert_generates,
-    by_whole_forwards,
+    check_generates,
     engine_of,
     generate,
     generating_model,
@@ -64,8 +63,6 @@ def assert_crowded(done: Statistics) -> None:
 def check_crowded(model) -> Statistics:
     """The tokens are those of whole forwards, in steps of the sizes of graphs, too."""
     requests = [Request(text, 12) for text in PROMPTS]
-    engine = engine_of(model, **{**CROWDED, "blocks": 9}, num_cuda_graphs=4)
-    run = generate(engine, requests, log_probs=True)
-    assert_generates(run, by_whole_forwards(model, requests))
+    run = check_generates(model, requests, **{**CROWDED, "blocks": 9}, num_cuda_graphs=4)
     assert_crowded(run.statistics)
     return run.statistics

@@ -16,6 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -381,3 +382,15 @@ def test_evaluation(whole_world_cp, form, cp_comm_type):
     with torch.no_grad():
         assert torch.equal(attention.eval()(x, None)[0], expected)
     dist.barrier()
+
+
+@cp_comm_type
+@torch.inference_mode()
+def test_inference_is_refused(whole_world_cp, cp_comm_type):
+    """Each rank would cache its own part and attend to nothing else."""
+    attention = build_attention(TINY, Setup(cp_comm_type=cp_comm_type)).eval()
+    x = torch.zeros(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
+    context = StaticInferenceContext(1, 8)
+    with refusal("inference_context", f"context_parallel_size=1, got {world.size()}"):
+        attention(x, None, inference_context=context)
+    assert not context.key_value_memory_dict

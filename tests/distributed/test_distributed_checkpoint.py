@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from torch import Tensor, nn
 
 from absorbed_mla.checkpoint.distributed import (
@@ -46,9 +46,7 @@ def model(
     kind: str = "absorbed", layers: dict = MIXED, *, mla: OracleMLA = TINY, seed: int = 0
 ) -> nn.Module:
     """At the tensor-parallel size of the moment; weights are the same at every size."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
-    return with_own_norms(gpt_model(kind, mla, seed=seed, **layers, **parallel), seed)
+    return with_own_norms(gpt_model(kind, mla, seed=seed, **layers, **world.tp_fields()), seed)
 
 
 def whole_attention_weights(made: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from tests.support.engine import (
     Request,
     assert_generates,
     by_whole_forwards,
+    check_generates,
     engine_of,
     generate,
     generating_model,
@@ -49,7 +50,5 @@ def test_cache_in_host_memory():
     requests = [Request(prompt(400, seed), 6) for seed in range(2)]
     sizes = {"max_sequence_length": 448, "max_requests": 2, "blocks": 5, "paused_blocks": 0}
     crowded = {**CROWDED, **sizes, "prefix_caching": False}
-    engine = engine_of(model, **crowded, host_cache_tokens=12 * 64)
-    run = generate(engine, requests, log_probs=True)
-    assert_generates(run, by_whole_forwards(model, requests))
+    run = check_generates(model, requests, **crowded, host_cache_tokens=12 * 64)
     assert run.statistics.streamed_blocks

@@ -38,11 +38,9 @@ EVERY_TWIN = pytest.mark.parametrize("pattern", TWINS)
 TWO_TWINS = pytest.mark.parametrize("pattern", ["+-+-", "+-+E+E/+E/+E"])
 
 
-def fields(pattern: str, tp: int | None = None) -> dict:
+def fields(pattern: str) -> dict:
     """Of the config; Megatron trains mixtures of experts under TP with SP only."""
-    size = tp or world.tp_size()
-    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
-    return {**TWINS[pattern], **parallel}
+    return {**TWINS[pattern], **world.tp_fields()}
 
 
 def gpt(pattern: str, seed: int = 0) -> nn.Module:

@@ -160,6 +160,13 @@ def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
     return whole_logits(model, ids)[:, texts.shape[1] - 1]
 
 
+def check_generates(model: GPTModel, requests: Sequence[Request], **options) -> Run:
+    """Requests to an engine with these options have the tokens of whole forwards."""
+    run = generate(engine_of(model, **options), requests, log_probs=True)
+    assert_generates(run, by_whole_forwards(model, requests))
+    return run
+
+
 def assert_generates(run: Run, expected: list[Result]) -> None:
     """All requests have the expected tokens and, if recorded, log-probabilities."""
     assert len(run.results) == len(expected)
