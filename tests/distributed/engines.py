@@ -63,6 +63,6 @@ def assert_crowded(done: Statistics) -> None:
 def check_crowded(model) -> Statistics:
     """The tokens are those of whole forwards, in steps of the sizes of graphs, too."""
     requests = [Request(text, 12) for text in PROMPTS]
-    run = check_generates(model, requests, **{**CROWDED, "blocks": 9}, num_cuda_graphs=4)
+    run = check_generates(model, requests, **CROWDED, num_cuda_graphs=4)
     assert_crowded(run.statistics)
     return run.statistics

@@ -306,17 +306,11 @@ def test_context_parallel_ranks_agree():
 
 
 @needs.processes(2)
-def test_context_parallel_ranks_without_a_shared_cache():
-    with world.parallel(cp=2):
-        engine = engine_of(generating_model(context_parallel_size=2))
-        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
-            generate(engine, REQUESTS[:1])
-
-
-@needs.processes(2)
-def test_drafts_are_refused_under_context_parallelism():
+def test_refused_under_context_parallelism():
     with world.parallel(cp=2):
         model = generating_model(context_parallel_size=2, mtp_num_layers=1)
+        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
+            generate(engine_of(model), REQUESTS[:1])
         with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
             engine_of(model, num_speculative_tokens=1, **SHARED)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.distributed.engines import CROWDED, PROMPTS, check_crowded
 from tests.support import world
-from tests.support.combinations import few_ranks
+from tests.support.combinations import two_ranks
 from tests.support.engine import (
     Request,
     assert_generates,
@@ -19,7 +19,7 @@ from tests.support.engine import (
     prompt,
 )
 
-pytestmark = few_ranks
+pytestmark = two_ranks
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

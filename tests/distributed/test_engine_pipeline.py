@@ -31,7 +31,6 @@ SAMPLING = [
     SamplingParams(max_tokens=12 + 3 * (i % 2), logprobs=2, **KINDS[i % len(KINDS)])
     for i in range(len(PROMPTS))
 ]
-CROWDED = {**CROWDED, "blocks": 9}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 

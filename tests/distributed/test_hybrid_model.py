@@ -100,31 +100,32 @@ def test_state_dicts_there_and_back(pattern):
     check_same_weights(target, source)
 
 
+both_ways = pytest.mark.parametrize("write, read", [(gpt, hybrid), (hybrid, gpt)])
+
+
 @TWO_TWINS
-@pytest.mark.parametrize("writer", ["gpt", "hybrid"])
-def test_distributed_checkpoints(writer, pattern, folder):
+@both_ways
+def test_distributed_checkpoints(write, read, pattern, folder):
     """Each reads what the other wrote, at another tensor-parallel size too."""
-    make, make_other = (gpt, hybrid) if writer == "gpt" else (hybrid, gpt)
-    source = make(pattern)
+    source = write(pattern)
     save_model_weights(source, folder)
-    target = make_other(pattern, seed=1)
+    target = read(pattern, seed=1)
     load_model_weights(target, folder)
     check_same_weights(target, source)
     losses = call(source, labels=token_batch(6))
     with world.parallel(tp=1):
-        target = make_other(pattern, seed=1)
+        target = read(pattern, seed=1)
         load_model_weights(target, folder)
         torch.testing.assert_close(call(target, labels=token_batch(6)), losses)
 
 
 @TWO_TWINS
-@pytest.mark.parametrize("reader", ["gpt", "hybrid"])
-def test_names_for_megatrons_own_loading(reader, pattern, folder):
+@both_ways
+def test_names_for_megatrons_own_loading(write, read, pattern, folder):
     """It knows its own names only, and compares every one of them, extra states included."""
-    make, make_other = (gpt, hybrid) if reader == "gpt" else (hybrid, gpt)
-    source = make_other(pattern)
-    save_model_weights(source, folder, layer_names=reader)
-    target = make(pattern, seed=1)
+    source = write(pattern)
+    save_model_weights(source, folder, layer_names="gpt" if read is gpt else "hybrid")
+    target = read(pattern, seed=1)
     asked = model_sharded_state_dict(target)
     state = dist_checkpointing.load(asked, str(folder), strict=StrictHandling.RAISE_ALL)
     target.load_state_dict({key: state[key] for key in target.state_dict() if key in state})

@@ -16,14 +16,14 @@ from tests.distributed.engines import check_crowded
 from tests.distributed.test_engine_pipeline import STAGES, check, model_of
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED, TINY
-from tests.support.combinations import few_ranks
+from tests.support.combinations import two_ranks
 from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import generating_model
 from tests.support.parity import differences, parity_model
 
 
-@few_ranks
+@two_ranks
 @pytest.mark.parametrize(
     ("sequence_parallel", "cache"),
     [(False, "model"), (True, "model"), pytest.param(True, "fp8", marks=needs.processes(2))],

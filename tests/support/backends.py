@@ -163,8 +163,7 @@ def kernels_running(case: KernelCase) -> Iterator[None]:
     """
     with triton_interpreter(), determinism(True, warn_only=True):
         reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)
-        if reason and not needs.HAS_GPU:
-            pytest.skip(needs.NEEDS_GPU)
         if reason:
-            pytest.skip(f"{case.core_attention_backend}: {reason}")
+            says = f"{case.core_attention_backend}: {reason}"
+            pytest.skip(says if needs.HAS_GPU else needs.NEEDS_GPU)
         yield

@@ -20,10 +20,7 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as ``python SCRIPT ARGUMENT...`` does in this folder.
 
-    Args:
-        command: The script's file, and its arguments.
-        ranks: Number of processes, as torchrun starts them; 0: one without torchrun.
-        environment: Variables, besides those of this process.
+    With ``ranks`` it has so many processes, as torchrun starts them.
     """
     words = [*((*_LAUNCHER, ranks) if ranks else ()), *command]
     with forks_python():
