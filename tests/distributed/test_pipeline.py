@@ -31,19 +31,21 @@ PIPELINES = {
     "pp": {"pipeline_model_parallel_size": 2},
     "pp-vpp": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
+# Of the microbatches.
+SEEDS = range(4)
 # The goal for sums in another order, in fp32.
 TOLERANCE = 2e-6
 
 
-def alone(model: Model, layout: str, seeds: range, **sizes):
+def alone(model: Model, layout: str, **sizes):
     """Losses and gradients of the model that is not cut into stages; every replica has all data."""
     with world.parallel(**sizes):
         chunks = model.build()
         load(chunks, whole_weights(model))
-        return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], seeds))
+        return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], SEEDS))
 
 
-def cut(model: Model, layout: str, seeds: range, source: Model | None = None, **sizes):
+def cut(model: Model, layout: str, source: Model | None = None, **sizes):
     """Losses and gradients in a parallel layout, with the weights of ``source``."""
     with world.parallel(tp=sizes.get("tp", 1)):
         whole = whole_weights(source or model)
@@ -51,7 +53,7 @@ def cut(model: Model, layout: str, seeds: range, source: Model | None = None, **
         chunks = model.build()
         load(chunks, whole)
         replicas = parallel_state.get_data_parallel_world_size()
-        own = seeds[parallel_state.get_data_parallel_rank() :: replicas]
+        own = SEEDS[parallel_state.get_data_parallel_rank() :: replicas]
         return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], own))
 
 
@@ -60,8 +62,8 @@ def check(model: Model, layout: str = "sbhd", *, exact: bool = False, tp: int = 
 
     Between them, the ranks have all weights of the model.
     """
-    losses, gradients = cut(model, layout, range(4), tp=tp, **sizes)
-    expected_losses, expected = alone(model, layout, range(4), tp=tp)
+    losses, gradients = cut(model, layout, tp=tp, **sizes)
+    expected_losses, expected = alone(model, layout, tp=tp)
     assert not (exact and losses) or losses == expected_losses
     assert set().union(*of_all_ranks(set(gradients))) == set(expected)
     for name, gradient in gradients.items():
@@ -119,9 +121,9 @@ def test_overlapped_experts(delay, form, layout):
     )
     asked = mock.Mock()
     with mock.patch.object(AbsorbedMLASelfAttention, "backward_dw", asked):
-        _, gradients = cut(pieces, layout, range(4), plain, expert_model_parallel_size=2)
+        _, gradients = cut(pieces, layout, plain, expert_model_parallel_size=2)
     assert bool(asked.call_count) == delay
-    _, expected = cut(plain, layout, range(4), expert_model_parallel_size=2)
+    _, expected = cut(plain, layout, expert_model_parallel_size=2)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name
