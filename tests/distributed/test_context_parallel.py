@@ -5,7 +5,7 @@ Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 2, 4
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -180,11 +180,13 @@ class TestTraffic:
         with count_traffic() as gradient:
             output.sum().backward()
         per = tokens.tokens // world.cp_size() * tokens.batch * (world.cp_size() - 1)
-        found: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]
-        for sent, traffic in zip(found, (forward, gradient)):
+        found: list[dict[str, float]] = []
+        for traffic in (forward, gradient):
+            sent: Counter[str] = Counter()
             for message in traffic.messages:
                 if message.dtype != "int64":
-                    sent[message.operation] += message.num_bytes / per
+                    sent[message.operation] += message.num_bytes
+            found.append({operation: num_bytes / per for operation, num_bytes in sent.items()})
         return found
 
     @form
