@@ -22,9 +22,9 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.serving.export import hf_weights
 from tests.conversion.megatron_models import SAME
 from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
-from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.distributed.whole import on_one_rank
 from tests.support import world
-from tests.support.models import TOKENS, token_batch
+from tests.support.models import call, logits, token_batch
 
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("needs megatron-bridge", allow_module_level=True)
@@ -106,21 +106,16 @@ def exported(bridge: AutoBridge, model: GPTModel) -> dict[str, Tensor]:
 def difference(model: GPTModel, folder: Path) -> float:
     """Largest difference of logits to those of transformers, relative to the largest."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = token_batch()
-    positions = torch.arange(TOKENS).expand_as(tokens)
     with torch.no_grad():
-        expected = reference(tokens).logits
-        found = model.eval()(tokens, positions, None)
-        found = tensor_parallel.gather_from_tensor_model_parallel_region(found)
+        expected = reference(token_batch()).logits
+    found = logits(model.eval())
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def train(model: GPTModel, steps: int) -> None:
-    tokens = token_batch()
-    positions = torch.arange(TOKENS).expand_as(tokens)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
     for _ in range(steps):
-        model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean().backward()
+        call(model, labels=token_batch().roll(-1, 1)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

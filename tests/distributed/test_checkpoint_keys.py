@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
@@ -32,7 +32,7 @@ BACKENDS = pytest.mark.parametrize("backend", backends())
 def build(kind: str, backend: str, seed: int = 0):
     """A dense and MoE model of the kind, at the tensor-parallel size of the moment."""
     changes = {
-        **_parallel(),
+        **world.tp_fields(),
         "transformer_impl": backend,
         "layernorm_epsilon": TINY.norm_eps,
         **MIXED,
@@ -86,7 +86,7 @@ def test_any_layers_read_any_others(kind, writer, reader, folder):
 def test_a_larger_models_checkpoint_is_refused(folder):
     """Weights that nobody asks for mean that this is not the model that was saved."""
     save_model_weights(build("absorbed", "local"), folder)
-    smaller = gpt_model("absorbed", TINY, num_layers=1, **_parallel())
+    smaller = gpt_model("absorbed", TINY, num_layers=1, **world.tp_fields())
     with refusal("decoder.layers.1.self_attention.linear_proj.weight", "no place in this model"):
         load_model_weights(smaller, folder)
     ignored = ("decoder.layers.1.", "decoder.layers.2.")
@@ -115,8 +115,3 @@ def test_only_the_common_state_of_a_training_checkpoint_is_dropped(folder):
     target = build("absorbed", "local", seed=1)
     load_model_weights(target, folder)
     assert torch.equal(logits(target), logits(source))
-
-
-def _parallel() -> dict:
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}

@@ -32,13 +32,6 @@ pytestmark = needs.processes(2, 4)
 cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 
 
-@pytest.fixture(scope="module")
-def whole_world_cp():
-    """All processes are one context-parallel group."""
-    with world.parallel(cp=world.size()):
-        yield
-
-
 class CountedCudnn(PlainCudnn):
     """Takes float64 on a CPU, and counts its calls."""
 

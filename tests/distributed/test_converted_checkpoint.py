@@ -1,10 +1,11 @@
 """Converted checkpoints under tensor parallelism: every rank loads its share of what was written.
 
-And the other way: what the ranks of a model saved is read as one.
+The logits are then those of transformers. And the other way: what ranks saved is read as one.
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.checkpoint.names import KV_UP
+from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
+from tests.conversion.converted import converted, loaded_logits
+from tests.conversion.legacy_support import read_legacy, save_rank
 from tests.conversion.megatron_models import (
     SAME,
     load_strictly,
@@ -22,7 +26,9 @@ from tests.conversion.megatron_models import (
     megatron_model,
     save_torch_dist,
 )
+from tests.conversion.models import ARCHITECTURES
 from tests.conversion.support import (
+    assert_same_tensors,
     in_memory,
     load_all,
     random_tensors,
@@ -30,9 +36,11 @@ from tests.conversion.support import (
     tiny_config,
     write_torch_dist,
 )
-from tests.distributed.whole import whole_tensors
-from tests.support import world
-from tests.support.combinations import grid
+from tests.distributed.test_distributed_checkpoint import model as standard_or_absorbed
+from tests.distributed.whole import on_one_rank, whole_tensors
+from tests.support import needs, world
+from tests.support.combinations import grid, two_ranks
+from tests.support.models import MIXED
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},
@@ -40,13 +48,6 @@ MODELS = {
     "mtp": {"num_nextn_predict_layers": 1},
 }
 KINDS = ("standard", "absorbed")
-
-
-def on_one_rank(function) -> None:
-    """Call it on the first rank, and wait for it on the others."""
-    if world.rank() == 0:
-        function()
-    dist.barrier()
 
 
 def whole_weights(model) -> dict[str, Tensor]:
@@ -99,3 +100,47 @@ def test_what_ranks_saved_is_read(name, kind, folder):
     check(model, read_torch_dist(folder / "saved"), config)
     stored = next(tensor for key, tensor in checkpoint.stored.items() if key.endswith(KV_UP))
     assert stored.shape[-2:] == (128, 24)
+
+
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+LAYERS = {
+    "dense": ({"num_layers": 2}, {"num_hidden_layers": 2, "n_routed_experts": None}),
+    "mixed": ({**MIXED, **BIAS}, {"n_shared_experts": 1}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_legacy_files_of_a_models_ranks_are_read(name, folder):
+    """The ranks' files, merged, are the parameters that Megatron's own partition dims gather."""
+    layers, fields = LAYERS[name]
+    config = tiny_config(intermediate_size=64, **fields)
+    made = standard_or_absorbed("standard", layers, seed=1)
+    args = to_megatron_args(config, dtype=torch.float32, tensor_parallel=world.size())
+    state = {k: v if v is None else v.cpu() for k, v in made.state_dict().items()}
+    biases = {k: v for k, v in state.items() if k.endswith("expert_bias")}
+    whole = whole_tensors(made.named_parameters())
+    weights = {k: v.detach().cpu() for k, v in whole.items()}
+    expected = {as_mapped(k): v for k, v in (weights | biases).items()}
+    save_rank(folder / f"mp_rank_{world.rank():02d}", {"args": args, "model": state})
+    dist.barrier()
+    if world.rank() == 0:
+        found = in_memory(read_legacy(folder))
+        assert_same_tensors(load_all(to_megatron(found, config)), expected)
+
+
+# With one rank: tests/conversion/test_logits.py.
+@two_ranks
+@needs.no_gpu
+@grid(
+    1,
+    {
+        "architecture": {a.name.replace(" ", "-"): a for a in ARCHITECTURES},
+        "to": ("absorbed", "megatron"),
+    },
+)
+def test_logits_of_transformers(architecture, to):
+    """Of the largest logit; float32 sums in another order stay 10 times below."""
+    with converted(architecture, to) as (folder, tokens, expected):
+        logits = loaded_logits(folder, tokens)
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -7,21 +7,13 @@ checkpoint and nothing else; what the model then predicts is what transformers d
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
 from checkpoint_conversion.checkpoint_folder import weights_folder
@@ -33,7 +25,9 @@ from checkpoint_conversion.model import ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.conversion.megatron_models import load_strictly
 from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch
+from tests.distributed.whole import on_one_rank
 from tests.support import needs, world
+from tests.support.models import whole_logits
 
 pytestmark = needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed")
 
@@ -45,23 +39,6 @@ CASES = [
     ("absorbed", "absorbed", Architecture("v3", True, True, "yarn")),
     ("absorbed", "absorbed", Architecture("v2", False, True, "yarn")),
 ]
-
-
-@contextmanager
-def converted(architecture: Architecture, to: str) -> Iterator[tuple[Path, Tensor, Tensor]]:
-    """A checkpoint that all processes see, tokens, and transformers' logits of them."""
-    model, tokens = make_model(architecture), token_batch()
-    name = [tempfile.mkdtemp(prefix="converted_") if world.rank() == 0 else None]
-    if world.rank() == 0:
-        source = save(model, Path(name[0]) / "hf")
-        convert(source, Path(name[0]) / to, to, TargetOptions(norms="fused"))
-    dist.broadcast_object_list(name, device=world.device())
-    try:
-        yield Path(name[0]) / to, tokens, logits_of(model, tokens)
-    finally:
-        dist.barrier()
-        if world.rank() == 0:
-            shutil.rmtree(name[0])
 
 
 def te_model(config: ModelConfig, attention: str, grouped: bool) -> GPTModel:
@@ -104,16 +81,20 @@ def te_model(config: ModelConfig, attention: str, grouped: bool) -> GPTModel:
     [(*case, grouped) for case in CASES for grouped in ([False, True] if case[2].moe else [False])],
     ids=str,
 )
-def test_logits_of_transformers(attention, to, architecture, grouped):
-    with converted(architecture, to) as (folder, tokens, expected):
-        config = open_checkpoint(folder).config
-        model = te_model(config, attention, grouped).eval()
-        # Megatron stacks the layers of a model whose layers are all alike.
-        load_strictly(weights_folder(folder), model, stacked=len(set(config.moe_layers)) == 1)
-        tokens = tokens.to(world.device())
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with torch.no_grad():
-            logits = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
+def test_logits_of_transformers(attention, to, architecture, grouped, folder):
+    theirs, tokens = make_model(architecture), token_batch()
+    expected = logits_of(theirs, tokens)
+
+    def convert_it() -> None:
+        convert(save(theirs, folder / "hf"), folder / to, to, TargetOptions(norms="fused"))
+
+    on_one_rank(convert_it)
+    config = open_checkpoint(folder / to).config
+    model = te_model(config, attention, grouped).eval()
+    # Megatron stacks the layers of a model whose layers are all alike.
+    load_strictly(weights_folder(folder / to), model, stacked=len(set(config.moe_layers)) == 1)
+    with torch.no_grad():
+        logits = whole_logits(model, tokens.to(world.device()))
     error = (logits.cpu() - expected).abs().max() / expected.abs().max()
     print(f"{attention} {architecture.name} TP={world.size()}: {error:.1e}")
     assert error < 1e-4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,53 +17,28 @@ from absorbed_mla.serving.data_parallel_attention.model import (
 )
 from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs, graph_fields
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_crowded, assert_same
+from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
 from tests.support.cases import WIDE
 from tests.support.decode_graphs import FEW_GRAPHS, decode_graphs  # noqa: F401
 from tests.support.divided import divided_model, divided_world
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import engine_of, generate
 from tests.support.models import MIXED
 from tests.support.overlap_scheduler import count_calls
 
 pytestmark = needs.processes(2, 4)
 
-# Some share a block, and cross the end of another together; the others end at and around the end
-# of a block.
-REQUESTS = [
-    *(Request(prompt(122, seed, shared=70), 9) for seed in range(4)),
-    *(Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)),
-]
-CROWDED = {
-    "step_tokens": 64,
-    "chunked_prefill": True,
-    "prefix_caching": True,
-    "blocks": 7,
-    "paused_blocks": 1,
-}
-MODELS = {
-    "dense": {},
-    "experts": MIXED,
-}
+MODELS = {"dense": {}, "experts": MIXED}
 
 
-def assert_same(found, expected, numbers):
-    assert len(found.results) == len(numbers)
-    for number, one in zip(numbers, found.results, strict=True):
-        other = expected.results[number]
-        assert not one.error, one.error
-        assert one.tokens == other.tokens, number
-        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
-
-
-@functools.cache
-def alone(name="dense"):
-    """What one process generates, with nothing but whole prompts."""
-    with world.parallel(tp=1):
-        return generate(engine_of(generating_model(**MODELS[name])), REQUESTS, log_probs=True)
-
-
-def of_rank(numbers, rank=None):
-    return [REQUESTS[number] for number in numbers[world.rank() if rank is None else rank]]
+def check(engine, loads, name: str = "dense"):
+    """The tokens of this rank's requests are those of one process; returns statistics."""
+    numbers = loads[world.rank()]
+    found = generate(engine, [REQUESTS[number] for number in numbers], log_probs=True)
+    expected = alone(**MODELS[name]).results
+    assert_same(found.results, [expected[number] for number in numbers])
+    return found.statistics
 
 
 # By rank, numbers of requests: equal loads, or one rank with most of them and one without any.
@@ -79,13 +52,11 @@ def test_crowded(name, experts, loads):
     """Chunks, shared prefixes and a cache that is too small, on ranks of different loads."""
     with divided_world(experts):
         engine = engine_of(divided_model(**MODELS[name]), **CROWDED)
-        numbers, looped = loads[world.rank()], count_calls(engine)
-        found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
-    assert_same(found, alone(name), numbers)
-    done = found.statistics
+        looped = count_calls(engine)
+        done = check(engine, loads, name)
     assert bool(looped) == (loads is EVEN), "a rank without requests needs Megatron's step"
-    if len(numbers) > 3:
-        assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+    if len(loads[world.rank()]) > 3:
+        assert_crowded(done)
 
 
 @pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 2)])
@@ -102,15 +73,11 @@ def test_sizes_of_graphs(name, experts, monkeypatch):
             steps.append((module.exchange.tokens, engine.host.context.using_cuda_graph_this_step()))
 
         model.embedding.word_embeddings.register_forward_hook(note)
-        numbers = UNEVEN[world.rank()]
-        found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
-    assert_same(found, alone(name), numbers)
+        check(engine, UNEVEN, name)
     padded = [tokens for tokens, graph in steps if graph]
     assert all(min(tokens) == max(tokens) for tokens in padded)
     assert len(padded) > 4 and len(steps) > len(padded)
-    others = [None] * world.size()
-    dist.all_gather_object(others, steps)
-    assert others == [steps] * world.size()
+    assert of_all_ranks(steps) == [steps] * world.size()
 
 
 @needs.gpu
@@ -139,7 +106,7 @@ def test_llm_of_a_live_model():
             prompts = [list(REQUESTS[i].prompt) for i in numbers]
             params = [REQUESTS[i].sampling() for i in numbers]
             outputs = llm.generate(prompts, params, use_tqdm=False)
-    expected = alone("dense").tokens
+    expected = alone().tokens
     assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in numbers]
 
 

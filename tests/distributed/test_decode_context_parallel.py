@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -22,6 +20,7 @@ from absorbed_mla.inference.decode_context_parallel.context import _cache_ranks
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.serving.megatron_engine.allocator import pool_of
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
+from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_crowded, assert_same
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
@@ -33,93 +32,80 @@ pytestmark = needs.processes(2, 4)
 
 SHARED = {"decode_context_parallel": True}
 FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
-# Some share a block, and cross the end of another together; the others end at and around the end
-# of a block, or leave ranks without a token.
-REQUESTS = [
-    *(Request(prompt(122, seed, shared=70), 9) for seed in range(4)),
-    *(Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)),
-]
-CROWDED = {
-    "step_tokens": 64,
-    "chunked_prefill": True,
-    "prefix_caching": True,
-    "blocks": 7,
-    "paused_blocks": 1,
-}
 
 
-def assert_same(found, expected, within=5e-5):
-    for number, (one, other) in enumerate(zip(found.results, expected.results, strict=True)):
-        assert not one.error, one.error
-        assert one.tokens == other.tokens, number
-        assert one.log_probs == pytest.approx(other.log_probs, abs=within)
+def generated(model, requests=REQUESTS, **options):
+    """By a crowded engine whose cache the ranks share."""
+    engine = engine_of(model, **{**CROWDED, **SHARED, **options})
+    return generate(engine, requests, log_probs=True)
 
 
-@functools.cache
-def alone(**fields):
-    """What one process generates, with nothing but whole prompts."""
-    with world.parallel(tp=1):
-        return generate(engine_of(generating_model(**fields)), REQUESTS, log_probs=True)
-
-
-@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=needs.processes(2))])
-def test_crowded(form, monkeypatch):
-    """Chunks, shared prefixes and a cache that is too small, beside one process."""
-    # Few tokens in one exchange, and a context that is gathered in pieces.
+@pytest.fixture
+def small_exchanges(monkeypatch) -> None:
+    """Few tokens in one exchange, and prompts that are divided however short they are."""
     monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
-    model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
-    found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
-    assert_same(found, alone())
-    done = found.statistics
-    assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
+
+
+def layouts(*cases):
+    """Parametrize with sizes, of as many processes, and what comes with them."""
+    marked = []
+    for sizes, *more in cases:
+        count = sizes.get("tp", 1) * sizes.get("cp", 1)
+        marked.append(pytest.param(sizes, *more, marks=needs.processes(count)))
+    return marked
+
+
+@pytest.mark.usefixtures("small_exchanges")
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=needs.processes(2))])
+def test_crowded(form):
+    """Chunks, shared prefixes and a cache that is too small, beside one process."""
+    # A context that is gathered in pieces.
+    found = generated(generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48)))
+    assert_same(found.results, alone().results)
+    assert_crowded(found.statistics)
 
 
 @needs.processes(2)
 def test_beside_plain_tensor_parallelism():
     """The scheduler sees no difference."""
     model = generating_model()
-    found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
-    plain = generate(engine_of(model, **CROWDED), REQUESTS, log_probs=True)
-    assert_same(found, plain)
+    found, plain = generated(model), generated(model, decode_context_parallel=False)
+    assert_same(found.results, plain.results)
     assert found.statistics == plain.statistics
 
 
 def test_whole_prompts_in_steps_padded_for_graphs():
     model = generating_model(sequence_parallel=True)
     found = generate(engine_of(model, num_cuda_graphs=4, **SHARED), REQUESTS, log_probs=True)
-    assert_same(found, alone())
+    assert_same(found.results, alone().results)
     assert found.statistics.graph_steps == found.statistics.steps
 
 
 @needs.processes(2)
 def test_drafts():
     """Several tokens of a request see different numbers of a rank's keys."""
-    model = generating_model(mtp_num_layers=2)
-    options = {"num_speculative_tokens": 2, **CROWDED, **SHARED}
-    found = generate(engine_of(model, **options), REQUESTS, log_probs=True)
-    assert_same(found, alone(mtp_num_layers=2))
+    found = generated(generating_model(mtp_num_layers=2), num_speculative_tokens=2)
+    assert_same(found.results, alone(mtp_num_layers=2).results)
     assert found.statistics.evicted
     assert found.statistics.drafted > found.statistics.accepted
 
 
+@pytest.mark.usefixtures("small_exchanges")
 @pytest.mark.parametrize(
     "sizes, form",
-    [
+    layouts(
         ({"tp": 2}, "absorbed"),
         ({"tp": 2}, "expanded"),
         ({"cp": 2}, "absorbed"),
         ({"cp": 2}, "expanded"),
         ({"tp": 4}, "absorbed"),
         ({"tp": 2, "cp": 2}, "expanded"),
-    ],
+    ),
     ids=str,
 )
-def test_fp8_cache(sizes, form, monkeypatch):
+def test_fp8_cache(sizes, form):
     """Rows of another width; context-parallel ranks divide the prompts, too."""
-    if world.size() != sizes.get("tp", 1) * sizes.get("cp", 1):
-        pytest.skip("needs as many processes")
-    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     with world.parallel(**sizes):
         options = AbsorbedMLAOptions(form=form, context_chunk_size=48, **FP8)
         model = generating_model(options, context_parallel_size=sizes.get("cp", 1))
@@ -130,7 +116,8 @@ def test_fp8_cache(sizes, form, monkeypatch):
     # 24 values, a scale and 8 numbers of k_rope take 48 bytes, in each of 2 layers.
     assert held.nbytes == blocks * BLOCK_SIZE * 2 * 48 // world.size()
     # The last bits of sums over ranks may round a number to another one of e4m3.
-    assert_same(found, alone(options=AbsorbedMLAOptions(**FP8)), within=1e-3)
+    expected = alone(AbsorbedMLAOptions(**FP8)).results
+    assert_same(found.results, expected, within=1e-3)
 
 
 def test_same_memory_holds_more():
@@ -147,7 +134,7 @@ def test_same_memory_holds_more():
     assert memory[1] == memory[0]
     crowded, roomy = (generate(engine, requests, log_probs=True) for engine in (few, many))
     assert crowded.statistics.most_rows == 4 and roomy.statistics.most_rows == 8
-    assert_same(roomy, crowded)
+    assert_same(roomy.results, crowded.results)
 
 
 def test_cache_tokens_take_a_part_of_the_memory():
@@ -213,9 +200,9 @@ def test_replicas_that_share_experts():
         own = parallel_state.get_data_parallel_rank()
         requests = REQUESTS[:2] if own else REQUESTS[2:7]
         model = generating_model(sequence_parallel=True, **fields, **sizes)
-        found = generate(engine_of(model, **CROWDED, **SHARED), requests, log_probs=True)
-        plain = generate(engine_of(model, **CROWDED), requests, log_probs=True)
-    assert_same(found, plain)
+        found = generated(model, requests)
+        plain = generated(model, requests, decode_context_parallel=False)
+    assert_same(found.results, plain.results)
 
 
 def test_refused():
@@ -231,19 +218,18 @@ def test_refused():
         engine_of(generating_model(**generating_fields()), **SHARED)
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", layouts(({"cp": 2},), ({"cp": 4},), ({"tp": 2, "cp": 2},)), ids=str
+)
 def test_under_context_parallelism(sizes):
     """As a model is trained over context-parallel ranks: they share the cache, and agree."""
-    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
-        pytest.skip("needs as many processes")
     with world.parallel(**sizes):
         model = generating_model(context_parallel_size=sizes["cp"])
-        engine = engine_of(model, **CROWDED, **SHARED)
-        found = generate(engine, REQUESTS, log_probs=True)
+        found = generated(model)
         whole = engine_of(model).host.context.memory_buffer
         part = engine_of(model, **SHARED).host.context.memory_buffer
         assert whole.nbytes == world.size() * part.nbytes
-    assert_same(found, alone())
+    assert_same(found.results, alone().results)
 
 
 @needs.processes(2)
@@ -255,27 +241,22 @@ def test_ranks_of_given_groups():
         assert (ranks.size, ranks.parts) == (2, 1)
 
 
+@pytest.mark.usefixtures("small_exchanges")
 @pytest.mark.parametrize(
-    "sizes, form",
-    [
-        ({"cp": 2}, "absorbed"),
-        ({"cp": 2}, "expanded"),
-        ({"cp": 2}, "auto"),
-        ({"cp": 4}, "expanded"),
-        ({"tp": 2, "cp": 2}, "expanded"),
-        ({"tp": 2, "cp": 2, "sp": True}, "absorbed"),
-        ({"tp": 2, "cp": 2, "sp": True}, "expanded"),
-    ],
+    "sizes, form, sp",
+    layouts(
+        ({"cp": 2}, "absorbed", False),
+        ({"cp": 2}, "expanded", False),
+        ({"cp": 2}, "auto", False),
+        ({"cp": 4}, "expanded", False),
+        ({"tp": 2, "cp": 2}, "expanded", False),
+        ({"tp": 2, "cp": 2}, "absorbed", True),
+        ({"tp": 2, "cp": 2}, "expanded", True),
+    ),
     ids=str,
 )
-def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
+def test_prompts_divided_over_context_parallel_ranks(sizes, form, sp, monkeypatch):
     """In chunks and behind prefixes, each rank with some of the new tokens of all layers."""
-    sizes = dict(sizes)
-    sp = sizes.pop("sp", False)
-    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
-        pytest.skip("needs as many processes")
-    monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(dcp_attention, "_TOKEN_HEADS", 40)
     # Rows of both forms beside each other, where the layer chooses.
     monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
@@ -287,8 +268,8 @@ def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
             options = AbsorbedMLAOptions(form=form, context_chunk_size=chunk)
             model = generating_model(options, **fields)
             layer = Counting(model.decoder.layers[1].mlp)
-            found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
-        assert_same(found, alone())
+            found = generated(model)
+        assert_same(found.results, alone().results)
         assert layer.tokens.count(64 // parts) >= found.statistics.chunks > 4
         assert max(layer.tokens) == 64 // parts
 
@@ -325,17 +306,11 @@ def test_context_parallel_ranks_agree():
 
 
 @needs.processes(2)
-def test_context_parallel_ranks_without_a_shared_cache():
-    with world.parallel(cp=2):
-        engine = engine_of(generating_model(context_parallel_size=2))
-        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
-            generate(engine, REQUESTS[:1])
-
-
-@needs.processes(2)
-def test_drafts_are_refused_under_context_parallelism():
+def test_refused_under_context_parallelism():
     with world.parallel(cp=2):
         model = generating_model(context_parallel_size=2, mtp_num_layers=1)
+        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
+            generate(engine_of(model), REQUESTS[:1])
         with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
             engine_of(model, num_speculative_tokens=1, **SHARED)
 
@@ -348,7 +323,7 @@ def test_divided_prompts_with_experts(monkeypatch):
     with world.parallel(cp=2, expert_model_parallel_size=2):
         own = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
         model = generating_model(**fields, **own)
-        divided = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
+        divided = generated(model, REQUESTS[:5])
         monkeypatch.setattr(prefill_context_parallel, "LEAST_TOKENS", 10**6)
-        whole = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
-    assert_same(divided, whole)
+        whole = generated(model, REQUESTS[:5])
+    assert_same(divided.results, whole.results)

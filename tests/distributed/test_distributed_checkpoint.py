@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core import dist_checkpointing
 from torch import Tensor, nn
 
 from absorbed_mla.checkpoint.distributed import (
@@ -23,11 +20,11 @@ from absorbed_mla.checkpoint.distributed import (
     model_sharded_state_dict,
     save_model_weights,
 )
-from tests.distributed.whole import whole_tensors
+from tests.distributed.whole import optimizer_states, whole_tensors
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY
-from tests.support.models import MIXED, gpt_model, logits
+from tests.support.models import MIXED, gpt_model, logits, with_own_norms
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
 from tests.support.standard import KV_UP, interleave_heads
@@ -49,15 +46,7 @@ def model(
     kind: str = "absorbed", layers: dict = MIXED, *, mla: OracleMLA = TINY, seed: int = 0
 ) -> nn.Module:
     """At the tensor-parallel size of the moment; weights are the same at every size."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
-    made = gpt_model(kind, mla, seed=seed, **layers, **parallel)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "norm" in name:  # ones initially, whichever norm they belong to
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    return made
+    return with_own_norms(gpt_model(kind, mla, seed=seed, **layers, **world.tp_fields()), seed)
 
 
 def whole_attention_weights(made: nn.Module) -> dict[str, Tensor]:
@@ -136,17 +125,6 @@ def test_norms_under_the_names_of_the_reader(names, folder):
         expected.check(target)
 
 
-@pytest.mark.parametrize("layers", [DENSE, MIXED], ids=["dense", "mixed"])
-def test_read_by_megatron_itself(layers, folder):
-    """No code of this package in the standard model's way."""
-    source = model("absorbed", layers)
-    save_model_weights(source, folder, norm_names="local")
-    target = model("standard", layers, seed=1)
-    state = dist_checkpointing.load(model_sharded_state_dict(target), str(folder))
-    target.load_state_dict(state)
-    Content.of(source).check(target)
-
-
 @at_every_size
 @pytest.mark.parametrize("kind", ["absorbed", "standard"])
 def test_stacked_layers(kind, size, folder):
@@ -168,26 +146,13 @@ def test_stacked_layers(kind, size, folder):
 @at_every_size
 def test_optimizer_states(size, folder):
     """Megatron's optimizer applies a parameter's entry to its states, under a key of their own."""
-
-    def states(made: nn.Module) -> dict:
-        """Entries of one state per parameter, as Megatron's optimizer makes them."""
-        entries = nested_values(model_sharded_state_dict(made))
-        by_parameter = {id(entry.data): entry for entry in entries}
-        found = {}
-        for name, parameter in made.named_parameters():
-            entry = by_parameter[id(parameter)]  # the optimizer looks for the parameter itself
-            assert isinstance(entry, ShardedTensorFactory) or "_k_up_" not in name
-            state = 3 * parameter.detach() + 1
-            found[name] = make_sharded_optimizer_tensor(entry, state, "optimizer.state.exp_avg")
-        return found
-
     with world.parallel(tp=size):
-        dist_checkpointing.save(states(model()), str(folder))
+        dist_checkpointing.save(optimizer_states(model()), str(folder))
     keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
     assert f"optimizer.state.exp_avg.decoder.layers.0.self_attention.{KV_UP}" in keys
     for loaded_at in other_sizes(size):
         with world.parallel(tp=loaded_at):
-            loaded = dist_checkpointing.load(states(model(seed=1)), str(folder))
+            loaded = dist_checkpointing.load(optimizer_states(model(seed=1)), str(folder))
             for name, parameter in model().named_parameters():
                 if ".self_attention." in name:
                     assert torch.equal(loaded[name], 3 * parameter.detach() + 1), name

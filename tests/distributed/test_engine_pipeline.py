@@ -12,17 +12,15 @@ from megatron.core import parallel_state
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from tests.distributed.whole import shared_folder
+from tests.distributed.engines import CROWDED, PROMPTS, assert_crowded, assert_same
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED
-from tests.support.engine import engine_of, prompt
+from tests.support.engine import engine_of
 from tests.support.pipeline import Model, load, whole_weights
 
 STAGES = {"pipeline_model_parallel_size": 2}
 VIRTUAL = {**STAGES, "virtual_pipeline_model_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
-# They share a block, and cross the end of another together.
-PROMPTS = [prompt(120, seed, shared=70) for seed in range(6)]
 KINDS = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 1},
@@ -33,14 +31,7 @@ SAMPLING = [
     SamplingParams(max_tokens=12 + 3 * (i % 2), logprobs=2, **KINDS[i % len(KINDS)])
     for i in range(len(PROMPTS))
 ]
-# Chunks, shared prefixes and a cache that is too small.
-CROWDED = {
-    "step_tokens": 64,
-    "chunked_prefill": True,
-    "prefix_caching": True,
-    "blocks": 9,
-    "paused_blocks": 1,
-}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 def model_of(**changes) -> Model:
@@ -64,13 +55,18 @@ def run(model: Model, prompts, sampling, *, sizes=None, **options):
         return results, engine.statistics
 
 
-def assert_same(found, expected):
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert not one.error, one.error
-        assert one.tokens == other.tokens, number
-        assert one.finish == other.finish
-        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
-        assert one.prompt_log_probs == pytest.approx(other.prompt_log_probs, abs=5e-5)
+def check(model: Model, sizes, prompts=PROMPTS, sampling=SAMPLING, *, whole=None, both=(), **ours):
+    """Crowded in a parallel layout, results are those of one process.
+
+    ``whole`` is the model there, ``both`` are options of both engines, ``ours`` of the layout's.
+
+    Returns:
+        Results and statistics.
+    """
+    found, done = run(model, prompts, sampling, sizes=sizes, **CROWDED, **dict(both), **ours)
+    expected, _ = run(whole or model, prompts, sampling, **dict(both))
+    assert_same(found, expected)
+    return found, done
 
 
 @pytest.mark.parametrize(
@@ -80,55 +76,41 @@ def assert_same(found, expected):
 )
 @needs.processes(2)
 def test_stages(form, experts):
-    model = model_of(form=form, experts=experts)
     # The other rows of the embedding are padding.
-    vocabulary = {"vocab_size": 30}
-    found, done = run(model, PROMPTS, SAMPLING, sizes=STAGES, **CROWDED, **vocabulary)
-    expected, _ = run(model, PROMPTS, SAMPLING, **vocabulary)
-    assert_same(found, expected)
+    found, done = check(model_of(form=form, experts=experts), STAGES, both={"vocab_size": 30})
     assert max(max(one.tokens) for one in found) < 30
-    assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+    assert_crowded(done)
 
 
 @needs.processes(2)
 def test_prompt_logprobs_on_all_stages():
-    model = model_of(experts=True)
     sampling = [one.replace(prompt_logprobs=1) for one in SAMPLING[:3]]
-    options = {"prompt_logprobs": True}
-    found, _ = run(model, PROMPTS[:3], sampling, sizes=STAGES, **CROWDED, **options)
-    expected, _ = run(model, PROMPTS[:3], sampling, **options)
-    assert_same(found, expected)
+    both = {"prompt_logprobs": True}
+    found, _ = check(model_of(experts=True), STAGES, PROMPTS[:3], sampling, both=both)
     assert len(found[0].prompt_log_probs) == len(PROMPTS[0]) - 1
 
 
 @needs.processes(2)
 def test_drafts():
     """The last stage has the MTP layers."""
-    model = model_of(mtp_layers=2, experts=True)
-    options = {"num_speculative_tokens": 2}
-    found, done = run(model, PROMPTS, SAMPLING, sizes=STAGES, **CROWDED, **options)
-    expected, _ = run(model, PROMPTS, SAMPLING)
-    assert_same(found, expected)
+    _, done = check(model_of(mtp_layers=2, experts=True), STAGES, num_speculative_tokens=2)
     assert done.drafted > done.accepted
 
 
 @needs.processes(2)
-def test_prefix_cache_on_disk():
+def test_prefix_cache_on_disk(folder):
     """Every stage has files of its own layers; they agree on what is there."""
     model = model_of()
     expected, _ = run(model, PROMPTS[:2], SAMPLING[:2])
-    with shared_folder() as folder:
-        for disk_blocks in (0, 1):
-            options = {"prefix_caching": True, "prefix_cache_dir": folder}
-            found, done = run(model, PROMPTS[:2], SAMPLING[:2], sizes=STAGES, **options)
-            dist.barrier()
-            assert_same(found, expected)
-            assert done.disk_blocks == disk_blocks
-        if not dist.get_rank():
+    for disk_blocks in (0, 1, 0):
+        options = {"prefix_caching": True, "prefix_cache_dir": folder}
+        found, done = run(model, PROMPTS[:2], SAMPLING[:2], sizes=STAGES, **options)
+        dist.barrier()
+        assert_same(found, expected)
+        assert done.disk_blocks == disk_blocks
+        if disk_blocks and not dist.get_rank():
             next(folder.glob("*/*.safetensors")).unlink()
         dist.barrier()
-        _, done = run(model, PROMPTS[:2], SAMPLING[:2], sizes=STAGES, **options)
-        assert done.disk_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +141,7 @@ def test_prefix_cache_on_disk():
 )
 @needs.processes(2)
 def test_refused(fields, sizes, options, error):
-    model = model_of(experts=True, fields={"moe_token_dispatcher_type": "alltoall", **fields})
+    model = model_of(experts=True, fields={**ALLTOALL, **fields})
     with world.parallel(**sizes), pytest.raises(ValueError, match=error):
         engine_of(model.build()[0], **options)
 
@@ -168,7 +150,7 @@ def test_refused(fields, sizes, options, error):
 @needs.processes(2)
 def test_replicas_that_share_experts(num_drafts):
     """Each has requests of its own, ends at another time, and rejects another prompt."""
-    model = model_of(mtp_layers=2, experts=True, fields={"moe_token_dispatcher_type": "alltoall"})
+    model = model_of(mtp_layers=2, experts=True, fields=ALLTOALL)
     own = slice(0, 2) if world.rank() == 0 else slice(1, 6)
     prompts, sampling = [[], *PROMPTS[own]], [SAMPLING[0], *SAMPLING[own]]
     options = {"num_speculative_tokens": num_drafts}
@@ -181,10 +163,9 @@ def test_replicas_that_share_experts(num_drafts):
 @needs.processes(2)
 def test_parity_of_replicas():
     """Log-probabilities are equal to the bit, whatever the other replica sends to the experts."""
-    fields = {"moe_token_dispatcher_type": "alltoall"}
     # The kernels for GPUs need bf16, and other widths.
     kernels = {"mla": INTERPRETED, "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
-    model = model_of(experts=True, batch_invariant=True, fields=fields, **kernels)
+    model = model_of(experts=True, batch_invariant=True, fields=ALLTOALL, **kernels)
     own = slice(0, 2) if world.rank() == 0 else slice(2, 6)
     with batch_invariant_mode():
         found, _ = run(model, PROMPTS[own], SAMPLING[own], sizes=EXPERTS, **CROWDED)
@@ -200,7 +181,7 @@ def test_parity_of_replicas():
     [
         ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {}),
         ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {"decode_context_parallel": True}),
-        ({"moe_token_dispatcher_type": "alltoall"}, {**EXPERTS, **STAGES}, {}),
+        (ALLTOALL, {**EXPERTS, **STAGES}, {}),
         # Experts' ranks are the tensor-parallel ones, so replicas need not wait for each other.
         ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}, {}),
     ],
@@ -211,8 +192,5 @@ def test_together(fields, sizes, options):
         own = parallel_state.get_data_parallel_rank()
     prompts, sampling = PROMPTS[own : own + 2 + own], SAMPLING[own : own + 2 + own]
     fields = {**fields, "expert_tensor_parallel_size": sizes.get("expert_tensor_parallel_size")}
-    model = model_of(experts=True, fields=fields)
-    found, _ = run(model, prompts, sampling, sizes=sizes, **CROWDED, **options)
     whole = model_of(experts=True, fields={**fields, "sequence_parallel": False})
-    expected, _ = run(whole, prompts, sampling)
-    assert_same(found, expected)
+    check(model_of(experts=True, fields=fields), sizes, prompts, sampling, whole=whole, **options)

@@ -7,7 +7,6 @@ two processes are data-parallel, or TP 2 with sequence parallelism.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from torch import Tensor
 
 from absorbed_mla import LLM, AbsorbedMLAOptions, SamplingParams
 from absorbed_mla.fp8 import dequantized
@@ -29,8 +27,8 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.distributed.test_fp8 import MLA, RECIPES
 from tests.support import needs, world
 from tests.support.cases import config_for
+from tests.support.graphed_training import Step, first_difference
 from tests.support.models import call, gpt_model, token_batch
-from tests.support.numerics import relative_error
 
 pytestmark = [
     needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed"),
@@ -51,14 +49,6 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 def model_of(spec=None, **fields):
     return gpt_model(mla=MLA, dtype=torch.bfloat16, spec=spec, **fields)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step: its loss, and this rank's gradients by parameter, before their sum."""
-
-    loss: float
-    gradients: dict[str, Tensor]
 
 
 class Trainer:
@@ -205,22 +195,6 @@ def history(**fields) -> list[Step]:
     )
     trainer = Trainer(spec=spec, **fields)
     return [trainer.take_step() for _ in range(STEPS)]
-
-
-def first_difference(expected: list[Step], found: list[Step]) -> str:
-    """The first step with other bits, and its gradients that differ; ``""`` if there is none."""
-    for number, (one, other) in enumerate(zip(expected, found, strict=True), 1):
-        differing = [
-            f"{name} {relative_error(other.gradients[name], gradient):.1e}"
-            for name, gradient in one.gradients.items()
-            if not torch.equal(other.gradients[name], gradient)
-        ]
-        if differing or other.loss != one.loss:
-            return (
-                f"step {number}: loss {other.loss!r} instead of {one.loss!r}; relative errors of "
-                f"{len(differing)} of {len(one.gradients)} gradients: {', '.join(differing)}"
-            )
-    return ""
 
 
 def test_first_and_last_layers_in_bf16(parallel):

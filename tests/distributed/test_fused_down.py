@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
@@ -28,18 +26,11 @@ from absorbed_mla.checkpoint.distributed import (
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.distributed.whole import optimizer_states
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.combinations import few_ranks, grid
-from tests.support.engine import (
-    Request,
-    assert_generates,
-    by_whole_forwards,
-    engine_of,
-    generate,
-    generating_model,
-    prompt,
-)
+from tests.support.engine import Request, check_generates, generating_model, prompt
 from tests.support.harness import Setup, build_attention, load_weights, own_tokens
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
@@ -142,9 +133,7 @@ def test_engine_generates_from_a_live_model(down_projection):
     """The tokens of whole forwards, through Megatron's dynamic context."""
     options = AbsorbedMLAOptions(down_projection=down_projection)
     made = generating_model(options, mla_down_proj_fusion=True).eval()
-    requests = [Request(prompt(length, seed=length), 3) for length in (5, 20)]
-    run = generate(engine_of(made), requests, log_probs=True)
-    assert_generates(run, by_whole_forwards(made, requests))
+    check_generates(made, [Request(prompt(length, seed=length), 3) for length in (5, 20)])
 
 
 @pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
@@ -173,12 +162,11 @@ def test_state_dicts_of_every_layout_load(kind, down_projection):
         assert torch.equal(dict(other.named_parameters())[name], weight), name
 
 
-def model(*, one: bool, tp: int, seed: int = 0, down_projection: str = "duplicated") -> nn.Module:
+def model(*, one: bool, seed: int = 0, down_projection: str = "duplicated") -> nn.Module:
     fields = {
         "num_layers": 2,
         "mla_down_proj_fusion": one,
-        "tensor_model_parallel_size": tp,
-        "sequence_parallel": tp > 1,
+        **world.tp_fields(),
         "activation_func": torch.nn.functional.silu,
     }
     options = AbsorbedMLAOptions(down_projection=down_projection)
@@ -192,8 +180,9 @@ def model(*, one: bool, tp: int, seed: int = 0, down_projection: str = "duplicat
 def test_live_weights_are_those_of_separate_layers(down_projection):
     """Under Hugging Face's names, from all ranks."""
     with world.parallel(tp=world.size()):
-        parts = {"tp": world.size(), "down_projection": down_projection}
-        separate, one = model(one=False, **parts), model(one=True, seed=1, **parts)
+        separate, one = (
+            model(one=one, seed=one, down_projection=down_projection) for one in (False, True)
+        )
         one.load_state_dict(separate.state_dict())
         expected, found = (dict(hf_weights(made)) for made in (separate, one))
     assert list(found) == list(expected)
@@ -215,7 +204,7 @@ def test_distributed_checkpoints_are_those_of_separate_layers(
     """Under the standard's names, read at another tensor-parallel size and by either."""
     size = world.size()
     with world.parallel(tp=size):
-        source = model(one=saved_fused, tp=size, down_projection=down_projection)
+        source = model(one=saved_fused, down_projection=down_projection)
         expected = logits(source)
         entries = model_sharded_state_dict(source, non_homogeneous_layers=not stacked)
         dist_checkpointing.save(entries, str(folder))
@@ -225,31 +214,20 @@ def test_distributed_checkpoints_are_those_of_separate_layers(
     assert not any(FUSED in name for name in names)
     for tp, one in itertools.product({1, size}, (True, False)):
         with world.parallel(tp=tp):
-            target = model(one=one, seed=1, tp=tp, down_projection=down_projection)
+            target = model(one=one, seed=1, down_projection=down_projection)
             load_model_weights(target, folder)
             assert relative_error(logits(target), expected) < 1e-5
 
 
 def test_optimizer_states_are_those_of_separate_layers(folder):
     """Megatron's optimizer applies a parameter's entry to its states."""
-
-    def states(made: nn.Module) -> dict:
-        entries = nested_values(model_sharded_state_dict(made))
-        by_parameter = {id(entry.data): entry for entry in entries}
-        return {
-            name: make_sharded_optimizer_tensor(
-                by_parameter[id(weight)], 3 * weight.detach() + 1, "optimizer.state.exp_avg"
-            )
-            for name, weight in made.named_parameters()
-        }
-
     size = world.size()
     with world.parallel(tp=size):
-        source = model(one=True, tp=size)
-        dist_checkpointing.save(states(source), str(folder))
-        separate = model(one=False, tp=size, seed=1)
+        source = model(one=True)
+        dist_checkpointing.save(optimizer_states(source), str(folder))
+        separate = model(one=False, seed=1)
+        loaded = dist_checkpointing.load(optimizer_states(separate), str(folder))
         separate.load_state_dict(source.state_dict())
-        loaded = dist_checkpointing.load(states(model(one=False, tp=size, seed=1)), str(folder))
         for name, weight in separate.named_parameters():
             assert torch.equal(loaded[name], 3 * weight.detach() + 1), name
 

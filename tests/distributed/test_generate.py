@@ -5,16 +5,13 @@ If it fails, the cache, the engine or the script changes what a checkpoint says.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from checkpoint_conversion import cli
-from tests.conversion.models import Architecture, make_model, save
-from tests.distributed.whole import shared_folder
+from tests.conversion.models import Architecture
+from tests.distributed.llm import NEW, PROMPTS
+from tests.distributed.whole import on_one_rank
 from tests.support import world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
@@ -23,33 +20,6 @@ pytestmark = few_ranks
 
 # The tokenizer's: all bytes, and the end of a document.
 _VOCABULARY = 257
-_NEW = 12
-# Shorter and longer than a block of the cache.
-_PROMPTS = (b"An", b"the quick brown fox", bytes(range(32, 102)))
-
-
-def expected_tokens(model) -> list[list[int]]:
-    """What transformers generates, greedily, from all prompts as one batch."""
-    longest = max(map(len, _PROMPTS))
-    tokens = torch.tensor([list(prompt.rjust(longest, b"\0")) for prompt in _PROMPTS])
-    missing = torch.tensor([[longest - len(prompt)] for prompt in _PROMPTS])
-    mask = (torch.arange(longest) >= missing).long()
-    texts = model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=_NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return texts[:, longest:].tolist()
-
-
-def convert(model, folder: Path) -> None:
-    """By the command line, with rows of padding that all ranks divide."""
-    source = save(model, folder / "hf")
-    words = ["convert", source, folder / "made", "--to", "absorbed"]
-    assert cli.main([*map(str, words), "--make-vocab-size-divisible-by", "64"]) == 0
 
 
 def left_from_inference() -> list[str]:
@@ -71,32 +41,18 @@ def _id(value: Architecture | str) -> str:
     return (getattr(value, "name", value) or "default").replace(" ", "-")
 
 
-@pytest.fixture(scope="module")
-def converted():
-    """Per architecture, the converted checkpoint and the expected tokens, made when asked for."""
-    with shared_folder() as folder:
-        made = {}
-
-        def make(architecture: Architecture):
-            if architecture not in made:
-                own, expected = folder / str(len(made)), [None]
-                if world.rank() == 0:
-                    own.mkdir()
-                    model = make_model(architecture, vocab_size=_VOCABULARY)
-                    expected = [expected_tokens(model)]
-                    convert(model, own)
-                    (own / "prompts").write_bytes(b"\n".join(_PROMPTS))
-                dist.broadcast_object_list(expected)
-                made[architecture] = own, expected[0]
-            return made[architecture]
-
-        yield make
-
-
 @pytest.mark.parametrize("architecture, options", CASES, ids=_id)
-def test_tokens_of_transformers(converted, architecture, options):
-    folder, expected = converted(architecture)
-    words = f"--num-tokens-to-generate {_NEW} --greedy --ignore-eos --json {options}".split()
+def test_tokens_of_transformers(saved, folder, architecture, options):
+    """Converted by the command line, with rows of padding that all ranks divide."""
+    source, expected = saved(architecture, vocab_size=_VOCABULARY)
+
+    def prepare() -> int:
+        (folder / "prompts").write_bytes(b"\n".join(map(bytes, PROMPTS)))
+        words = ["convert", source, folder / "made", "--to", "absorbed"]
+        return cli.main([*map(str, words), "--make-vocab-size-divisible-by", "64"])
+
+    assert on_one_rank(prepare) == 0
+    words = f"--num-tokens-to-generate {NEW} --greedy --ignore-eos --json {options}".split()
     done = generate("--load", folder / "made", "--prompt-file", folder / "prompts", *words)
     assert done.code == 0, done.err
     assert not left_from_inference()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from tests.conversion.support import (
     tiny_config,
     write_torch_dist,
 )
-from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.distributed.whole import on_one_rank
 from tests.support import needs, world
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
@@ -66,12 +68,17 @@ def sharded(config: ModelConfig, kind: str = "absorbed", **changes: object) -> G
     return megatron_model(config, kind, stage=ends, **fields).to(world.device())
 
 
-def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:
-    """This rank's share of given weights, which all ranks' shares make up."""
+def written(config: ModelConfig, tensors: dict[str, Tensor], folder) -> Path:
+    """A distributed checkpoint of whole weights."""
     made = folder / "made"
     on_one_rank(lambda: write_torch_dist(made, config, tensors, "absorbed", norms="separate"))
+    return made / "release"
+
+
+def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:
+    """This rank's share of given weights, which all ranks' shares make up."""
     model = sharded(config)
-    load_model_weights(model, made / "release")
+    load_model_weights(model, written(config, tensors, folder))
     return model
 
 
@@ -136,34 +143,33 @@ def test_chunks_of_a_virtual_pipeline(folder):
     """A list of models, each with every second layer."""
     config = four_layers()
     tensors = random_tensors(config, torch.float32)
-    on_one_rank(
-        lambda: write_torch_dist(folder / "made", config, tensors, "absorbed", norms="separate")
-    )
+    made = written(config, tensors, folder)
     virtual = {"virtual_pipeline_model_parallel_size": 2}
     with world.parallel(**{PP: 2}, **virtual):
-        rank, sizes = parallel_state.get_pipeline_model_parallel_rank(), {PP: 2, **virtual}
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        ends = ((0, 0), (1, 1))
+        fields = {PP: 2, **virtual, **SILU, "pipeline_dtype": torch.float32}
         chunks = [
             megatron_model(
                 config,
                 "absorbed",
-                stage=((chunk, rank) == (0, 0), (chunk, rank) == (1, 1)),
+                stage=tuple((chunk, rank) == end for end in ends),
                 vp_stage=chunk,
-                pipeline_dtype=torch.float32,
-                **sizes,
-                **SILU,
+                **fields,
             ).to(world.device())
             for chunk in range(2)
         ]
-        whole = {}
-        for chunk in chunks:
-            own = model_sharded_state_dict(chunk)
-            for name, entry in own.items():
-                whole[f"{chunk.vp_stage}.{name}"] = entry
-        loaded = dist_checkpointing.load(whole, str(folder / "made/release"))
+        entries = {
+            f"{chunk.vp_stage}.{name}": entry
+            for chunk in chunks
+            for name, entry in model_sharded_state_dict(chunk).items()
+        }
+        state = dist_checkpointing.load(entries, str(made))
         for chunk in chunks:
             own = f"{chunk.vp_stage}."
-            state = {k.removeprefix(own): v for k, v in loaded.items() if k.startswith(own)}
-            chunk.load_state_dict(state)
+            chunk.load_state_dict(
+                {k.removeprefix(own): v for k, v in state.items() if k.startswith(own)}
+            )
         found = dict(hf_weights(chunks))
     assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 

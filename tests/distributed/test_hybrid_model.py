@@ -7,7 +7,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import nn
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
@@ -22,7 +21,7 @@ from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.combinations import few_ranks
 from tests.support.hybrid import hybrid_model, hybrid_twin
-from tests.support.models import MIXED, call, gpt_model, token_batch
+from tests.support.models import MIXED, call, gpt_model, token_batch, with_own_norms
 from tests.support.refusal import refusal
 
 pytestmark = few_ranks
@@ -39,17 +38,9 @@ EVERY_TWIN = pytest.mark.parametrize("pattern", TWINS)
 TWO_TWINS = pytest.mark.parametrize("pattern", ["+-+-", "+-+E+E/+E/+E"])
 
 
-@pytest.fixture(autouse=True)
-def _mtp_log(monkeypatch):
-    """Megatron's log of MTP losses has the size of the process's first model."""
-    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
-
-
-def fields(pattern: str, tp: int | None = None) -> dict:
+def fields(pattern: str) -> dict:
     """Of the config; Megatron trains mixtures of experts under TP with SP only."""
-    size = tp or world.tp_size()
-    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
-    return {**TWINS[pattern], **parallel}
+    return {**TWINS[pattern], **world.tp_fields()}
 
 
 def gpt(pattern: str, seed: int = 0) -> nn.Module:
@@ -63,15 +54,6 @@ def gpt(pattern: str, seed: int = 0) -> nn.Module:
 
 def hybrid(pattern: str, seed: int = 0) -> nn.Module:
     return with_own_norms(hybrid_model(pattern, seed=seed, **fields(pattern)), seed)
-
-
-def with_own_norms(model: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    return model
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -118,31 +100,32 @@ def test_state_dicts_there_and_back(pattern):
     check_same_weights(target, source)
 
 
+both_ways = pytest.mark.parametrize("write, read", [(gpt, hybrid), (hybrid, gpt)])
+
+
 @TWO_TWINS
-@pytest.mark.parametrize("writer", ["gpt", "hybrid"])
-def test_distributed_checkpoints(writer, pattern, folder):
+@both_ways
+def test_distributed_checkpoints(write, read, pattern, folder):
     """Each reads what the other wrote, at another tensor-parallel size too."""
-    make, make_other = (gpt, hybrid) if writer == "gpt" else (hybrid, gpt)
-    source = make(pattern)
+    source = write(pattern)
     save_model_weights(source, folder)
-    target = make_other(pattern, seed=1)
+    target = read(pattern, seed=1)
     load_model_weights(target, folder)
     check_same_weights(target, source)
     losses = call(source, labels=token_batch(6))
     with world.parallel(tp=1):
-        target = make_other(pattern, seed=1)
+        target = read(pattern, seed=1)
         load_model_weights(target, folder)
         torch.testing.assert_close(call(target, labels=token_batch(6)), losses)
 
 
 @TWO_TWINS
-@pytest.mark.parametrize("reader", ["gpt", "hybrid"])
-def test_names_for_megatrons_own_loading(reader, pattern, folder):
+@both_ways
+def test_names_for_megatrons_own_loading(write, read, pattern, folder):
     """It knows its own names only, and compares every one of them, extra states included."""
-    make, make_other = (gpt, hybrid) if reader == "gpt" else (hybrid, gpt)
-    source = make_other(pattern)
-    save_model_weights(source, folder, layer_names=reader)
-    target = make(pattern, seed=1)
+    source = write(pattern)
+    save_model_weights(source, folder, layer_names="gpt" if read is gpt else "hybrid")
+    target = read(pattern, seed=1)
     asked = model_sharded_state_dict(target)
     state = dist_checkpointing.load(asked, str(folder), strict=StrictHandling.RAISE_ALL)
     target.load_state_dict({key: state[key] for key in target.state_dict() if key in state})

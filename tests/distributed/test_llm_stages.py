@@ -5,24 +5,13 @@ If a test fails, a rank has read another share of a checkpoint than its own.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from absorbed_mla import LLM, SamplingParams
-from tests.conversion.models import Architecture, make_model, save
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
-from tests.distributed.test_llm import (
-    GREEDY,
-    PROMPTS,
-    assert_parity,
-    expected_tokens,
-    made_by_rank_0,
-    token_ids,
-)
-from tests.distributed.whole import shared_folder
+from tests.conversion.models import Architecture
+from tests.distributed.llm import assert_parity, generated, sampled, token_ids
+from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
 from tests.support.engine import prompt
 from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
@@ -30,121 +19,62 @@ from tests.support.pipeline import weights as weights_of
 
 # Two layers on the first stage, one on the last.
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 131}
-ARCHITECTURES = {
-    "experts": (Architecture("v3", True, True, "yarn"), LAYERS),
-    "tied": (Architecture("v3", True, False, "rope"), {**LAYERS, "tie_word_embeddings": True}),
-}
+EXPERTS = Architecture("v3", True, True, "yarn"), LAYERS
+TIED = Architecture("v3", True, False, "rope"), {**LAYERS, "tie_word_embeddings": True}
 # Options of LLM, and Megatron's sizes, which are those of this process already.
-STAGES = (
+PP = (
     {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
     {"pipeline_model_parallel_size": 2},
 )
-EXPERTS = (
-    {"expert_parallel_size": 2},
+EP = (
+    {"tensor_parallel_size": 2, "expert_parallel_size": 2},
     {"tp": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 )
+# Two halves of each expert, and both with pipeline stages.
+TP_EP = (
+    {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+    {"tp": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+)
+PP_EP = {**EP[0], **PP[0], "tensor_parallel_size": 2}, {**EP[1], **PP[1]}
+CASES = {
+    2: {"experts-pp": (EXPERTS, PP), "experts-ep": (EXPERTS, EP), "tied-pp": (TIED, PP)},
+    4: {"tp-ep": (EXPERTS, TP_EP), "pp-ep": (EXPERTS, PP_EP)},
+}.get(world.size(), {})
 
 
-@pytest.fixture(scope="module")
-def folder():
-    with shared_folder() as path:
-        yield path
-
-
-@pytest.fixture(scope="module")
-def saved(folder):
-    """Per architecture, its Hugging Face folder and the tokens that transformers generates."""
-
-    @functools.cache
-    def make(name: str):
-        def build():
-            architecture, changes = ARCHITECTURES[name]
-            model = make_model(architecture, **changes)
-            save(model, folder / name)
-            return expected_tokens(model)
-
-        return folder / name, made_by_rank_0(build)
-
-    return make
-
-
-def generated(path, layout, prompts=PROMPTS, params=GREEDY, **options) -> list[list[int]]:
-    given, sizes = layout
-    with world.parallel(**sizes), LLM(path, max_num_seqs=8, **given, **options) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm.require_no_leak()
-        return token_ids(outputs)
+@needs.processes(2, 4)
+@pytest.mark.parametrize("model, layout", CASES.values(), ids=CASES)
+def test_tokens_of_transformers(saved, model, layout):
+    architecture, changes = model
+    path, expected = saved(architecture, **changes)
+    options, sizes = layout
+    with world.parallel(**sizes):
+        assert generated(path, **options) == expected
 
 
 @needs.processes(2)
-@pytest.mark.parametrize(
-    "name, layout",
-    [("experts", STAGES), ("experts", EXPERTS), ("tied", STAGES)],
-    ids=["experts-pp", "experts-ep", "tied-pp"],
-)
-def test_tokens_of_transformers(saved, name, layout):
-    path, expected = saved(name)
-    assert generated(path, layout) == expected
-
-
-@needs.processes(4)
-@pytest.mark.parametrize(
-    "given, sizes",
-    [
-        # Two halves of each expert, and both with pipeline stages.
-        (
-            {"tensor_parallel_size": 4, "expert_parallel_size": 2},
-            {"tp": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-        ),
-        ({"pipeline_parallel_size": 2, "expert_parallel_size": 2}, {**EXPERTS[1], **STAGES[1]}),
-    ],
-    ids=["tp-ep", "pp-ep"],
-)
-def test_four_ranks(saved, given, sizes):
-    path, expected = saved("experts")
-    assert generated(path, (given, sizes)) == expected
-
-
-@pytest.fixture(scope="module")
-def drafting(folder):
-    """A folder with an MTP layer, whose weights are random: few drafts are right."""
-    path = folder / "mtp"
-
-    def build():
-        config = tiny_config(num_nextn_predict_layers=1, torch_dtype="float32")
-        tensors = {k: v * 0.2 for k, v in random_tensors(config).items()}
-        write_hugging_face(path, config, tensors)
-
-    made_by_rank_0(build)
-    return path
-
-
-@needs.processes(2)
-@pytest.mark.parametrize("layout", [STAGES, EXPERTS], ids=["pp", "ep"])
+@pytest.mark.parametrize("layout", [PP, EP], ids=["pp", "ep"])
 def test_drafts_and_chunks(drafting, layout):
     """The MTP layer is on the last stage, which needs the embedding, too."""
-    prompts = [[token % 64 for token in one] for one in PROMPTS]
-    params = [GREEDY, GREEDY.replace(temperature=0.7, seed=1), GREEDY.replace(top_p=0.5, seed=2)]
-    expected = generated(drafting, ({"tensor_parallel_size": 1}, {}), prompts, params)
-    options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 40}
-    assert generated(drafting, layout, prompts, params, **options) == expected
+    options, sizes = layout
+    options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 40, **options}
+    with world.parallel():
+        expected = sampled(drafting, tensor_parallel_size=1)
+    with world.parallel(**sizes):
+        assert sampled(drafting, **options) == expected
 
 
 @needs.processes(2)
 def test_parity_mode(saved):
-    """Sampled, alone and all together, in chunks and evicted."""
-    path, _ = saved("experts")
-    params = [
-        SamplingParams(max_tokens=12, ignore_eos=True, seed=i, top_p=0.9, temperature=1.3)
-        for i in range(3)
-    ]
-    given, sizes = EXPERTS
+    architecture, changes = EXPERTS
+    path, _ = saved(architecture, **changes)
+    options, sizes = EP
     with world.parallel(**sizes):
-        assert_parity(path, params, **given)
+        assert_parity(path, **options)
 
 
 LIVE = {
-    "pp": STAGES[1],
+    "pp": PP[1],
     "ep": {"expert_model_parallel_size": 2},
 }
 
@@ -203,16 +133,14 @@ def whole_after_a_step(model: Model, weights, sizes) -> dict[str, torch.Tensor]:
         chunks = model.build()
         load(chunks, weights)
         step(chunks, 0)
-        parts = [None] * world.size()
-        dist.all_gather_object(
-            parts, {n: p.detach().clone() for n, p in weights_of(chunks).items()}
-        )
+        own = {n: p.detach().clone() for n, p in weights_of(chunks).items()}
+        parts = of_all_ranks(own)
     return {name: weight for part in parts for name, weight in part.items()}
 
 
 @needs.processes(2)
 def test_virtual_stages_are_refused():
-    with world.parallel(**STAGES[1], virtual_pipeline_model_parallel_size=2):
+    with world.parallel(**PP[1], virtual_pipeline_model_parallel_size=2):
         chunks = Model(fields=(("cache_mla_latents", True),)).build()
         with pytest.raises(ValueError, match="virtual pipeline stages cannot generate"):
             LLM.from_model(chunks)
@@ -235,6 +163,6 @@ def test_virtual_stages_are_refused():
         ),
     ],
 )
-def test_refused(saved, options, error):
+def test_refused(drafting, options, error):
     with pytest.raises(ValueError, match=error):
-        LLM(saved("experts")[0], **options)
+        LLM(drafting, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from absorbed_mla.packed_roll import roll_tensor
@@ -18,12 +17,6 @@ from tests.support.pipeline import Model
 # Parts of a chunk, whole chunks, a single token.
 LENGTHS = (7, 1, 2, 9)
 EXCHANGES = ("p2p", "all_gather") if world.size() > 1 else ("auto",)
-
-
-@pytest.fixture(autouse=True)
-def _mtp_log(monkeypatch):
-    """Megatron's log of MTP losses has the size of the process's first model."""
-    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
 
 
 def slots() -> list[int]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
+from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
+from tests.support.combinations import grid
 from tests.support.numerics import relative_error
 from tests.support.pipeline import (
     LAYOUTS,
@@ -25,26 +25,27 @@ from tests.support.pipeline import (
     whole_weights,
 )
 
-form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
-layout = pytest.mark.parametrize("layout", LAYOUTS)
-experts = pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+FORM = ("absorbed", "expanded")
+EXPERTS = {"dense": False, "experts": True}
 PIPELINES = {
     "pp": {"pipeline_model_parallel_size": 2},
     "pp-vpp": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
+# Of the microbatches.
+SEEDS = range(4)
 # The goal for sums in another order, in fp32.
 TOLERANCE = 2e-6
 
 
-def alone(model: Model, layout: str, seeds: range, **sizes):
+def alone(model: Model, layout: str, **sizes):
     """Losses and gradients of the model that is not cut into stages; every replica has all data."""
     with world.parallel(**sizes):
         chunks = model.build()
         load(chunks, whole_weights(model))
-        return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], seeds))
+        return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], SEEDS))
 
 
-def cut(model: Model, layout: str, seeds: range, source: Model | None = None, **sizes):
+def cut(model: Model, layout: str, source: Model | None = None, **sizes):
     """Losses and gradients in a parallel layout, with the weights of ``source``."""
     with world.parallel(tp=sizes.get("tp", 1)):
         whole = whole_weights(source or model)
@@ -52,96 +53,64 @@ def cut(model: Model, layout: str, seeds: range, source: Model | None = None, **
         chunks = model.build()
         load(chunks, whole)
         replicas = parallel_state.get_data_parallel_world_size()
-        own = seeds[parallel_state.get_data_parallel_rank() :: replicas]
+        own = SEEDS[parallel_state.get_data_parallel_rank() :: replicas]
         return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], own))
 
 
-def all_names(gradients) -> set[str]:
-    """Names of all ranks."""
-    found = [None] * world.size()
-    dist.all_gather_object(found, set(gradients))
-    return set().union(*found)
+def check(model: Model, layout: str = "sbhd", *, exact: bool = False, tp: int = 1, **sizes):
+    """Gradients in a parallel layout are those of the whole model; to the bit if ``exact``.
 
-
-def require_equal(found, expected) -> None:
-    """To the bit; between them, the ranks have all weights of the model."""
-    assert all_names(found) == set(expected)
-    for name, gradient in found.items():
+    Between them, the ranks have all weights of the model.
+    """
+    losses, gradients = cut(model, layout, tp=tp, **sizes)
+    expected_losses, expected = alone(model, layout, tp=tp)
+    assert not (exact and losses) or losses == expected_losses
+    assert set().union(*of_all_ranks(set(gradients))) == set(expected)
+    for name, gradient in gradients.items():
         assert gradient.abs().sum() > 0, name
-        assert torch.equal(gradient, expected[name]), name
-
-
-def require_close(found, expected) -> None:
-    assert all_names(found) == set(expected)
-    for name, gradient in found.items():
+        if exact:
+            assert torch.equal(gradient, expected[name]), name
         error = relative_error(gradient, expected[name])
         assert error < TOLERANCE, f"{name}: relative error {error:.1e}"
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@experts
-@form
-@layout
+@grid(2, {"pipeline": PIPELINES, "experts": EXPERTS, "form": FORM, "layout": [*LAYOUTS]})
 def test_stages(pipeline, experts, form, layout):
-    model = Model(form=form, experts=experts)
-    losses, gradients = cut(model, layout, range(4), **PIPELINES[pipeline])
-    expected_losses, expected = alone(model, layout, range(4))
-    if losses:
-        assert losses == expected_losses
-    require_equal(gradients, expected)
+    check(Model(form=form, experts=experts), layout, exact=True, **pipeline)
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@form
-@layout
+@grid(2, {"dispatcher": ("allgather", "alltoall"), "form": FORM, "layout": [*LAYOUTS]})
 def test_ranks_of_experts(dispatcher, form, layout):
     """Each rank has half of the experts, and half of the microbatches."""
     fields = (("moe_token_dispatcher_type", dispatcher),)
-    model = Model(form=form, experts=True, fields=fields)
-    _, gradients = cut(model, layout, range(4), expert_model_parallel_size=2)
-    _, expected = alone(model, layout, range(4))
-    require_close(gradients, expected)
+    check(Model(form=form, experts=True, fields=fields), layout, expert_model_parallel_size=2)
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@experts
-@form
+@grid(2, {"pipeline": PIPELINES, "experts": EXPERTS, "form": FORM})
 def test_multi_token_prediction(pipeline, experts, form):
     """The last stage has the MTP layers, and a second embedding, whose gradients are summed."""
-    model = Model(form=form, experts=experts, mtp_layers=2)
-    _, gradients = cut(model, "sbhd", range(4), **PIPELINES[pipeline])
-    _, expected = alone(model, "sbhd", range(4))
-    require_close(gradients, expected)
+    check(Model(form=form, experts=experts, mtp_layers=2), **pipeline)
 
 
 @needs.processes(4)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("form, layout", [("absorbed", "thd"), ("expanded", "sbhd")])
+@grid(2, {"pipeline": PIPELINES, "form": FORM, "layout": [*LAYOUTS]})
 def test_stages_with_tensor_parallelism(pipeline, form, layout):
     fields = (("sequence_parallel", True),)
-    model = Model(form=form, experts=True, fields=fields)
-    _, gradients = cut(model, layout, range(4), tp=2, **PIPELINES[pipeline])
-    _, expected = alone(model, layout, range(4), tp=2)
-    require_equal(gradients, expected)
+    check(Model(form=form, experts=True, fields=fields), layout, exact=True, tp=2, **pipeline)
 
 
 @needs.processes(4)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@form
+@grid(2, {"pipeline": PIPELINES, "form": FORM})
 def test_stages_with_ranks_of_experts(pipeline, form):
     model = Model(form=form, experts=True, mtp_layers=1)
-    _, gradients = cut(model, "sbhd", range(4), expert_model_parallel_size=2, **PIPELINES[pipeline])
-    _, expected = alone(model, "sbhd", range(4))
-    require_close(gradients, expected)
+    check(model, expert_model_parallel_size=2, **pipeline)
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("delay", [False, True], ids=["overlapped", "delayed"])
-@form
-@layout
+@grid(2, {"delay": {"overlapped": False, "delayed": True}, "form": FORM, "layout": [*LAYOUTS]})
 def test_overlapped_experts(delay, form, layout):
     """Layers in pieces, with weight gradients after the others: equal to layers in one."""
     options = {"moe_token_dispatcher_type": "alltoall"}
@@ -152,9 +121,9 @@ def test_overlapped_experts(delay, form, layout):
     )
     asked = mock.Mock()
     with mock.patch.object(AbsorbedMLASelfAttention, "backward_dw", asked):
-        _, gradients = cut(pieces, layout, range(4), plain, expert_model_parallel_size=2)
+        _, gradients = cut(pieces, layout, plain, expert_model_parallel_size=2)
     assert bool(asked.call_count) == delay
-    _, expected = cut(plain, layout, range(4), expert_model_parallel_size=2)
+    _, expected = cut(plain, layout, expert_model_parallel_size=2)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from absorbed_mla.qk_clip import clip_qk
+from absorbed_mla.testing.traffic import count_traffic
 from tests import oracle
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
@@ -167,50 +168,29 @@ def scores_above(attentions, tau, heads):
         attention.core_attention.current_max_attn_logits = found
 
 
-class Collectives:
-    """Counts those that ``clip_qk`` calls."""
-
-    def __init__(self, monkeypatch):
-        self.counts = dict.fromkeys(("all_reduce", "all_gather"), 0)
-        for name in self.counts:
-            monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name)))
-
-    def _counted(self, name, function):
-        def counted(*args, **kwargs):
-            self.counts[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    def of(self, function):
-        """What one call of ``function`` needs."""
-        before = dict(self.counts)
-        function()
-        return {name: count - before[name] for name, count in self.counts.items()}
-
-
 @needs.processes(2)
-def test_ranks_ask_for_shards_once(monkeypatch):
+def test_ranks_ask_for_shards_once():
     """One collective a step; one more for all layers where a head is clipped and shards are new."""
     with world.parallel():
         setup = Setup(dtype=torch.bfloat16)
         config = {"qk_clip": True, "qk_clip_threshold": TAU}
         attentions = [build_attention(TINY, setup, **config) for _ in range(3)]
-        model, collectives = torch.nn.ModuleList(attentions), Collectives(monkeypatch)
+        model = torch.nn.ModuleList(attentions)
         weights = [weight for one in attentions for weight in with_shards(one)]
 
         def clip(*heads):
             scores_above(attentions, TAU, heads)
             before = [weight.detach().clone() for weight in weights]
-            found = collectives.of(lambda: clip_qk(model))
+            with count_traffic() as traffic:
+                clip_qk(model)
             changed = [not torch.equal(w, b) for w, b in zip(weights, before)]
             assert changed == [bool(above) for above in heads for _ in range(2)]
             for weight in weights:
                 check_shard(weight)
-            return found
+            return [message.operation for message in traffic.messages]
 
         nothing: list[int] = []
-        alone, both = {"all_reduce": 1, "all_gather": 0}, {"all_reduce": 1, "all_gather": 1}
+        alone, both = ["all-reduce"], ["all-reduce", "all-gather"]
         assert clip(nothing, nothing, nothing) == alone
         assert clip(nothing, [0, 2], nothing) == both
         assert clip([1], nothing, [3]) == alone

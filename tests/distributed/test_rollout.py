@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
 from rollout.run import build_trainer
+from tests.distributed.whole import of_all_ranks
 from tests.support import world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
-from tests.support.combinations import few_ranks
+from tests.support.combinations import two_ranks
 from training import megatron_loop
 
-pytestmark = few_ranks
+pytestmark = two_ranks
 
 MEASURED = ("reward", "reward_deviation", "loss", "grad_norm", "log_prob_gap_max", "tokens")
 SMALL = (
@@ -36,9 +36,7 @@ def records(options: str) -> list[list[float]]:
     trainer = build_trainer(args, world.device())
     trainer.run()
     rows = [[row[name] for name in MEASURED] for row in trainer.metrics.records]
-    everybody = [None] * world.size()
-    dist.all_gather_object(everybody, rows)
-    assert everybody == [rows] * world.size()
+    assert of_all_ranks(rows) == [rows] * world.size()
     return rows
 
 

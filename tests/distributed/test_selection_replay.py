@@ -68,14 +68,18 @@ def as_layout(layout):
     return layout.packed_seq_params("cpu") or layout.tokens
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_context_parallel(name):
-    """Each rank replays its chunks of every sequence, in a model with other indexers."""
-    layout = LAYOUTS[name]
+def of_one_process(layout):
+    """Texts, what was chosen for their tokens, and logits."""
     with world.parallel():
         model = model_of()
         texts, requests = roll_out(model)
-        expected = forward(model, texts, layout)
+        return texts, requests, forward(model, texts, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_context_parallel(layout):
+    """Each rank replays its chunks of every sequence, in a model with other indexers."""
+    texts, requests, expected = of_one_process(layout)
     with world.parallel(cp=2):
         cut = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
         cut_model = noisy_indexers(model_of(**cut))
@@ -94,19 +98,14 @@ def recorded(layout):
     lengths = [len(request.prompt) + request.num_tokens - 1 for request in REQUESTS]
     if layout.lengths is None:
         return torch.stack([torch.arange(layout.tokens) < length for length in lengths])
-    return torch.cat([torch.arange(slot) < length for slot, length in zip(layout.slots, lengths)])[
-        None
-    ]
+    rows = (torch.arange(slot) < length for slot, length in zip(layout.slots, lengths))
+    return torch.cat([*rows])[None]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_tensor_parallel(name):
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_tensor_parallel(layout):
     """Ranks record the same as one rank, and replay it under sequence parallelism."""
-    layout = LAYOUTS[name]
-    with world.parallel():
-        model = model_of()
-        texts, requests = roll_out(model)
-        expected = forward(model, texts, layout)
+    texts, requests, expected = of_one_process(layout)
     with world.parallel(tp=2):
         cut_model = model_of(sequence_parallel=True)
         cut_texts, cut_requests = roll_out(cut_model)

@@ -7,7 +7,12 @@ losses in the warm-up, sums in the sparse stage.
 from __future__ import annotations
 
 import pytest
+import torch
 
+from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
+from absorbed_mla.dsa.sparse_reference import latent_inputs
+from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.testing.indexer_recall import selection_recall
 from tests.oracle_dsa import OracleLoss
 from tests.support import needs, world
 from tests.support.combinations import grid
@@ -63,3 +68,24 @@ def test_variants(sizes, variant):
         setup = Setup(sequence_parallel=sequence_parallel, form="auto")
         layout = cut_layout("thd_padded", max(cp, 2))
         check(VARIANTS[variant], setup, layout, STAGES["sparse"], **_cp(cp))
+
+
+def test_recall_is_that_of_all_heads():
+    """Of a selection: on every rank, as if it had all heads of the attention."""
+    tokens, topk, heads, width, rope = 24, 3, 4 * world.tp_size(), 6, 2
+    generator = torch.Generator().manual_seed(0)
+    query, kv = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(world.device())
+        for shape in ((tokens, 1, heads, width + rope), (tokens, 1, width + rope))
+    )
+    chosen = torch.arange(tokens)[:, None, None] - torch.arange(topk - 1, -1, -1)
+    chosen = chosen.clamp(min=-1).int().to(world.device())
+    spans = Spans(self_attention_spans(SequenceLayout.dense(tokens), causal=True))
+
+    def recall(own: torch.Tensor, group=None):
+        inputs = latent_inputs(own[..., :width], own[..., width:], kv)
+        return selection_recall(chosen, inputs, spans, 0.5, tp_group=group)
+
+    expected = recall(query)
+    found = recall(world.own_part(query, dim=2), world.tp_group())
+    assert found == expected and 0 < found.found < found.wanted

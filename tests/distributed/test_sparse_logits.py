@@ -1,6 +1,7 @@
-"""Logits of transformers' DeepSeek-V3.2 and GLM-5 through a GPTModel with our spec, in fp32.
+"""transformers' DeepSeek-V3.2 and GLM-5 in a GPTModel with our spec, in fp32: logits and tokens.
 
-Weights are copied by name; the converter has tests of its own.
+Weights are copied by name; the converter has tests of its own. If these fail, a model computes, or
+caches and chooses, something else than transformers' does.
 """
 
 from __future__ import annotations
@@ -8,19 +9,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
-from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.distributed.llm import expected_tokens
+from tests.distributed.whole import on_one_rank
 from tests.support import needs, world
-from tests.support.cases import config_for
 from tests.support.dsa import dsa_fields
-from tests.support.models import VOCAB, gpt_model
+from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.models import VOCAB, logits, token_batch
 from tests.support.numerics import relative_error
 from tests.support.transformers_dsa import DEEPSEEK, GLM, MLA, model_of
 
-TOKENS, BATCH, LAYERS = 16, 2, 4
+pytestmark = needs.processes(1, 2)
+
+LAYERS, NEW_TOKENS = 4, 64
 BOUND = 1e-5
 # transformers' attention in Megatron's names, and the dim that tensor parallelism cuts.
 ATTENTION = {
@@ -73,27 +76,24 @@ def weights_of(theirs) -> dict[str, Tensor]:
     return found
 
 
-@needs.processes(1, 2)
-@pytest.mark.parametrize(
-    ("dsa", "sharing"),
-    [(DEEPSEEK, {}), (GLM, {}), (GLM, {"dsa_indexer_topk_freq": 2})],
+@pytest.fixture(
+    params=[(DEEPSEEK, {}), (GLM, {}), (GLM, {"dsa_indexer_topk_freq": 2})],
     ids=["v3.2", "glm-5", "glm-5.2"],
 )
-@torch.no_grad()
-def test_logits(dsa, sharing):
-    """Prompts longer than top-k; GLM-5.2 shares selections."""
+def models(request):
+    """A model of transformers and ours with its weights; GLM-5.2 shares selections."""
+    dsa, sharing = request.param
     torch.manual_seed(1)
     types = {"indexer_types": ["full", "shared"] * 2} if sharing else {}
     theirs = model_of(dsa, dsa is GLM, num_hidden_layers=LAYERS, **types)
-    for parameter in theirs.parameters():
-        noise = torch.randn_like(parameter)
-        # Activations of unit size; gains near one.
-        wide = parameter.ndim == 2
-        parameter.copy_(noise / parameter.shape[1] ** 0.5 if wide else 1 + noise / 5)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            noise = torch.randn_like(parameter)
+            # Activations of unit size, so that all of a text matters; gains near one.
+            wide = parameter.ndim == 2
+            parameter.copy_(noise / parameter.shape[1] ** 0.5 if wide else 1 + noise / 5)
     theirs = theirs.float()
-    tokens = torch.randint(VOCAB, (BATCH, TOKENS))
-    expected = theirs(tokens).logits
-    changes = {
+    fields = {
         **dsa_fields(dsa),
         **sharing,
         "dsa_indexer_k_norm_epsilon": 1e-6,
@@ -103,17 +103,30 @@ def test_logits(dsa, sharing):
         "layernorm_epsilon": theirs.config.rms_norm_eps,
     }
     with world.parallel(tp=world.size()):
-        changes |= {"tensor_model_parallel_size": world.size()}
-        config = config_for(MLA if dsa is GLM else dsa.mla, torch.float32, **changes)
-        options = AbsorbedMLAOptions(latent_norm_eps=1e-6)
-        spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-        model = gpt_model(mla=dsa.mla, spec=spec, **changes).eval()
-        ours = dict(model.named_parameters())
-        weights = weights_of(theirs)
-        assert weights.keys() == ours.keys()
-        for name, parameter in ours.items():
-            parameter.copy_(weights[name])
-        positions = torch.arange(TOKENS).expand_as(tokens).to(world.device())
-        own = model(tokens.to(world.device()), positions, None)
-        found = tensor_parallel.gather_from_tensor_model_parallel_region(own)
-    assert relative_error(found, expected) < BOUND
+        ours = generating_model(AbsorbedMLAOptions(latent_norm_eps=1e-6), mla=dsa.mla, **fields)
+        own, weights = dict(ours.named_parameters()), weights_of(theirs)
+        assert weights.keys() == own.keys()
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+        yield theirs, ours
+
+
+@torch.no_grad()
+def test_logits(models):
+    """Prompts longer than top-k."""
+    theirs, ours = models
+    assert theirs.config.vocab_size == VOCAB
+    expected = theirs(token_batch().cpu()).logits
+    assert relative_error(logits(ours.eval()), expected) < BOUND
+
+
+def test_tokens(models):
+    """64 greedy tokens after prompts longer than top-k, together in one engine."""
+    theirs, ours = models
+    prompts = [prompt(length, seed) for seed, length in enumerate((17, 70))]
+    expected = on_one_rank(lambda: expected_tokens(theirs, prompts, NEW_TOKENS))
+    requests = [Request(text, NEW_TOKENS) for text in prompts]
+    run = generate(engine_of(ours, step_tokens=64, chunked_prefill=True), requests)
+    assert run.tokens == expected
+    assert all(len(set(tokens)) > NEW_TOKENS // 4 for tokens in expected), "it repeats itself"

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossLoggingHelper,
-)
 
-from tests.distributed.test_pipeline import PIPELINES, alone, cut, require_close, require_equal
+from tests.distributed.test_pipeline import PIPELINES
+from tests.distributed.test_pipeline import check as check_cut
 from tests.oracle_dsa import OracleLoss
 from tests.support import needs, world
 from tests.support.dsa import TINY_DSA, dsa_fields
@@ -40,11 +38,6 @@ FULL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_losses(monkeypatch):
-    monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", {})
-
-
 def model_with(**changes) -> Model:
     return Model(dtype=torch.float64, fields=tuple({**SHARED, **changes}.items()))
 
@@ -53,13 +46,8 @@ def model_with(**changes) -> Model:
 @pytest.mark.parametrize("layout", ["sbhd", "thd"])
 @pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
 def test_pipeline(recompute, layout):
-    """Four microbatches, two of them in flight on the first stage."""
-    model, seeds = model_with(**recompute), range(4)
-    losses, expected = alone(model, layout, seeds)
-    found, gradients = cut(model, layout, seeds, **PIPELINES["pp"])
-    assert not found or found == losses
-    # The losses of the indexers are among the gradients.
-    require_equal(gradients, expected)
+    """Four microbatches, two of them in flight on the first stage; gradients of indexers, too."""
+    check_cut(model_with(**recompute), layout, exact=True, **PIPELINES["pp"])
 
 
 @needs.processes(2)
@@ -67,11 +55,8 @@ def test_pipeline(recompute, layout):
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_stages_that_begin_with_a_shared_layer(pipeline, recompute):
     """Layers 2, 3 and 4 share what layer 1 chooses; virtual stages pass it on and back again."""
-    model, seeds = model_with(dsa_indexer_topk_freq=4, **recompute), range(4)
-    losses, expected = alone(model, "sbhd", seeds)
-    found, gradients = cut(model, "sbhd", seeds, **PIPELINES[pipeline])
-    assert not found or found == losses
-    require_equal(gradients, expected)
+    model = model_with(dsa_indexer_topk_freq=4, **recompute)
+    check_cut(model, exact=True, **PIPELINES[pipeline])
 
 
 @needs.processes(2)
@@ -79,18 +64,14 @@ def test_stages_that_begin_with_a_shared_layer(pipeline, recompute):
 def test_ranks_of_experts(layout):
     """Each rank has half of the experts, and half of the microbatches."""
     model = replace(model_with(), experts=True)
-    _, gradients = cut(model, layout, range(4), expert_model_parallel_size=2)
-    _, expected = alone(model, layout, range(4))
-    require_close(gradients, expected)
+    check_cut(model, layout, expert_model_parallel_size=2)
 
 
 @needs.processes(4)
 def test_shared_layers_with_tensor_parallelism():
     """A rank passes on what it has chosen to the rank with the same heads."""
-    model, seeds = model_with(dsa_indexer_topk_freq=4, sequence_parallel=True), range(4)
-    _, expected = alone(model, "sbhd", seeds, tp=2)
-    _, gradients = cut(model, "sbhd", seeds, tp=2, **PIPELINES["pp"])
-    require_equal(gradients, expected)
+    model = model_with(dsa_indexer_topk_freq=4, sequence_parallel=True)
+    check_cut(model, exact=True, tp=2, **PIPELINES["pp"])
 
 
 @needs.processes(2, 4)

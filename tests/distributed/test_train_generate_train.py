@@ -6,10 +6,10 @@ If these fail, ranks sample from weights of another update, or a rollout leaves 
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
+from tests.distributed.whole import of_all_ranks
 from tests.support import world
-from tests.support.combinations import few_ranks
+from tests.support.combinations import two_ranks
 from tests.support.engine import generating_model
 from tests.support.generation import (
     by_dynamic_context,
@@ -20,10 +20,10 @@ from tests.support.generation import (
 from tests.support.models import MIXED
 from tests.support.training import Training, differing
 
-pytestmark = few_ranks
+pytestmark = two_ranks
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-PROMPTS = prompts_of((9, 21, 12))
+PROMPTS = prompts_of((5, 9, 7))
 
 contexts = pytest.mark.parametrize(
     "generated", [by_static_context, by_dynamic_context], ids=["static", "dynamic"]
@@ -38,10 +38,8 @@ def live_model(sequence_parallel: bool, **changes):
 def evaluated(generated, model):
     """Generate as a rollout does; every rank has the same."""
     model.eval()
-    texts = generated(model, PROMPTS, 6)
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, texts)
-    assert everybody == [texts] * len(everybody)
+    texts = generated(model, PROMPTS, 4)
+    assert of_all_ranks(texts) == [texts] * world.size()
     return texts
 
 

@@ -14,18 +14,14 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from tests.support import world
-from tests.support.models import call, gpt_model, token_batch
+from tests.support.models import gpt_model, token_batch
 from tests.support.train_arguments import checked
-from tests.support.training import OPTIONS
+from tests.support.training import OPTIONS, Training
 from training.megatron_loop import set_up
 from training.model import count_parameters, training_config, unwrap
 
@@ -127,17 +123,9 @@ def test_steps_are_those_of_adamw_in_high_precision(bf16):
 
 def test_a_gradient_is_not_added_to_the_one_before():
     """In fp32, where Megatron takes a parameter's gradient for its own to add to."""
-    model = gpt_model()
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    wrapped = DistributedDataParallel(model.config, config, model)
-    optimizer = get_megatron_optimizer(replace(OPTIONS, lr=0.0), [wrapped])
-    norms = []
-    for _ in range(3):
-        wrapped.zero_grad_buffer()
-        call(wrapped, labels=token_batch(1)).mean().backward()
-        finalize_model_grads([wrapped])
-        norms.append(step(optimizer))
-    assert norms == [norms[0]] * 3
+    training = Training(gpt_model(), replace(OPTIONS, lr=0.0), lambda step: token_batch(1))
+    training.steps(3)
+    assert training.norms == [training.norms[0]] * 3
 
 
 def test_weights_that_are_loaded_stay():

@@ -6,11 +6,10 @@ import argparse
 import time
 
 import pytest
-import torch.distributed as dist
 
 from checks.recipes import table
 from checks.recipes.compare import Comparison
-from tests.distributed.whole import shared_folder
+from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
 from tests.unit.scripts.checks.test_training_recipes import OneRank
 
@@ -29,16 +28,14 @@ class Ranks(OneRank):
     size = world.size()
 
     def first_error(self, error: str) -> str:
-        errors: list[str] = [""] * self.size
-        dist.all_gather_object(errors, error)
-        return next((f"rank {rank}: {one}" for rank, one in enumerate(errors) if one), "")
+        errors = enumerate(of_all_ranks(error))
+        return next((f"rank {rank}: {one}" for rank, one in errors if one), "")
 
 
 @pytest.fixture(scope="module")
-def comparison():
-    with shared_folder() as folder:
-        args = argparse.Namespace(begin=time.monotonic(), time_limit=600.0)
-        yield Comparison(Ranks(), folder, args)
+def comparison(module_folder):
+    args = argparse.Namespace(begin=time.monotonic(), time_limit=600.0)
+    return Comparison(Ranks(), module_folder, args)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 
 from tests.oracle import OracleMLA
+from tests.oracle_dsa import OracleDSA
 
 # YaRN that matters at a dozen tokens: the ramp covers some channels, not all, and both the
 # concentration (mscale / mscale_all_dim) and the softmax temperature differ from one.
@@ -59,13 +60,16 @@ def shapes(tensor_parallel: int) -> dict[str, OracleMLA]:
     return {**divisible, "one_head_per_rank": replace(TINY, heads=tensor_parallel)}
 
 
-def random_weights(mla: OracleMLA, seed: int = 0) -> dict[str, Tensor]:
+def random_weights(layer: OracleMLA | OracleDSA, seed: int = 0) -> dict[str, Tensor]:
     """Float64 weights that keep activations near unit size; norm gains near one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in mla.weight_shapes().items():
+    for name, shape in layer.weight_shapes().items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = 1 + noise / 5 if len(shape) == 1 else noise / shape[1] ** 0.5
+        if len(shape) == 2:
+            weights[name] = noise / shape[1] ** 0.5
+        else:
+            weights[name] = noise / 5 + (name != "i_k_bias")
     return weights
 
 

@@ -51,12 +51,7 @@ def check_captured(
     """Check the overlap scheduler with graphs; the other engine runs steps of the same sizes.
 
     That runs them from the host: Megatron would join the graphs of two models in one process.
-
-    Args:
-        case: Name in ``CASES``.
-        options: Of the models.
-        engine: More options of the engines.
-        fields: Of the models.
+    ``options`` and ``fields`` are of the models, ``engine`` has more options of the engines.
     """
     found = dataclasses.replace(
         CASES[case], options={**CASES[case].options, **FEW_GRAPHS, **(engine or {})}

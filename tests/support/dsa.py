@@ -27,6 +27,7 @@ from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
 from tests.support import world
 from tests.support.cases import TINY, config_for
+from tests.support.cases import random_weights as random_weights
 
 # Names of the indexer's weights in the oracle, and of its parameters, which are Megatron's.
 PARAMETERS = {
@@ -47,19 +48,6 @@ VARIANTS = {
     "no_rope": replace(TINY_DSA, mla=replace(TINY, rope=0, rope_type="rope", mscale_all_dim=0.0)),
     "topk_above": replace(TINY_DSA, topk=64),
 }
-
-
-def random_weights(dsa: OracleDSA, seed: int = 0) -> dict[str, Tensor]:
-    """Float64 weights that keep activations near unit size; norm gains near one."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in dsa.weight_shapes().items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) == 2:
-            weights[name] = noise / shape[1] ** 0.5
-        else:
-            weights[name] = noise / 5 + (name != "i_k_bias")
-    return weights
 
 
 def absorbed_rows(

@@ -1,20 +1,15 @@
-"""The pieces of sparse attention put together, on any number of processes.
+"""The pieces of sparse attention put together.
 
 The projections are the oracle's, so that what is computed by the package is the indexer, the
-selection, the sparse attention and the losses. Tensor-parallel ranks have their own heads,
-context-parallel ranks their own queries; they gather the indexer's keys.
+selection, the sparse attention and the losses.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import self_attention_spans
-from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.selection import select
@@ -41,9 +36,8 @@ def evaluate(
     layout: Layout,
     loss: OracleLoss,
     chosen: Tensor | None = None,
-    sequence_parallel: bool = False,
 ) -> tuple[OracleDSAResult, Tensor]:
-    """What ``oracle_dsa.evaluate`` gives, and the selection for this rank's queries.
+    """What ``oracle_dsa.evaluate`` gives, and the selection.
 
     Args:
         dsa: The layer.
@@ -53,10 +47,8 @@ def evaluate(
         layout: What the rows are.
         loss: How the indexer learns.
         chosen: A selection to be used instead.
-        sequence_parallel: Whether tensor-parallel ranks project different tokens for the indexer.
     """
     mla, scale, device = dsa.mla, dsa.mla.softmax_scale(), world.device()
-    tp_group, cp_group = world.tp_group(), world.cp_group()
     indexer = build_indexer(dsa, weights)
     leaves = {n: weights[n].to(device, copy=True).requires_grad_() for n in mla.weight_shapes()}
     x, output_grad = x.to(device, copy=True).requires_grad_(), output_grad.to(device)
@@ -67,31 +59,16 @@ def evaluate(
     )
     q_content, q_rope, kv = (t.unflatten(0, shape) for t in made)
     sequences = SequenceLayout.from_host(layout.packed_seq_params(device), layout.tokens)
-    tokens, spans = torch.arange(layout.tokens), self_attention_spans(sequences, causal=True)
-    if cp_group.size() > 1:
-        part = ContextParallelLayout.of(sequences, cp_group.size(), cp_group.rank())
-        tokens, spans = part.tokens(), part.gathered_spans(causal=True)
-    heads = slice(
-        mla.heads // tp_group.size() * tp_group.rank(),
-        mla.heads // tp_group.size() * (tp_group.rank() + 1),
-    )
-    q_content, q_rope = (t[tokens][:, :, heads].contiguous() for t in (q_content, q_rope))
-    rows = world.own_part(tokens, 0) if sequence_parallel else tokens
-    latent = oracle_dsa.query_latent(mla, leaves, x).unflatten(0, shape)[rows]
-    cos, sin = (t[sequences.positions(device)[rows]] for t in table)
-    index = indexer(x.unflatten(0, shape)[rows], latent, cos, sin)
-    if sequence_parallel:
-        # Backward sums over ranks, which have taken turns with the queries.
-        gathered = (gather_from_sequence_parallel_region(t, group=tp_group) for t in index)
-        index = IndexVectors(*gathered)
-    if cp_group.size() > 1:
-        key = gather_from_sequence_parallel_region(index.key, group=cp_group)
-        index = index._replace(key=key[part.sequence_order()])
+    spans = self_attention_spans(sequences, causal=True)
+    latent = oracle_dsa.query_latent(mla, leaves, x).unflatten(0, shape)
+    cos, sin = (t[sequences.positions(device)] for t in table)
+    index = indexer(x.unflatten(0, shape), latent, cos, sin)
+    group = world.tp_group()
     if chosen is None:
-        chosen = select(index, spans, dsa.topk, relu=dsa.relu, tp_group=tp_group, elements=50)
+        chosen = select(index, spans, dsa.topk, relu=dsa.relu, tp_group=group, elements=50)
     out, lse = sparse_attention(q_content, q_rope, kv, chosen, scale)
-    w_uv = leaves["w_uv"].view(mla.heads, mla.v, -1)[heads]
-    w_o = leaves["w_o"].view(mla.hidden, mla.heads, mla.v)[:, heads]
+    w_uv = leaves["w_uv"].view(mla.heads, mla.v, -1)
+    w_o = leaves["w_o"].view(mla.hidden, mla.heads, mla.v)
     output = torch.einsum("sbhc,hvc,ohv->sbo", out, w_uv, w_o)
     if loss.sparse:
         subsets = chosen_keys(chosen, kv.shape[-1], 1000)
@@ -106,22 +83,14 @@ def evaluate(
         attention_scale=scale,
         factor=loss.coefficient / (1 if loss.per_token else num_rows),
         relu=dsa.relu,
-        tp_group=tp_group,
+        tp_group=group,
     )
-    ((output * output_grad.unflatten(0, shape)[tokens]).sum() + reported).backward()
+    ((output * output_grad.unflatten(0, shape)).sum() + reported).backward()
 
-    whole = output.new_zeros(*shape, mla.hidden)
-    whole[tokens] = output.detach()
-    everywhere = dist.group.WORLD
-    results = {"output": whole.flatten(0, 1), "x": x.grad, **{n: t.grad for n, t in leaves.items()}}
-    results = {n: world.all_reduce(t, group=everywhere).cpu() for n, t in results.items()}
-    for name, its in PARAMETERS.items():
-        # Averaged over tensor-parallel ranks, as finalize_model_grads does.
-        grad = world.all_reduce(indexer.get_parameter(its).grad, group=everywhere)
-        results[name] = grad.cpu() / tp_group.size()
-    total = world.all_reduce(reported.detach(), group=cp_group).cpu()
-    result = OracleDSAResult(results.pop("output"), total, [], results.pop("x"), results)
-    return result, chosen
+    gradients = {name: leaf.grad.cpu() for name, leaf in leaves.items()}
+    gradients |= {n: indexer.get_parameter(its).grad.cpu() for n, its in PARAMETERS.items()}
+    whole, total = output.detach().flatten(0, 1).cpu(), reported.detach().cpu()
+    return OracleDSAResult(whole, total, [], x.grad.cpu(), gradients), chosen
 
 
 def named(result: OracleDSAResult) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
@@ -25,7 +24,7 @@ from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
-from tests.support.models import VOCAB, gpt_model
+from tests.support.models import VOCAB, gpt_model, whole_logits
 
 enable_cpu_inference()
 
@@ -145,11 +144,8 @@ def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Resu
     found: dict[int, Result] = {}
     sizes = {(len(request.prompt), request.num_tokens) for request in requests}
     for length, num_tokens in sizes:
-        alike = [
-            number
-            for number, request in enumerate(requests)
-            if (len(request.prompt), request.num_tokens) == (length, num_tokens)
-        ]
+        size = length, num_tokens
+        alike = [i for i, one in enumerate(requests) if (len(one.prompt), one.num_tokens) == size]
         texts = torch.tensor([requests[number].prompt for number in alike], device=world.device())
         found |= dict(zip(alike, _continue(model, texts, num_tokens)))
     return [found[number] for number in range(len(requests))]
@@ -184,9 +180,14 @@ def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
     # Sequence parallelism needs a number of tokens that divides by TP. Causal attention does not
     # see the padding.
     ids = torch.nn.functional.pad(texts, (0, -texts.shape[1] % world.tp_size()))
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    logits = tensor_parallel.gather_from_tensor_model_parallel_region(model(ids, positions, None))
-    return logits[:, texts.shape[1] - 1]
+    return whole_logits(model, ids)[:, texts.shape[1] - 1]
+
+
+def check_generates(model: GPTModel, requests: Sequence[Request], **options) -> Run:
+    """Requests to an engine with these options have the tokens of whole forwards."""
+    run = generate(engine_of(model, **options), requests, log_probs=True)
+    assert_generates(run, by_whole_forwards(model, requests))
+    return run
 
 
 def assert_generates(run: Run, expected: list[Result]) -> None:

@@ -32,17 +32,7 @@ OWN_TABLE_BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Execution:
-    """Inputs and results of one forward and backward.
-
-    Attributes:
-        mla: Shape of the layer.
-        setup: How it was executed.
-        tokens: Layout of the input.
-        attention: The layer.
-        weights: Its whole weights, float64.
-        rows: Input and output gradient, float64 [rows, hidden].
-        tensors: Whole output and gradients by name.
-    """
+    """Inputs and results of one forward and backward; ``rows`` are x and the output's gradient."""
 
     mla: OracleMLA
     setup: Setup
@@ -111,7 +101,7 @@ def same_table(one: Table | None, other: Table | None) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def execute(mla: OracleMLA, setup: Setup, tokens: Layout, **call) -> Execution:
+def execute(mla: OracleMLA, setup: Setup, tokens: Layout, load=load_weights, **call) -> Execution:
     """Run the layer forward and backward; ``call`` goes on to ``harness.run``."""
     # Rounded first, so that the layer and the oracle get the same numbers.
     weights = {n: w.to(setup.dtype).double() for n, w in random_weights(mla).items()}
@@ -119,7 +109,7 @@ def execute(mla: OracleMLA, setup: Setup, tokens: Layout, **call) -> Execution:
         tokens.random_rows(mla.hidden, seed).to(setup.dtype).double() for seed in (1, 2)
     )
     attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
+    load(attention, mla, setup, weights)
     result = run(attention, mla, setup, tokens, x, output_grad, **call)
     rows = (x.flatten(0, 1), output_grad.flatten(0, 1))
     return Execution(mla, setup, tokens, attention, weights, rows, named_tensors(mla, result))

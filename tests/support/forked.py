@@ -183,15 +183,20 @@ def serve() -> None:
         print(json.dumps(run(Job(**json.loads(line)))), flush=True)
 
 
+def prepare(*modules: str) -> None:
+    """Import what programs need, and these modules, to be shared with all that are forked."""
+    gc.disable()  # there is no garbage in what is imported
+    for name in (*IMPORTS, *modules):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    share_one_device()
+
+
 def main(arguments: list[str]) -> int:
     """``RANKS PROGRAM [ARGUMENT...]``, or ``--serve [MODULE...]`` to import those modules too."""
     serving = arguments[0] == "--serve"
-    gc.disable()  # there is no garbage in what is imported
-    for name in (*IMPORTS, *(arguments[1:] if serving else ())):
-        importlib.import_module(name)
-    gc.freeze()  # shared with all ranks
-    gc.enable()
-    share_one_device()
+    prepare(*(arguments[1:] if serving else ()))
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if serving:

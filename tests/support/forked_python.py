@@ -15,8 +15,6 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -36,8 +34,7 @@ from unittest import mock
 import torch
 
 from tests.support.environment import without_launcher
-from tests.support.forked import IMPORTS, leave
-from tests.support.gloo import share_one_device
+from tests.support.forked import leave, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -240,11 +237,6 @@ def _run_program(kind: str, words: list[str], safe_path: bool, base_path: list[s
 def serve(base_path: list[str]) -> None:
     """What the process does that forks programs, over the socket of its argument."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # there is no garbage in what is imported
-    for name in IMPORTS:
-        importlib.import_module(name)
-    gc.freeze()  # shared with all programs
-    gc.enable()
-    share_one_device()
+    prepare()
     with contextlib.suppress(KeyboardInterrupt):
         _serve(connection, base_path)

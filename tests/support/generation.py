@@ -14,6 +14,7 @@ from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
 from absorbed_mla.serving.request_results import Result
 from tests.support import world
 from tests.support.engine import Request, by_whole_forwards, engine_of, generate, prompt
+from tests.support.models import whole_logits
 
 # Longer than every text.
 _MAX_LENGTH = 256
@@ -49,8 +50,8 @@ def by_static_context(
     with without_sequence_parallelism(model):
         while (done := context.sequence_len_offset) < end:
             size = min(prefill_size, shortest - done) if done < shortest else 1
-            step = [text[done : done + size] for text in texts]
-            logits = _last_logits(model, step, context)
+            step = torch.tensor([text[done : done + size] for text in texts]).to(world.device())
+            logits = whole_logits(model, step, done, inference_context=context)[:, -1]
             context.sequence_len_offset += size
             for row, text in enumerate(texts):
                 if len(text) == context.sequence_len_offset:
@@ -91,23 +92,6 @@ def without_sequence_parallelism(model: GPTModel) -> Iterator[None]:
 
 def _requests(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
     return [Request(prompt, num_tokens) for prompt in prompts]
-
-
-def _last_logits(
-    model: GPTModel, rows: Sequence[Sequence[int]], context: StaticInferenceContext
-) -> Tensor:
-    """Logits after the last token of each row, [rows, vocabulary]."""
-    tokens = torch.tensor(rows, device=world.device())
-    first = context.sequence_len_offset
-    positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
-    logits = model(
-        tokens,
-        positions.expand_as(tokens),
-        None,
-        inference_context=context,
-        runtime_gather_output=True,
-    )
-    return logits[:, -1]
 
 
 def _choose(logits: Tensor, text: list[int], log_probs: list[float]) -> None:

@@ -283,14 +283,7 @@ def _argument(value):
 
 @contextlib.contextmanager
 def emulated(module, name: str, kernel_module: str, seed: int = 0):
-    """Within, a launcher's kernel runs in PyTorch.
-
-    Args:
-        module: The launcher.
-        name: Of the kernel there.
-        kernel_module: Where it is defined, in the package of kernels.
-        seed: See :class:`Emulation`.
-    """
+    """Within, a launcher's kernel of this name, defined in ``kernel_module``, runs in PyTorch."""
     kernel = getattr(Emulation(seed).load(kernel_module), name)
     with mock.patch.object(module, name, kernel):
         yield

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support import world
 from tests.support.models import VOCAB, gpt_model
+from tests.support.numerics import relative_error
 
 BATCH = 2
 _LEARNING_RATE = 0.1
@@ -115,12 +116,14 @@ def _capture_by_transformer_engine(wrapped: DistributedDataParallel, tokens: int
 
 
 def first_difference(ours: list[Step], theirs: list[Step]) -> str | None:
-    """Where two runs first differ in a bit; None if they do not."""
-    assert len(ours) == len(theirs)
-    for number, (one, other) in enumerate(zip(ours, theirs)):
-        if one.loss != other.loss:
-            return f"step {number}: losses {one.loss} and {other.loss}"
-        for name, gradient in one.gradients.items():
-            if not torch.equal(gradient, other.gradients[name]):
-                return f"step {number}: gradient of {name}"
+    """The first step with other bits, and its gradients that differ; None if there is none."""
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        differing = [
+            f"{name} {relative_error(gradient, other.gradients[name]):.1e}"
+            for name, gradient in one.gradients.items()
+            if not torch.equal(gradient, other.gradients[name])
+        ]
+        if differing or one.loss != other.loss:
+            losses = f"step {number}: losses {one.loss!r} and {other.loss!r}"
+            return f"{losses}; relative errors of gradients: {', '.join(differing)}"
     return None

@@ -45,7 +45,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way of executing the layer."""
+    """One way of executing the layer; fields of ``AbsorbedMLAOptions`` have their names."""
 
     sequence_parallel: bool = False
     down_projection: str = "duplicated"
@@ -73,16 +73,10 @@ class Setup:
 
     def describe(self) -> dict[str, object]:
         """The columns of the error table that describe this setup."""
-        return {
-            "sequence_parallel": self.sequence_parallel,
-            "down_projection": self.down_projection,
-            "form": self.form,
-            "recompute": "+".join(self.recompute) or "none",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "backend": self.backend,
-            "core_attention_backend": self.core_attention_backend,
-            "cp_comm_type": self.cp_comm_type,
-        }
+        names = ("sequence_parallel", "down_projection", "form", "recompute", "dtype", "backend")
+        columns = {n: getattr(self, n) for n in (*names, "core_attention_backend", "cp_comm_type")}
+        columns["recompute"] = "+".join(self.recompute) or "none"
+        return columns | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module:
@@ -101,22 +95,9 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         changes["recompute_granularity"] = "selective"
         changes["recompute_modules"] = list(setup.recompute)
     config = config_for(mla, setup.dtype, **changes)
-    options = AbsorbedMLAOptions(
-        form=setup.form,
-        down_projection=setup.down_projection,
-        latent_norm_eps=mla.norm_eps,
-        core_attention_backend=setup.core_attention_backend,
-        query_chunk_size=setup.query_chunk_size,
-        expansion_chunk_size=setup.expansion_chunk_size,
-        context_chunk_size=setup.context_chunk_size,
-        paged_attention_backend=setup.paged_attention_backend,
-        latent_cache_tokens=setup.latent_cache_tokens,
-        latent_cache_dtype=setup.latent_cache_dtype,
-        train_on_cached_latents=setup.train_on_cached_latents,
-        batch_invariant=setup.batch_invariant,
-        sparse_attention_backend=setup.sparse_attention_backend,
-        indexer_backend=setup.indexer_backend,
-    )
+    of_layer = {field.name for field in dataclasses.fields(AbsorbedMLAOptions)}
+    chosen = {name: value for name, value in vars(setup).items() if name in of_layer}
+    options = AbsorbedMLAOptions(latent_norm_eps=mla.norm_eps, **chosen)
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention
     spec = dataclasses.replace(spec, params={**spec.params, "attn_mask_type": setup.mask_type})
@@ -220,10 +201,8 @@ def cp_group_of_call(cp: dict[str, object] | None) -> dist.ProcessGroup:
     """The context-parallel ranks of a call with these fields of ``packed_seq_params``."""
     if not cp:
         return world.cp_group()
-    size = cp["local_cp_size"]
-    return cp.get("cp_group") or parallel_state.get_hybrid_data_context_parallel_groups(
-        group_size=size
-    )
+    groups = parallel_state.get_hybrid_data_context_parallel_groups
+    return cp.get("cp_group") or groups(group_size=cp["local_cp_size"])
 
 
 def own_tokens(x: Tensor, layout: Layout, setup: Setup, group: dist.ProcessGroup) -> Tensor:
@@ -260,12 +239,9 @@ def whole_gradients(
     if setup.sequence_parallel:
         marked = [n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)]
         whole |= summed({n: whole[n] for n in marked}, world.tp_group())
-    averaged = [
-        name
-        for name, parameter in parameters.items()
-        if getattr(parameter, "average_gradients_across_tp_domain", False)
-    ]
-    sums = summed({n: whole[n] for n in averaged}, world.tp_group())
+    mark = "average_gradients_across_tp_domain"
+    averaged = {n: whole[n] for n, p in parameters.items() if getattr(p, mark, False)}
+    sums = summed(averaged, world.tp_group())
     whole |= {name: total / world.tp_size() for name, total in sums.items()}
     dims = {name: shard_dim(name, setup) for name in parameters}
     sharded = {n: whole[n] for n, dim in dims.items() if dim is not None}

@@ -50,23 +50,28 @@ def amid_nan(tensor: Tensor, last: int = 1) -> Tensor:
     return view.copy_(tensor)
 
 
+def visible_pairs(spans, queries: int, keys: int) -> Tensor:
+    """Bool [S_q, S_k], pair by pair."""
+    table = torch.zeros(queries, keys, dtype=torch.bool)
+    for span in spans:
+        hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
+        if span.causal_offset is not None:
+            hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
+        table[span.queries, span.keys] = ~hidden
+    return table
+
+
+def in_no_span(spans, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Bool [S_q] and [S_k]."""
+    no_query, no_key = torch.ones(queries).bool(), torch.ones(keys).bool()
+    for span in spans:
+        no_query[span.queries], no_key[span.keys] = False, False
+    return no_query, no_key
+
+
 @dataclass(frozen=True)
 class Case:
-    """One call of attention over the latent.
-
-    Attributes:
-        queries: Tokens on the query axis, S_q.
-        keys: Tokens on the key axis, S_k.
-        spans: Which queries see which keys; what is in no span holds NaN.
-        heads: N.
-        batch: B.
-        content: C.
-        rope: R.
-        dtype: Of the operands.
-        magnitude: Standard deviation of queries and keys.
-        lse_gradient: Whether there is a gradient of the LSE.
-        last_stride: Stride of the operands' last dimension.
-    """
+    """One call of attention over the latent [S, B, C + R]; what is in no span holds NaN."""
 
     queries: int
     keys: int
@@ -76,8 +81,10 @@ class Case:
     content: int = 32
     rope: int = 16
     dtype: torch.dtype = torch.bfloat16
+    # Standard deviation of queries and keys.
     magnitude: float = 1.0
     lse_gradient: bool = True
+    # Of the operands' last dimension.
     last_stride: int = 1
 
     def __post_init__(self) -> None:
@@ -110,20 +117,11 @@ class Case:
 
     def visible(self) -> Tensor:
         """Bool [S_q, S_k], pair by pair."""
-        table = torch.zeros(self.queries, self.keys, dtype=torch.bool)
-        for span in self.spans:
-            hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
-            if span.causal_offset is not None:
-                hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
-            table[span.queries, span.keys] = ~hidden
-        return table
+        return visible_pairs(self.spans, self.queries, self.keys)
 
     def hide(self, operands: AttentionInputs, grad: OutputGradient) -> tuple:
         """The same values inside buffers of NaN; tokens in no span are NaN, too."""
-        queries, keys = torch.ones(self.queries), torch.ones(self.keys)
-        for span in self.spans:
-            queries[span.queries], keys[span.keys] = 0, 0
-        no_query, no_key = queries.bool(), keys.bool()
+        no_query, no_key = in_no_span(self.spans, self.queries, self.keys)
 
         def hidden(x: Tensor | None, rows: Tensor) -> Tensor | None:
             if x is None:

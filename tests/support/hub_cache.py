@@ -8,16 +8,7 @@ from pathlib import Path
 
 
 def as_snapshot(source: Path, cache: Path, name: str = "tiny") -> Path:
-    """A snapshot whose files, those in folders too, are links to blobs of other names.
-
-    Args:
-        source: The files; they are copied.
-        cache: The hub's cache.
-        name: Of the model.
-
-    Returns:
-        The snapshot's folder.
-    """
+    """A snapshot of a model's files, those in folders too: links to blobs of other names."""
     model = cache / f"models--owner--{name}"
     snapshot = model / "snapshots" / "0123abc"
     (model / "blobs").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -93,12 +94,5 @@ class PagedStep:
         assert self.part_keys % self.block_size == 0
         for start in range(0, end or self.max_position, self.part_keys):
             skipped = self.rows.block_table[:, start // self.block_size :]
-            rows = Rows(
-                self.rows.query_starts,
-                self.rows.query_lengths,
-                self.rows.kv_lengths,
-                skipped,
-                self.rows.max_query_length,
-                self.rows.max_kv_length,
-            )
+            rows = replace(self.rows, block_table=skipped)
             yield CachePart(self.cache, rows, start, start + self.part_keys)

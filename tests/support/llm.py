@@ -169,22 +169,14 @@ def fake_llm(runner: FakeRunner | None = None) -> LLM:
 
 @dataclass
 class Served:
-    """A server in this process.
-
-    Attributes:
-        runner: Of its ``LLM``.
-        service: Of the server.
-        http: The HTTP server.
-        url: Where it is.
-        port: Its port.
-        deaths: An entry for each call of ``on_death``.
-    """
+    """A server in this process, with the runner of its ``LLM``."""
 
     runner: FakeRunner
     service: Service
     http: HTTPServer
     url: str
     port: int
+    # An entry for each call of ``on_death``.
     deaths: list[str]
 
 

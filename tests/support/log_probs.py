@@ -63,11 +63,7 @@ def written(
 ) -> list[Text]:
     """Texts that ``LLM`` writes greedily, so many tokens behind each prompt.
 
-    Args:
-        llm: With ``prompt_logprobs=True`` if ``prompt_log_probs``.
-        prompts: Token ids.
-        tokens: To be generated.
-        prompt_log_probs: Whether those of the prompts' tokens are wanted, too.
+    With ``prompt_log_probs`` those of the prompts, too; it needs ``prompt_logprobs=True`` then.
     """
     params = SamplingParams(
         max_tokens=tokens,
@@ -98,11 +94,7 @@ def by_transformers(
 ) -> list[Tensor]:
     """Log-probabilities of all tokens behind each token, fp64 on the host, [S - 1, V] of each text.
 
-    Args:
-        folder: Checkpoint of transformers; in fp32 its weights are what it has, not rounded.
-        texts: Token ids.
-        dtype: Of weights and computation.
-        device: Where it is computed.
+    The checkpoint's weights are computed with in ``dtype``; in fp32 they are not rounded.
     """
     import transformers
 
@@ -118,12 +110,7 @@ def by_transformers(
 
 
 def errors_of(texts: Sequence[Text], expected: Sequence[Tensor]) -> Errors:
-    """Of what ``LLM`` computed.
-
-    Args:
-        texts: As it wrote them.
-        expected: Of :func:`by_transformers` in fp32, of these texts.
-    """
+    """Of what ``LLM`` computed; ``expected`` is :func:`by_transformers` in fp32."""
     found = [torch.tensor(text.log_probs, dtype=torch.float64) for text in texts]
     return _errors(texts, found, expected)
 
@@ -131,13 +118,7 @@ def errors_of(texts: Sequence[Text], expected: Sequence[Tensor]) -> Errors:
 def errors_of_transformers(
     texts: Sequence[Text], rounded: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> Errors:
-    """Of transformers' model in another dtype, over all positions but the first.
-
-    Args:
-        texts: As ``LLM`` wrote them.
-        rounded: Of :func:`by_transformers` in that dtype.
-        expected: Of it in fp32.
-    """
+    """Of :func:`by_transformers` in another dtype, over all positions but the first."""
     whole = [replace(text, log_probs=[0.0] * (len(text.tokens) - 1)) for text in texts]
     found = [_of_tokens(text, each) for text, each in zip(whole, rounded, strict=True)]
     return _errors(whole, found, expected)
@@ -174,11 +155,7 @@ def _errors(texts: Sequence[Text], found: Sequence[Tensor], expected: Sequence[T
 def exceeded(found: Errors, theirs: Errors, factor: float = FACTOR) -> str:
     """What is farther from fp32 than bf16 explains, in words; ``""`` if nothing is.
 
-    Args:
-        found: Of ``LLM``.
-        theirs: Of transformers' model in bf16.
-        factor: By which the worst position and the mean square may be farther away; the median may
-            by :data:`FACTOR`.
+    The worst position and the mean square may be by ``factor``, the median by :data:`FACTOR`.
     """
     wrong = [
         f"{name} {getattr(found, name):.3g}, transformers' in bf16 {getattr(theirs, name):.3g}"

@@ -55,6 +55,16 @@ def gpt_model(
     return model.to(world.device(), dtype)
 
 
+@torch.no_grad()
+def with_own_norms(model: nn.Module, seed: int) -> nn.Module:
+    """The model with random gains in place of ones, which are the same for every norm."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
 def token_batch(seed: int = 5) -> Tensor:
     """Token ids [BATCH, TOKENS]."""
     generator = torch.Generator().manual_seed(seed)
@@ -72,4 +82,11 @@ def call(model: nn.Module, **arguments) -> Tensor:
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     """Whole logits [BATCH, TOKENS, VOCAB]."""
-    return tensor_parallel.gather_from_tensor_model_parallel_region(call(model))
+    return whole_logits(model, token_batch())
+
+
+def whole_logits(model: nn.Module, tokens: Tensor, first: int = 0, **arguments) -> Tensor:
+    """Of tokens [B, S], which are at positions from ``first`` on, over all ranks [B, S, VOCAB]."""
+    positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    own = model(tokens, positions.expand_as(tokens), None, **arguments)
+    return tensor_parallel.gather_from_tensor_model_parallel_region(own)

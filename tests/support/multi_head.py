@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import query_tiles
-from tests.support.hostile import amid_nan, poisoned_memory
+from tests.support.hostile import amid_nan, in_no_span, poisoned_memory, visible_pairs
 from tests.support.numerics import relative_error
 
 # Queries of a tile.
@@ -22,20 +22,10 @@ _ROWS_OF_A_GROWTH = 8
 
 @dataclass(frozen=True)
 class MultiHeadCase:
-    """One call.
+    """One call; ``width`` is that of queries and keys, and what is in no span holds NaN.
 
-    Attributes:
-        queries: Tokens on the query axis, S_q.
-        keys: Tokens on the key axis, S_k.
-        spans: Which queries see which keys; what is in no span holds NaN.
-        heads: N.
-        batch: B.
-        width: Of queries and keys, D.
-        values: Width of values, V.
-        dtype: Of the operands.
-        magnitude: Standard deviation of queries and keys.
-        growth: How much scores grow from 128 keys to the next, as exponents of 2: of queries
-            0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
+    ``growth`` is how much scores grow from 128 keys to the next, as exponents of 2: of queries
+    0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
     """
 
     queries: int
@@ -48,16 +38,6 @@ class MultiHeadCase:
     dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0
     growth: tuple[float, ...] = ()
-
-    def visible(self) -> Tensor:
-        """Bool [S_q, S_k], pair by pair."""
-        table = torch.zeros(self.queries, self.keys, dtype=torch.bool)
-        for span in self.spans:
-            hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
-            if span.causal_offset is not None:
-                hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
-            table[span.queries, span.keys] = ~hidden
-        return table
 
     def operands(self, device: torch.device) -> list[Tensor]:
         """Random q, k and v amid NaN; tokens in no span are NaN, too."""
@@ -75,10 +55,8 @@ class MultiHeadCase:
             growth = torch.tensor(self.growth, device=device)[rows % len(self.growth)]
             found[0][..., 0] = (growth * math.log(2) * self.width**0.5)[:, None, None]
             found[1][..., 0] = (torch.arange(self.keys, device=device) // 128)[:, None, None]
-        unseen = torch.ones(self.queries).bool(), torch.ones(self.keys).bool()
-        for span in self.spans:
-            unseen[0][span.queries], unseen[1][span.keys] = False, False
-        for x, rows in zip(found, (unseen[0], unseen[1], unseen[1])):
+        no_query, no_key = in_no_span(self.spans, self.queries, self.keys)
+        for x, rows in zip(found, (no_query, no_key, no_key)):
             x[rows.to(device)] = torch.nan
         return [amid_nan(x) for x in found]
 
@@ -108,7 +86,7 @@ class MultiHeadCase:
         with poisoned_memory():
             again = forward(q, k, v, tiles, scale)
         assert torch.equal(again[0], out) and torch.equal(again[1], lse), "recording changes bits"
-        visible = self.visible().to(device)[:, None, None]
+        visible = visible_pairs(self.spans, self.queries, self.keys).to(device)[:, None, None]
         blind = ~visible.any(-1).expand(lse.shape)
         double = [x.double().nan_to_num() for x in (q, k, v)]
         scores = torch.einsum("qbnd,kbnd->qbnk", *double[:2]) * scale

@@ -230,12 +230,20 @@ def parity_model(**fields: object) -> GPTModel:
 def engines_of(
     case: Case,
     model: GPTModel,
-    other: GPTModel | None,
-    graphs: FullCudaGraphs | None,
     *,
+    other: GPTModel | None = None,
+    graphs: FullCudaGraphs | None = None,
     ahead: bool,
 ) -> tuple[Engine, Engine]:
-    """An engine with the overlap scheduler, and one without; see :func:`check`."""
+    """An engine with the overlap scheduler, and one without.
+
+    Args:
+        case: Of ``CASES``.
+        model: Of the engine with the overlap scheduler.
+        other: Of the engine without, with the same weights; None: the same.
+        graphs: Of the overlap scheduler; None: as the engine has them.
+        ahead: Whether the scheduler launches steps ahead.
+    """
     sizes = {"blocks": 40, **case.options}
     ours, theirs = engine_of(model, **sizes), engine_of(other or model, decode_loop=False, **sizes)
     ours.scheduler.launches_ahead = ahead
@@ -244,22 +252,9 @@ def engines_of(
     return ours, theirs
 
 
-def check(
-    model: GPTModel,
-    case: Case,
-    *,
-    other: GPTModel | None = None,
-    graphs: FullCudaGraphs | None = None,
-) -> None:
-    """Run a case in both engines, and compare them after every step.
-
-    Args:
-        model: Of the engine with the overlap scheduler, which launches no step ahead.
-        case: Of ``CASES``.
-        other: Of the engine without, with the same weights; None: the same.
-        graphs: Of the overlap scheduler; None: as the engine has them.
-    """
-    ours, theirs = engines_of(case, model, other, graphs, ahead=False)
+def check(model: GPTModel, case: Case, **more) -> None:
+    """Run a case in both of :func:`engines_of`, and compare them after every step."""
+    ours, theirs = engines_of(case, model, **more, ahead=False)
     looped = count_calls(ours)
     with ours, theirs:
         for engine in (ours, theirs):  # blocks that are never written are compared, too
@@ -278,28 +273,15 @@ def check(
         check_results(case, ours, theirs, number)
         assert looped, "the scheduler ran no step"
         assert case.finished or not all(looped), "Megatron finished every step"
-        ours.require_no_leak()
 
 
-def check_ahead(
-    model: GPTModel,
-    case: Case,
-    *,
-    other: GPTModel | None = None,
-    graphs: FullCudaGraphs | None = None,
-) -> None:
-    """Run a case in both engines, in ours each step before the tokens of the last one are known.
+def check_ahead(model: GPTModel, case: Case, **more) -> None:
+    """As :func:`check`, ours launching each step before the tokens of the last one are known.
 
     A request that waits may then begin a step later, in other company: what is compared are
     results, and each request's reports. In parity mode, where company does not matter.
-
-    Args:
-        model: Of the engine with the overlap scheduler.
-        case: Of ``CASES``.
-        other: As in :func:`check`.
-        graphs: As in :func:`check`.
     """
-    ours, theirs = engines_of(case, model, other, graphs, ahead=True)
+    ours, theirs = engines_of(case, model, **more, ahead=True)
     most, joined = count_in_flight(ours)
     with ours, theirs:
         reports = [run(case, engine) for engine in (ours, theirs)]
@@ -308,7 +290,6 @@ def check_ahead(
         check_results(case, ours, theirs, len(reports[0]))
         assert max(most) == 1 + case.ahead
         assert bool(joined) >= case.joined
-        ours.require_no_leak()
 
 
 def run(case: Case, engine: Engine) -> dict[int, list]:
@@ -342,6 +323,7 @@ def check_results(case: Case, ours: Engine, theirs: Engine, number: int) -> None
         assert len(result.top_log_probs) in (0, len(result.tokens))
     assert case.happened(ours.statistics), ours.statistics
     assert not ours.host.stop_word_finished_request_ids, "it would end every step"
+    ours.require_no_leak()
 
 
 def add(case: Case, requests, number: int, *engines: Engine) -> int:

@@ -20,15 +20,7 @@ PADDING = 7
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents one after the other, [1, S].
-
-    Attributes:
-        layout: Where they are.
-        tokens: int64.
-        positions: int64, in the document.
-        labels: int64, the next token.
-        loss_mask: Float64, 0 for padding.
-    """
+    """Documents one after the other, [1, S]; the loss mask is float64, 0 for padding."""
 
     layout: Layout
     tokens: Tensor

@@ -17,20 +17,7 @@ NO_BLOCK = 2**31 - 648
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Requests whose cache blocks are in random order, with NaN where nothing may be read.
-
-    Attributes:
-        query_lengths: New tokens of each row.
-        kv_lengths: Keys of each row.
-        heads: N.
-        block_size: Tokens in a block.
-        kv_lora_rank: C.
-        rope: R, width of k_rope.
-        dtype: Of query and cache.
-        magnitude: Of queries.
-        padding: Tokens that are in no row, behind those that are.
-        window: First key in the cache and one past the last, or None for all.
-    """
+    """Requests whose cache blocks are in random order, with NaN where nothing may be read."""
 
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
@@ -39,8 +26,11 @@ class PagedCase:
     kv_lora_rank: int = 32
     rope: int = 16
     dtype: torch.dtype = torch.bfloat16
+    # Of queries.
     magnitude: float = 1.0
+    # Tokens that are in no row, behind those that are.
     padding: int = 0
+    # First key in the cache and one past the last; None: all.
     window: tuple[int, int | None] | None = None
 
     @property

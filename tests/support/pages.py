@@ -35,18 +35,13 @@ _OF_A_TEST_RUN = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        kind: What stands behind the opening fence.
-        text: Between the fences.
-        line: Of the opening fence, from 1.
-        reason: Why no test runs it, as the comment in front of it says; None without a comment.
-    """
+    """A fenced block; its kind stands behind the opening fence."""
 
     kind: str
     text: str
+    # Of the opening fence, from 1.
     line: int
+    # Why no test runs it, as the comment in front of it says.
     reason: str | None = None
 
     @property

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -19,7 +18,7 @@ from tests.support import world
 from tests.support.cases import INTERPRETED, TINY, config_for
 from tests.support.generation import without_sequence_parallelism
 from tests.support.layouts import packed
-from tests.support.models import MIXED, VOCAB, gpt_model
+from tests.support.models import MIXED, VOCAB, gpt_model, whole_logits
 
 # Widths at which vector loops leave something over.
 LAYERS: dict[str, dict] = {
@@ -66,9 +65,7 @@ def tokens_of(batch: int = BATCH, count: int = TOKENS) -> Tensor:
 
 def trained(model: GPTModel, tokens: Tensor, **arguments) -> Tensor:
     """Whole logits [B, S, VOCAB] of the training forward."""
-    model.train()
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return _whole(model(tokens, positions, None, **arguments).detach())
+    return whole_logits(model.train(), tokens, **arguments).detach()
 
 
 def packed_alone(model: GPTModel, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -86,11 +83,9 @@ def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
     found = []
     with without_sequence_parallelism(model):
         for part in tokens.split(list(sizes), dim=1):
-            start = context.sequence_len_offset
-            positions = torch.arange(start, start + part.shape[1], device=part.device)
-            logits = model(part, positions.expand_as(part), None, inference_context=context)
+            done = context.sequence_len_offset
+            found.append(whole_logits(model, part, done, inference_context=context))
             context.sequence_len_offset += part.shape[1]
-            found.append(_whole(logits))
     drop_inference_buffers()
     return torch.cat(found, dim=1)
 
@@ -124,7 +119,3 @@ def differences(model: GPTModel) -> list[str]:
         if places:  # shown where a test fails
             print(f"{name}: other logits at [row, position] {places[:9]}, {len(places)} in all")
     return [name for name, (found, wanted) in ways.items() if not torch.equal(found, wanted)]
-
-
-def _whole(logits: Tensor) -> Tensor:
-    return tensor_parallel.gather_from_tensor_model_parallel_region(logits)

@@ -42,17 +42,9 @@ EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained, however it is cut.
+    """What is trained, however it is cut; with ``experts``, layers but the first have them.
 
-    Attributes:
-        form: Of the attention.
-        experts: Whether the layers but the first are mixtures of experts.
-        mtp_layers: Number of multi-token-prediction layers.
-        dtype: Of weights and computation.
-        mla: Its widths.
-        batch_invariant: Parity mode.
-        fields: More fields of Megatron's config.
-        options: More options of the layers.
+    ``fields`` are more of Megatron's config, ``options`` more of the layers.
     """
 
     form: str = "auto"
@@ -135,13 +127,8 @@ def microbatches(layout: Layout, seeds: Sequence[int]) -> list[Microbatch]:
 
 def weights(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """This rank's parameters by their names in the whole model."""
-    return {
-        whole: parameter
-        for chunk in chunks
-        for whole, parameter in global_parameter_names(
-            chunk, dict(chunk.named_parameters())
-        ).items()
-    }
+    named = [global_parameter_names(one, dict(one.named_parameters())) for one in chunks]
+    return {name: parameter for each in named for name, parameter in each.items()}
 
 
 @torch.no_grad()

@@ -9,10 +9,7 @@ from transformers import PreTrainedTokenizerFast
 def byte_level() -> PreTrainedTokenizerFast:
     """One token per byte and <eos>: the tokenizer of GPT-2 and DeepSeek-V3 without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "<eos>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return _fast(_byte_level([*alphabet, "<eos>"], []))
 
 
 def byte_level_across_characters() -> PreTrainedTokenizerFast:
@@ -21,31 +18,33 @@ def byte_level_across_characters() -> PreTrainedTokenizerFast:
     # Letters are D7 90 to D7 AA.
     merges = [(names[byte], names[0xD7]) for byte in range(0x90, 0xAB)]
     words = [*sorted(names.values()), "<eos>", *map("".join, merges), "<think>", "a b"]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(words, merges, use_regex=False)
     # Their characters are no names of bytes, or not all of them.
     tokenizer.add_tokens(["<think>", "a b", "é→"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return _fast(tokenizer)
+
+
+def _byte_level(words: list[str], merges: list[tuple[str, str]], **how) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **how)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _fast(tokenizer: Tokenizer, **tokens: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{"eos_token": "<eos>", **tokens})
 
 
 def with_byte_fallback() -> PreTrainedTokenizerFast:
     """Llama's decoder and all 256 bytes; only a and b are words."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -10.0) for byte in range(256)]
-    pieces += [
-        ("▁", -2.0),
-        ("a", -3.0),
-        ("▁a", -3.0),
-        ("b", -3.0),
-        ("\N{REPLACEMENT CHARACTER}", -3.0),
-    ]
+    pieces += [("▁", -2.0)]
+    pieces += [(word, -3.0) for word in ("a", "▁a", "b", "\N{REPLACEMENT CHARACTER}")]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = _decoder_of_llama()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return _fast(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def with_word_marks() -> PreTrainedTokenizerFast:
@@ -54,7 +53,7 @@ def with_word_marks() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = _decoder_of_llama()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return _fast(tokenizer)
 
 
 def _decoder_of_llama() -> decoders.Decoder:

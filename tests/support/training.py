@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core import tensor_parallel
@@ -31,30 +31,48 @@ OPTIONS = OptimizerConfig(
 
 
 class Training:
-    """Trains ``model`` on random tokens, a different batch in every step."""
+    """Trains ``model`` on random tokens, a different batch in every step.
 
-    def __init__(self, model: GPTModel) -> None:
+    Args:
+        model: Not yet in DDP.
+        options: Of the optimizer.
+        labels: Of a step, by its number.
+        ddp: More fields of DDP's config.
+
+    Attributes:
+        norms: Of the gradients of every step, where they are clipped.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        options: OptimizerConfig = OPTIONS,
+        labels: Callable[[int], Tensor] = lambda step: token_batch(100 + step),
+        **ddp: object,
+    ) -> None:
         self.model = model
         # Megatron's metrics of balancing losses have the layers of the process's first model.
         destroy_moe_metrics_tracker()
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self._wrapped = DistributedDataParallel(model.config, config, model)
-        self._optimizer = get_megatron_optimizer(OPTIONS, [self._wrapped])
-        self._done = 0
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
+        self.wrapped = DistributedDataParallel(model.config, config, model)
+        self._optimizer = get_megatron_optimizer(options, [self.wrapped])
+        self._labels = labels
+        self.norms: list[float | None] = []
 
     def steps(self, count: int) -> list[float]:
         """Train; returns the losses."""
         return [self._step() for _ in range(count)]
 
     def _step(self) -> float:
-        self._wrapped.train()
-        self._wrapped.zero_grad_buffer()
-        loss = call(self._wrapped, labels=token_batch(100 + self._done)).float().mean()
+        self.wrapped.train()
+        self.wrapped.zero_grad_buffer()
+        loss = call(self.wrapped, labels=self._labels(len(self.norms))).float().mean()
         loss.backward()
-        finalize_model_grads([self._wrapped])
-        self._optimizer.step()
+        finalize_model_grads([self.wrapped])
+        updated, norm, _ = self._optimizer.step()
+        assert updated
+        self.norms.append(norm)
         self._optimizer.zero_grad()
-        self._done += 1
         return loss.item()
 
     def state(self) -> dict[str, Tensor]:

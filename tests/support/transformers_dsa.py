@@ -33,9 +33,8 @@ def model_of(dsa: OracleDSA, glm: bool, **changes):
     mla = dsa.mla
     rope = {"rope_type": "default", "rope_theta": mla.rotary_base}
     if mla.rope_type == "yarn":
-        rope = {
+        rope |= {
             "rope_type": "yarn",
-            "rope_theta": mla.rotary_base,
             "factor": mla.scaling_factor,
             "original_max_position_embeddings": mla.original_context,
             "beta_fast": mla.beta_fast,
@@ -43,11 +42,9 @@ def model_of(dsa: OracleDSA, glm: bool, **changes):
             "mscale": mla.mscale,
             "mscale_all_dim": mla.mscale_all_dim,
         }
-    config, model = (
-        (GlmMoeDsaConfig, GlmMoeDsaForCausalLM)
-        if glm
-        else (DeepseekV32Config, DeepseekV32ForCausalLM)
-    )
+    config, model = DeepseekV32Config, DeepseekV32ForCausalLM
+    if glm:
+        config, model = GlmMoeDsaConfig, GlmMoeDsaForCausalLM
     fields = {
         "vocab_size": VOCABULARY,
         "hidden_size": mla.hidden,

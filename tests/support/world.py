@@ -112,6 +112,11 @@ def tp_size() -> int:
     return parallel_state.get_tensor_model_parallel_world_size()
 
 
+def tp_fields() -> dict[str, object]:
+    """Of Megatron's config: the tensor-parallel size, with sequence parallelism if it is not 1."""
+    return {"tensor_model_parallel_size": tp_size(), "sequence_parallel": tp_size() > 1}
+
+
 def cp_size() -> int:
     """Context-parallel size."""
     return parallel_state.get_context_parallel_world_size()

@@ -6,11 +6,12 @@ import ast
 import graphlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.environment import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "absorbed_mla"
@@ -31,12 +32,10 @@ print(json.dumps({"seconds": seconds, "added": added, "cuda": torch.cuda.is_init
 """
 
 
-def answer_of(code: str, *words: str, **environment: str) -> dict:
+def answer_of(code: str, *words: str, **variables: str) -> dict:
     """What Python prints as JSON when it runs ``code`` in a process of its own."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "ignore", "-c", code, *words]
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    path = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = run_python("-c", code, *words, path=path, **variables)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -55,20 +54,19 @@ class TestCost:
     def test_options_need_no_torch(self, module):
         """Command lines show their values before anything long is imported."""
         code = f"import sys, absorbed_mla.{module}; sys.exit('torch' in sys.modules)"
-        command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(ROOT)]}; {code}"]
-        assert subprocess.run(command).returncode == 0
+        assert run_python("-S", "-c", code, path=[ROOT]).returncode == 0
 
     def test_time(self, fresh_process):
         """CPU time of the process: 0.16 s on a quiet machine, up to twice that on a busy one."""
         assert fresh_process["seconds"] < 0.5
 
     def test_nothing_else_is_loaded(self, fresh_process):
-        others = [name for name in fresh_process["added"] if name.split(".")[0] != "absorbed_mla"]
-        assert [name for name in others if not name.startswith("megatron.core.")] == []
-
-    def test_what_needs_transformer_engine_is_not_loaded(self, fresh_process):
-        assert "absorbed_mla.te_linear" not in fresh_process["added"]
-        assert not any(name.startswith("absorbed_mla.testing") for name in fresh_process["added"])
+        """Nor what needs TransformerEngine, nor what is for tests."""
+        added = fresh_process["added"]
+        own = ("absorbed_mla.", "megatron.core.")
+        assert [name for name in added if not f"{name}.".startswith(own)] == []
+        unwanted = ("absorbed_mla.te_linear", "absorbed_mla.testing")
+        assert not any(name.startswith(unwanted) for name in added)
 
     def test_no_device_is_touched(self, fresh_process):
         """Otherwise a forked data loader could not use one."""
@@ -131,10 +129,11 @@ def is_shared(name: str) -> bool:
 
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports when it runs, by full name; not those for annotations only."""
-    return _imported(_running(ast.parse(path.read_text())))
+    return imported(_running(ast.parse(path.read_text())))
 
 
-def _imported(nodes) -> set[str]:
+def imported(nodes) -> set[str]:
+    """Modules, and names in them, that are imported by some of the nodes."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -169,7 +168,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     graph = {}
     for module, path in files.items():
         nodes = [*ast.walk(ast.parse(path.read_text()))]
-        found = _imported(nodes)
+        found = imported(nodes)
         # "from folder import file" binds to the file, not to the folder's __init__.
         folders = {name.rpartition(".")[0] for name in found if name in files}
         names = {name for name in found if name in files or name.split(".")[0] not in PRODUCT}

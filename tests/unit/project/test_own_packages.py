@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.environment import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIRE = "from absorbed_mla.own_packages import require_own_packages as r; r({name!r})"
@@ -16,14 +16,7 @@ REQUIRE = "from absorbed_mla.own_packages import require_own_packages as r; r({n
 
 def run(tmp_path: Path, program: str, *first: Path) -> subprocess.CompletedProcess:
     """Run a program from another folder, with ``first`` before the checkout on sys.path."""
-    places = os.pathsep.join(map(str, [*first, ROOT]))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-    )
+    return run_python("-c", program, path=[*first, ROOT], cwd=tmp_path)
 
 
 @pytest.fixture

@@ -6,13 +6,12 @@ and imports are looked up in interpreters that see no other site-packages (-S).
 
 import ast
 import functools
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ import pytest
 import absorbed_mla
 import checkpoint_conversion
 from absorbed_mla import convert_command
-from tests.unit.project.test_imports import import_graph
+from tests.support.environment import run_python
+from tests.unit.project.test_imports import import_graph, imported
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"absorbed_mla", "specs", "checkpoint_conversion"}
@@ -41,21 +41,15 @@ for name in ("absorbed_mla.options", "specs.absorbed_mla_layer_specs", "checkpoi
 """
 
 
-def run_python(*args: str, cwd: Path, pythonpath: list[Path] | None = None) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COVERAGE_FILE")}
-    if pythonpath:
-        env["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
-    command = [sys.executable, *args]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+def output_of(*args: str, cwd: Path, path: Sequence[Path] = ()) -> str:
+    done = run_python(*args, cwd=cwd, path=path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def locate(cwd: Path, *site_dirs: Path, pythonpath: list[Path] | None = None) -> list[str]:
+def locate(cwd: Path, *site_dirs: Path, path: Sequence[Path] = ()) -> list[str]:
     """Files that the three packages are found in."""
-    return run_python(
-        "-S", "-c", LOCATE, *map(str, site_dirs), cwd=cwd, pythonpath=pythonpath
-    ).split("\n")[:3]
+    return output_of("-S", "-c", LOCATE, *site_dirs, cwd=cwd, path=path).splitlines()
 
 
 def expected_under(folder: Path) -> list[str]:
@@ -78,21 +72,10 @@ def checkout(tmp_path_factory) -> Path:
     return copy
 
 
-def third_party(path: Path) -> set[str]:
-    """Top-level names that a file imports anywhere, but for the standard library's."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
-
-
 def build(checkout: Path, kind: str, target: Path) -> Path:
     """Build a wheel and return it."""
     call = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
-    run_python("-c", call, cwd=checkout)
+    output_of("-c", call, cwd=checkout)
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -104,46 +87,43 @@ def wheel(checkout, tmp_path_factory) -> zipfile.ZipFile:
 
 
 class TestWheel:
-    def test_top_level_names(self, wheel):
-        """tests/ and scripts/ would become packages of everybody's environment."""
-        top = {name.split("/")[0] for name in wheel.namelist()}
-        assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+    @staticmethod
+    def text(wheel: zipfile.ZipFile, end: str) -> str:
+        """Of the one file with this end of its name."""
+        (name,) = (name for name in wheel.namelist() if name.endswith(end))
+        return wheel.read(name).decode()
 
-    def test_holds_every_source_file(self, wheel):
+    def test_files(self, wheel):
+        """tests/ and scripts/ would become packages of everybody's environment."""
+        found = set(wheel.namelist())
+        top = {name.split("/")[0] for name in found}
+        assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
         sources = {
             str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
         }
-        assert sources | {"absorbed_mla/py.typed"} <= set(wheel.namelist())
-
-    def test_licence_travels(self, wheel):
-        (name,) = (n for n in wheel.namelist() if n.endswith("licenses/LICENSE"))
-        assert "Apache License" in wheel.read(name).decode()
+        assert sources | {"absorbed_mla/py.typed"} <= found
+        # With an __init__.py it would hide, or be hidden by, another distribution's specs.
+        assert "specs/__init__.py" not in found
+        assert "Apache License" in self.text(wheel, "licenses/LICENSE")
 
     def test_metadata(self, wheel):
-        (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
-        metadata = wheel.read(name).decode()
+        metadata = self.text(wheel, "/METADATA")
         assert "License-Expression: Apache-2.0" in metadata
         required = re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE)
         assert {"torch", "megatron-core", "einops", "triton"} <= set(required)
         assert "apex" not in required  # the package of that name is not NVIDIA's
 
-    def test_console_script(self, wheel):
-        (name,) = (n for n in wheel.namelist() if n.endswith("/entry_points.txt"))
-        scripts = wheel.read(name).decode()
-        assert "absorbed-mla-convert = absorbed_mla.convert_command:main" in scripts
-        assert callable(convert_command.main)
-
     def test_version(self, wheel):
         """Conversions record it, also from a checkout that nobody installed."""
-        (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
-        version = re.search(r"^Version: (.+)$", wheel.read(name).decode(), re.MULTILINE)[1]
+        version = re.search(r"^Version: (.+)$", self.text(wheel, "/METADATA"), re.MULTILINE)[1]
         assert absorbed_mla.__version__ == checkpoint_conversion.__version__ == version
         # Its changes are described.
         assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
-    def test_specs_is_a_namespace_portion(self, wheel):
-        """With an __init__.py it would hide, or be hidden by, another distribution's specs."""
-        assert "specs/__init__.py" not in wheel.namelist()
+    def test_console_script(self, wheel):
+        scripts = self.text(wheel, "/entry_points.txt")
+        assert "absorbed-mla-convert = absorbed_mla.convert_command:main" in scripts
+        assert callable(convert_command.main)
 
 
 class TestImportPaths:
@@ -159,18 +139,13 @@ class TestImportPaths:
         assert locate(checkout.parent, tmp_path / "site") == expected_under(checkout)
 
     def test_pythonpath(self, checkout, tmp_path):
-        assert locate(tmp_path, pythonpath=[checkout]) == expected_under(checkout)
+        assert locate(tmp_path, path=[checkout]) == expected_under(checkout)
 
     def test_beside_another_specs(self, checkout, tmp_path):
         (tmp_path / "specs").mkdir()
         (tmp_path / "specs" / "other.py").touch()
-        found = locate(tmp_path, pythonpath=[tmp_path, checkout])
+        found = locate(tmp_path, path=[tmp_path, checkout])
         assert found == expected_under(checkout)
-
-
-@functools.cache
-def _graph() -> dict[str, set[str]]:
-    return import_graph(ROOT)
 
 
 def test_a_missing_megatron_is_named(tmp_path):
@@ -183,16 +158,17 @@ try:
 except ImportError as error:
     print(error)
 """
-    printed = run_python("-W", "ignore", "-c", program, cwd=tmp_path, pythonpath=[ROOT])
+    printed = output_of("-c", program, cwd=tmp_path, path=[ROOT])
     assert "absorbed_mla.AbsorbedMLASelfAttention needs megatron-core: pip install" in printed
     assert "--ignore-requires-python" in printed
 
 
 class TestDependencies:
-    @staticmethod
-    def imported_by(package: str, but_not: str = " ") -> set[str]:
+    GRAPH = staticmethod(functools.cache(lambda: import_graph(ROOT)))
+
+    def imported_by(self, package: str, but_not: str = " ") -> set[str]:
         """Top-level names of other packages that are imported anywhere in the package."""
-        graph = _graph()
+        graph = self.GRAPH()
         modules = [name for name in graph if f"{name}.".startswith(f"{package}.")]
         modules = [name for name in modules if not f"{name}.".startswith(f"{but_not}.")]
         found = {name.split(".")[0] for module in modules for name in graph[module]}
@@ -225,10 +201,12 @@ class TestDependencies:
         own = {path.stem for path in folder.iterdir()}
         parts = own - {"benchmarks", "checks"}
         files = [path for name in parts for path in (folder / name).glob("*.py")]
-        imported = set().union(*map(third_party, [*files, *folder.glob("*.py")]))
-        assert {"matplotlib", "openai", "transformers"} <= imported
+        trees = [ast.parse(path.read_text()) for path in (*files, *folder.glob("*.py"))]
+        names = imported(node for tree in trees for node in ast.walk(tree))
+        found = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+        assert {"matplotlib", "openai", "transformers"} <= found
         allowed = self.DECLARED | self.extra("scripts", "generate")
-        assert imported - own - PACKAGES <= allowed
+        assert found - own - PACKAGES <= allowed
 
     def test_conversion_imports_its_extra_alone(self):
         """Whoever only converts needs nothing of Megatron's; comparing logits needs everything."""
