@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,28 +49,6 @@ def build_policy(args: argparse.Namespace, device: torch.device) -> tuple:
     return model, optimizer, scheduler
 
 
-@dataclass(frozen=True)
-class Update:
-    """Metrics of one update, over all data-parallel ranks.
-
-    Attributes:
-        loss: Mean of -advantage * log-probability over the sampled tokens.
-        grad_norm: Euclidean norm of the gradient.
-        gap_max: Maximum absolute difference between the log-probability of a sampled token in the
-            rollout and in the training forward.
-        gap_mean: Mean of these differences.
-        entropy: Mean of -log-probability over the sampled tokens, in nats.
-        tokens: Number of sampled tokens.
-    """
-
-    loss: float
-    grad_norm: float
-    gap_max: float
-    gap_mean: float
-    entropy: float
-    tokens: int
-
-
 def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities of ``targets``, fp32 [b, s], differentiable.
 
@@ -102,8 +79,15 @@ class Policy:
         model.config.finalize_model_grads_func = finalize_model_grads
         model.config.grad_scale_func = optimizer.scale_loss
 
-    def update(self, batches: Sequence[SampleBatch]) -> Update:
+    def update(self, batches: Sequence[SampleBatch]) -> dict[str, float]:
         """Take one REINFORCE step over all microbatches, which have equal shapes.
+
+        Returns:
+            Metrics over all data-parallel ranks: ``loss``, the mean of -advantage x log-probability
+            over the sampled tokens; ``entropy``, that of -log-probability in nats;
+            ``log_prob_gap_max`` and ``_mean``, by which the log-probability of a sampled token
+            differs between rollout and training; the Euclidean ``grad_norm``; and the number of
+            sampled ``tokens``.
 
         Raises:
             FloatingPointError: If the gradient norm is not finite.
@@ -129,21 +113,21 @@ class Policy:
         require_finite(norm)
         return self._reduce(torch.stack(reported), float(norm) if updated else 0.0)
 
-    def _reduce(self, reported: Tensor, norm: float) -> Update:
+    def _reduce(self, reported: Tensor, norm: float) -> dict[str, float]:
         """Reduce what ``_reinforce`` reported, [microbatches, 5], over microbatches and ranks."""
         sums, largest = reported[:, :4].sum(0), reported[:, 4].max()
         group = parallel_state.get_data_parallel_group()
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         loss, gap, surprise, count = sums.tolist()
-        return Update(
-            loss=loss / count,
-            grad_norm=norm,
-            gap_max=largest.item(),
-            gap_mean=gap / count,
-            entropy=surprise / count,
-            tokens=int(count),
-        )
+        return {
+            "log_prob_gap_max": largest.item(),
+            "log_prob_gap_mean": gap / count,
+            "loss": loss / count,
+            "entropy": surprise / count,
+            "grad_norm": norm,
+            "tokens": int(count),
+        }
 
 
 def _forward_step(batches: Iterator[SampleBatch], model: nn.Module):

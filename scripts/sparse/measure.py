@@ -16,14 +16,13 @@ from absorbed_mla.testing.indexer_recall import Recall, measure_recall
 from benchmarks.kit import provenance
 from sparse.stages import Settings, Stage
 from training import megatron_loop
-from training.arguments import parse_arguments, set_vocabulary, with_model
+from training.arguments import parse_arguments, set_vocabulary
 from training.batch import Batch, make_batch
 from training.checkpoint import find_checkpoint
 from training.checks import validate_arguments
-from training.data import Windows, read_corpus, split_corpus
+from training.data import Windows, build_tokenizer, read_corpus, split_corpus
 from training.metrics import read_metrics, series
 from training.model import build_gpt, model_config
-from training.tokenizers import build_tokenizer
 
 
 def measure(stages: dict[str, Stage], settings: Settings) -> dict:
@@ -34,7 +33,7 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
         of all layers and of each, with dense and with sparse attention; ``indexer_loss`` the loss
         of the warm-up and the sparse stage by iteration.
     """
-    args = with_model(parse_arguments(stages["sparse"].argv))
+    args = parse_arguments(stages["sparse"].argv)
     validate_arguments(args)
     tokenizer = build_tokenizer(args.tokenizer, args.trust_remote_code)
     set_vocabulary(args, tokenizer.vocab_size)

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tests.support import world
@@ -27,7 +28,7 @@ from tests.support.models import call, gpt_model, token_batch
 from tests.support.train_arguments import checked
 from tests.support.training import OPTIONS
 from training.megatron_loop import set_up
-from training.model import count_parameters, training_config, unwrap
+from training.model import count_parameters, training_config
 
 SMALL = (
     "--num-layers 4 --moe-layer-freq [0,1]*2 --hidden-size 32 --ffn-hidden-size 64 "
@@ -64,7 +65,7 @@ def step(optimizer: MegatronOptimizer) -> float:
 
 def averages_of(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[Tensor]:
     """Adam's running means of the gradients of all parameters of this rank."""
-    model_state = unwrap(model).sharded_state_dict()
+    model_state = unwrap_model(model).sharded_state_dict()
     state = nested_values(optimizer.sharded_state_dict(model_state, is_loading=False))
     tensors = (tensor for tensor in state if isinstance(tensor, ShardedBase))
     return [tensor.data for tensor in tensors if "optimizer.state.exp_avg." in tensor.key]

@@ -138,14 +138,12 @@ def test_options_reach_the_requests(run):
         run("--prompt", "ab", "--greedy", "--json", "--return-log-probs")
     _, prompts, found = zip(*(call.args for call in add.call_args_list))
     assert list(map(list, prompts)) == [[97, 98]] * 3
-    assert [(s.temperature, s.top_k, s.top_p) for s in found] == [
-        (0.5, 0, 0.25),
-        (1.0, 3, 0.5),
-        (0, 0, 1.0),
+    names = ("temperature", "top_k", "top_p", "stop_token_ids", "max_tokens", "logprobs")
+    assert [tuple(getattr(sampling, name) for name in names) for sampling in found] == [
+        (0.5, 0, 0.25, (), 8, None),
+        (1.0, 3, 0.5, (256,), 8, None),
+        (0, 0, 1.0, (256,), 128, 0),
     ]
-    assert [s.stop_token_ids for s in found] == [(), (256,), (256,)]
-    assert [s.max_tokens for s in found] == [8, 8, 128]
-    assert [s.logprobs for s in found] == [None, None, 0]
 
 
 @pytest.fixture
@@ -272,30 +270,9 @@ class TestFaults:
     @pytest.mark.parametrize(
         "words, error",
         [
-            (
-                "--num-tokens-to-generate 0",
-                "--num-tokens-to-generate must be an integer of at least 1, got 0",
-            ),
-            (
-                "--num-tokens-to-generate -3",
-                "--num-tokens-to-generate must be an integer of at least 1, got -3",
-            ),
-            ("--temperature -1", "--temperature must be at least 0"),
-            ("--top-k -2", "--top-k must be an integer of at least 1"),
-            ("--top-p 2", "--top-p must be above 0 and at most 1"),
-            ("--greedy --top-k 2", "--greedy excludes"),
             ("--seed -1", "--seed must be at least 0"),
-            ("--max-requests 0", "--max-requests must be an integer of at least 1"),
-            ("--cache-tokens 63", "--cache-tokens must be an integer of at least 64"),
-            ("--step-tokens 0", "--step-tokens must be an integer of at least 1"),
-            ("--max-sequence-length 1", "--max-sequence-length must be an integer of at least 2"),
             ("--max-sequence-length 513", "--max-position-embeddings 512, got 513"),
             ("--tokenizer absent", "--tokenizer must be a folder or 'bytes', got 'absent'"),
-            ("--return-log-probs", "--return-log-probs needs --json"),
-            ("--tensor-model-parallel-size 2", "must be the number of processes"),
-            ("--sequence-parallel", "--sequence-parallel needs more than one process"),
-            ("--lr 1", "unrecognized arguments: --lr"),
-            ("--prompt-file x", "not allowed with argument --prompt"),
             ("--fp16", "--fp16 needs a GPU"),
             ("--cuda-graphs", "--cuda-graphs needs a GPU"),
             ("--add-bos", "--add-bos: "),
@@ -304,15 +281,12 @@ class TestFaults:
     def test_before_any_work(self, run, words, error):
         done = run("--prompt", "a", *words.split())
         assert (done.code, done.out) == (2, "")
-        assert done.err.startswith("generate.py: error: ")
-        assert error in done.err
+        assert done.err.startswith("generate.py: error: ") and error in done.err
         assert done.err.count("\n") == 1
 
-    @pytest.mark.parametrize("words", [[], ["--prompt-file", "absent"]])
-    def test_no_prompt(self, run, words):
-        done = run(*words)
-        assert done.code == 2
-        assert "there is no " in done.err
+    def test_no_prompt(self, run):
+        done = run()
+        assert done.code == 2 and "there is no prompt in stdin" in done.err
 
     def test_unknown_checkpoints(self, tmp_path):
         for folder in (tmp_path / "absent", tmp_path):

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tests.support.train_arguments import checked, resolved_from, saved, start_of
 from training.arguments import model_of
-from training.checkpoint import Start, require_same_run
+from training.checkpoint import Start
 from training.checkpoint_args import model_from_args
-from training.checkpoint_model import require_same_model
+from training.checkpoint_model import require_same_model, require_same_run
 from training.model import model_config
 
 INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16"
@@ -31,8 +31,10 @@ class TestConfig:
         config = config_of("--preset deepseek-v3.2")
         assert config.experimental_attention_variant == "dsa"
         assert (config.dsa_indexer_n_heads, config.dsa_indexer_topk) == (64, 2048)
-        assert config.dsa_indexer_loss_coeff == 1.0
-        assert config.dsa_indexer_use_sparse_loss is True
+        assert (config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss) == (1.0, True)
+        line = "--preset deepseek-v3.2 --experimental-attention-variant none"
+        assert config_of(line).experimental_attention_variant is None
+        assert model_of(checked(line)) == model_of(checked("--preset deepseek-v3"))
 
     @pytest.mark.parametrize(
         ("option", "field", "value"),
@@ -66,12 +68,6 @@ class TestConfig:
         assert config_of(f"{line} --seq-length 100000").dsa_indexer_topk == 2048 // factor
         assert config_of(f"{line} --dsa-indexer-topk 50").dsa_indexer_topk == 50
 
-    def test_without_the_indexer_of_a_preset(self):
-        config = config_of("--preset deepseek-v3.2 --experimental-attention-variant none")
-        assert config.experimental_attention_variant is None
-        line = "--preset deepseek-v3.2 --experimental-attention-variant none"
-        assert model_of(checked(line)) == model_of(checked("--preset deepseek-v3"))
-
     def test_the_warm_up(self):
         """Dense attention and its loss; the model keeps its top-k for what follows."""
         line = f"{DSA} --train-only indexer --seq-length 128"
@@ -79,57 +75,6 @@ class TestConfig:
         assert config.dsa_indexer_topk == 128
         assert config.dsa_indexer_use_sparse_loss is False
         assert checked(line).dsa_indexer_topk == 16
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--train-only indexer", "--train-only indexer needs a model with an indexer: --exp"),
-        ("--dsa-indexer-topk 5", "--dsa-indexer-topk needs a model with an indexer: --experim"),
-        ("--dsa-indexer-loss-coeff 1", "--dsa-indexer-loss-coeff needs a model with an ind"),
-        (
-            "--no-dsa-indexer-scoring-relu",
-            "--no-dsa-indexer-scoring-relu needs a model with an indexer",
-        ),
-        (
-            "--preset glm-5 --experimental-attention-variant none --dsa-indexer-topk 5",
-            "--dsa-indexer-topk needs a model with an indexer",
-        ),
-        (
-            "--experimental-attention-variant dsa --dsa-indexer-topk 5",
-            "an indexer needs --dsa-indexer-n-heads, --dsa-indexer-head-dim, which has no value",
-        ),
-        (f"{DSA} --dsa-indexer-topk 0", "--dsa-indexer-topk must be above 0, got 0"),
-        (
-            f"{DSA} --dsa-indexer-head-dim 24",
-            "--dsa-indexer-head-dim must be a power of two, got 24; --no-dsa-indexer-rotate-act",
-        ),
-        (
-            f"{DSA} --dsa-indexer-head-dim 8",
-            "--dsa-indexer-head-dim must be at least qk_pos_emb_head_dim of the preset tiny, 16",
-        ),
-        (
-            f"{DSA} --train-only indexer --dsa-indexer-use-sparse-loss",
-            "--train-only indexer excludes --dsa-indexer-use-sparse-loss: while an indexer warms",
-        ),
-        (
-            f"{DSA} --train-only indexer --dsa-indexer-loss-coeff 0",
-            "--train-only indexer needs a --dsa-indexer-loss-coeff above 0, got 0",
-        ),
-        (f"{DSA} --dsa-indexer-loss-coeff -1", "--dsa-indexer-loss-coeff must be at least 0"),
-        (f"{DSA} --dsa-indexer-loss-coeff nan", "--dsa-indexer-loss-coeff must be at least 0"),
-        (f"{DSA} --attention standard", "--attention must be absorbed for a model with sparse"),
-        (f"--new-indexer {INDEXER}", "--new-indexer needs --load, the dense checkpoint to sta"),
-        (
-            f"--new-indexer --experimental-attention-variant none {INDEXER}",
-            "--new-indexer needs --experimental-attention-variant dsa, got none",
-        ),
-    ],
-)
-def test_refused(line, message):
-    with pytest.raises(ValueError) as error:
-        checked(line)
-    assert message in str(error.value)
 
 
 def compare(start: Start, line: str) -> None:
@@ -167,10 +112,6 @@ class TestCheckpoint:
         assert resolve("", "")["experimental_attention_variant"] is None
         with pytest.raises(ValueError, match="in --load there has an indexer; leave the option"):
             resolve(DSA, f"--new-indexer {INDEXER}")
-        with pytest.raises(ValueError, match="excludes --dsa-indexer-topk"):
-            resolve(DSA, "--dsa-indexer-topk 5")
-        with pytest.raises(ValueError, match="excludes --no-dsa-indexer-scoring-relu"):
-            resolve(DSA, "--no-dsa-indexer-scoring-relu")
 
     def test_the_warm_up_saves_the_models_own_top_k(self):
         there = saved(f"{DSA} --train-only indexer")
