@@ -11,11 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from torch import nn
 
 from absorbed_mla import LLM, SamplingParams
 from console.ranks import rank
-from rollout.policy import Policy
+from rollout.policy import update
 from rollout.rewards import REWARDS, group_advantages
 from rollout.samples import Sample, SampleBatch
 from training.metrics import MetricsFile
@@ -29,29 +28,19 @@ class RolloutTrainer:
 
     Args:
         args: The command line.
-        model: Wrapped by Megatron's DDP.
-        optimizer: Of the model.
-        scheduler: Of its learning rate.
+        policy: Of ``build_policy``: model, optimizer and scheduler.
         device: Of the model.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        model: nn.Module,
-        optimizer,
-        scheduler,
-        device: torch.device,
-    ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+    def __init__(self, args: argparse.Namespace, policy: tuple, device: torch.device) -> None:
+        self.model, self.optimizer, self.scheduler = policy
         self._args, self._device = args, device
-        self._policy = Policy(model, optimizer, scheduler, device)
         self._ranks = parallel_state.get_data_parallel_world_size()
         self._rank = parallel_state.get_data_parallel_rank()
         samples = args.num_prompts * args.group_size // self._ranks
         # Around the very module that is trained.
         self._llm = LLM.from_model(
-            model,
+            self.model,
             max_model_len=args.seq_length,
             max_num_seqs=min(args.max_requests, samples),
             seed=args.seed,
@@ -99,7 +88,9 @@ class RolloutTrainer:
             SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
             for first in range(0, len(samples), rows)
         ]
-        record = self._rewards(samples) | self._policy.update(batches)
+        record = self._rewards(samples) | update(
+            self.model, self.optimizer, self.scheduler, batches
+        )
         record["lr"] = get_canonical_lr_for_logging(self.optimizer.param_groups)
         # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()

@@ -46,6 +46,8 @@ def build_policy(args: argparse.Namespace, device: torch.device) -> tuple:
     config = training_config(of_run, weights, options, cache_mla_latents=True)
     model, optimizer, scheduler = megatron_loop.set_up(of_run, config)
     model.config.no_sync_func = model.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
     return model, optimizer, scheduler
 
 
@@ -63,71 +65,58 @@ def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     return whole.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-class Policy:
-    """Updates a model from the advantages of its samples.
+def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch]) -> dict:
+    """Take one REINFORCE step over all microbatches, which have equal shapes.
 
     Args:
-        model: Wrapped by Megatron's DDP.
+        model: Of :func:`build_policy`, like its optimizer and scheduler.
         optimizer: Of the model.
         scheduler: Of its learning rate.
-        device: Of the model.
+        batches: The microbatches of this rank.
+
+    Returns:
+        Metrics over all data-parallel ranks: ``loss``, the mean of -advantage x log-probability
+        over the sampled tokens; ``entropy``, that of -log-probability in nats; ``log_prob_gap_max``
+        and ``_mean``, by which the log-probability of a sampled token differs between rollout and
+        training; the Euclidean ``grad_norm``; and the number of sampled ``tokens``.
+
+    Raises:
+        FloatingPointError: If the gradient norm is not finite.
     """
-
-    def __init__(self, model: nn.Module, optimizer, scheduler, device: torch.device) -> None:
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._device = device
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = optimizer.scale_loss
-
-    def update(self, batches: Sequence[SampleBatch]) -> dict[str, float]:
-        """Take one REINFORCE step over all microbatches, which have equal shapes.
-
-        Returns:
-            Metrics over all data-parallel ranks: ``loss``, the mean of -advantage x log-probability
-            over the sampled tokens; ``entropy``, that of -log-probability in nats;
-            ``log_prob_gap_max`` and ``_mean``, by which the log-probability of a sampled token
-            differs between rollout and training; the Euclidean ``grad_norm``; and the number of
-            sampled ``tokens``.
-
-        Raises:
-            FloatingPointError: If the gradient norm is not finite.
-        """
-        self._model.train()
-        self._model.zero_grad_buffer()
-        rows, length = batches[0].tokens.shape
-        # Before the update: Megatron's warm-up begins with a rate of 0.
-        ranks = parallel_state.get_data_parallel_world_size()
-        self._scheduler.step(increment=len(batches) * rows * ranks)
-        reported = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
-        updated, norm, _ = self._optimizer.step()
-        # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
-        self._optimizer.zero_grad()
-        require_finite(norm)
-        return self._reduce(torch.stack(reported), float(norm) if updated else 0.0)
-
-    def _reduce(self, reported: Tensor, norm: float) -> dict[str, float]:
-        """Reduce what ``_reinforce`` reported, [microbatches, 5], over microbatches and ranks."""
-        sums, largest = reported[:, :4].sum(0), reported[:, 4].max()
-        group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        loss, gap, surprise, count = sums.tolist()
-        return {
-            "log_prob_gap_max": largest.item(),
-            "log_prob_gap_mean": gap / count,
-            "loss": loss / count,
-            "entropy": surprise / count,
-            "grad_norm": norm,
-            "tokens": int(count),
-        }
+    model.train()
+    model.zero_grad_buffer()
+    rows, length = batches[0].tokens.shape
+    # Before the update: Megatron's warm-up begins with a rate of 0.
+    ranks = parallel_state.get_data_parallel_world_size()
+    scheduler.step(increment=len(batches) * rows * ranks)
+    reported = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=False,
+    )
+    updated, norm, _ = optimizer.step()
+    # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
+    optimizer.zero_grad()
+    require_finite(norm)
+    # Over microbatches and ranks.
+    found = torch.stack(reported)
+    sums, largest = found[:, :4].sum(0), found[:, 4].max()
+    group = parallel_state.get_data_parallel_group()
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    loss, gap, surprise, count = sums.tolist()
+    return {
+        "log_prob_gap_max": largest.item(),
+        "log_prob_gap_mean": gap / count,
+        "loss": loss / count,
+        "entropy": surprise / count,
+        "grad_norm": float(norm) if updated else 0.0,
+        "tokens": int(count),
+    }
 
 
 def _forward_step(batches: Iterator[SampleBatch], model: nn.Module):

@@ -74,7 +74,7 @@ def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrai
         ValueError: If Megatron refuses the options, or ``--load`` does not fit them.
     """
     set_vocabulary(args, ByteTokenizer.vocab_size)
-    return RolloutTrainer(args, *build_policy(args, device), device)
+    return RolloutTrainer(args, build_policy(args, device), device)
 
 
 def _header(args: argparse.Namespace, parameters: int) -> str:
