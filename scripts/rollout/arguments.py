@@ -10,12 +10,10 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import add_flags
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.llm_flags import FLAGS, errors_by_flag
-from console.outputs import require_writable
 from console.parser import Parser
 from rollout.rewards import REWARDS
-from training.checkpoint import find_checkpoint
-from training.options import flag_of, given_options, name_of, own_name_of
-from training.refusals import parse_own
+from training.options import given_options, name_of, own_name_of
+from training.refusals import check_files, parse_own
 
 _PROMPTS = (
     "The answer is",
@@ -28,12 +26,19 @@ _PROMPTS = (
     "",
 )
 _DESCRIPTION = "Sample from a live model, score, update, repeat; by torchrun."
-_EPILOG = """\
-Options of the model, parallelism and optimizer are train.py's and mean what they mean there
-(train.py --help): --preset, --num-experts, --form, --tensor-model-parallel-size,
---sequence-parallel, --clip-grad, --bf16, ... Ranks beyond tensor parallelism sample for other
-prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
-differs between rollout and training."""
+# Of options of train.py.
+_DEFAULTS = (
+    "--train-iters 40 --micro-batch-size 16 --lr 3e-3 --lr-decay-style constant\n"
+    "--lr-warmup-iters 3 --weight-decay 0 --seed 1234"
+)
+_EPILOG = f"""\
+Options of the model, parallelism, optimizer, checkpoints and reports are train.py's and mean what
+they mean there (train.py --help): --preset, --num-experts, --form, --tensor-model-parallel-size,
+--sequence-parallel, --clip-grad, --bf16, --load (its weights), --save (at the end), --metrics
+(a line for each step), --plot (rewards and gaps), ... Defaults that are not train.py's:
+{_DEFAULTS}
+Ranks beyond tensor parallelism sample for other prompts. A token is a byte. The exit code is 1 if
+--batch-invariant is given and a log-probability differs between rollout and training."""
 # Options of train.py that a rollout does not take, and why.
 _REFUSED = {
     "--attention": "the standard attention does not generate",
@@ -71,31 +76,30 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         ValueError: Naming the option, what it got and what it accepts.
     """
     parser = Parser("rollout_train.py", _DESCRIPTION, _EPILOG)
-    for add in (_add_rollout, _add_update, _add_io):
-        add(parser)
+    _add_rollout(parser)
     own, rest = parser.parse_known_args(argv)
     for word in rest:
         flag = word.partition("=")[0]
         if flag in _REFUSED:
             raise ValueError(f"a rollout does not take {flag}: {_REFUSED[flag]}")
-    if own.load:
-        find_checkpoint(own.load)
-        rest = [*rest, "--load", own.load]
-    parse_own(rest, "rollout_train.py")
+    rest = [*_DEFAULTS.split(), *rest]
+    check_files(parse_own(rest, "rollout_train.py"))
     _check(own)
     own.prompts = _prompts(own.prompts)
     # Imported late, because it takes seconds.
     from training.arguments import parse_arguments as parse_model
     from training.checks import validate_arguments
+    from training.rules import ranges, refuse
 
     model = parse_model(rest, "rollout_train.py")
     args = argparse.Namespace(**{**vars(model), **vars(own)})
     args.given, args.world_size, args.eval_iters = given_options(argv), world_size, 0
+    refuse(ranges(args))
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
     # The last token is sampled, not read; sequence parallelism divides the others evenly.
-    args.seq_length = longest + (-longest) % max(1, args.tensor_model_parallel_size)
+    args.seq_length = longest + (-longest) % args.tensor_model_parallel_size
     args.global_batch_size = args.num_prompts * args.group_size
-    _check_sizes(args, max(1, world_size // max(1, args.tensor_model_parallel_size)))
+    _check_sizes(args, max(1, world_size // args.tensor_model_parallel_size))
     validate_arguments(args)
     return args
 
@@ -121,32 +125,9 @@ def add_num_tokens(parser: Any, default: int) -> None:
     add_flags(parser, SamplingParams, ["max_tokens"], FLAGS, max_tokens=change)
 
 
-def _add_update(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("update").add_argument
-    add("--train-iters", type=int, default=40, help="rollouts, and updates")
-    add("--micro-batch-size", type=int, default=16, help="samples in a forward")
-    add("--lr", type=float, default=3e-3, help="the highest learning rate")
-    styles = ("constant", "cosine", "linear")
-    add("--lr-decay-style", choices=styles, default="constant", help="to a tenth of --lr")
-    add("--lr-warmup-iters", type=int, default=3, help="steps until --lr is reached")
-    add("--weight-decay", type=float, default=0.0, help="AdamW's")
-    add("--seed", type=int, default=1234, help="of weights and samples")
-
-
-def _add_io(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("checkpoints and reports").add_argument
-    text = "weights to start from, a checkpoint (default: random ones)"
-    add("--load", metavar="FOLDER", help=text)
-    text = "where a checkpoint goes at the end (default: none is written)"
-    add("--save", metavar="FOLDER", help=text)
-    add("--metrics", metavar="FILE", help="JSON lines, one per step")
-    add("--plot", metavar="FILE", help="PNG of rewards and gaps")
-
-
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "micro_batch_size"):
-        if (value := getattr(args, name)) < 1:
-            raise ValueError(f"{flag_of(name)} must be at least 1, got {value}")
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     with errors_by_flag():
         SamplingParams(max_tokens=args.num_tokens_to_generate)
         LLMOptions(max_num_seqs=args.max_requests)
@@ -156,8 +137,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.prompts is not None and not Path(args.prompts).is_file():
         raise ValueError(f"--prompts: there is no file {args.prompts}")
-    files = {"--metrics": args.metrics, "--plot": args.plot}
-    require_writable(folders={"--save": args.save}, files=files)
 
 
 def _check_sizes(args: argparse.Namespace, dp: int) -> None:

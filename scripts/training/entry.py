@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from console.script import run_script
 from training.refusals import check_files, parse_own
@@ -21,7 +20,6 @@ def run(argv: list[str]) -> None:
         ValueError: If options are wrong or do not fit data or checkpoint.
     """
     check_files(parse_own(argv))
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late, because Megatron takes seconds.
     from training import megatron_loop

@@ -69,10 +69,7 @@ def training_config(
     """:func:`model_config` of a model that is trained, from ``weights`` or random ones.
 
     Args:
-        args: As there.
         weights: Folder of a distributed checkpoint.
-        options: As there.
-        fields: As there.
     """
     config = model_config(args, options, **fields)
     if args.train_only:
