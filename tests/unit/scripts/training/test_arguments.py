@@ -24,6 +24,8 @@ _SCALES = {
     "moonlight": 0.0721688,
 }
 CP2 = "--context-parallel-size 2"
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16"
+DSA = f"--experimental-attention-variant dsa {INDEXER}"
 SPARSE = "--preset deepseek-v3.2 --scale-down 16 --num-layers 3"
 STAGES = f"{CP2} --num-layers 2 --pipeline-model-parallel-size 2 --packed --num-experts 0"
 
@@ -157,3 +159,56 @@ def test_defaults_of_ours_are_shown():
         shown = " ".join(value) if isinstance(value, list) else value
         assert f"{flag_of(name)} {shown}" in text
         assert getattr(parse_arguments([]), name) == value
+
+
+class TestSparseAttention:
+    """If these fail, a model trains dense where its user believes it to be sparse."""
+
+    def test_a_preset(self):
+        config = config_of("--preset deepseek-v3.2")
+        assert config.experimental_attention_variant == "dsa"
+        assert (config.dsa_indexer_n_heads, config.dsa_indexer_topk) == (64, 2048)
+        assert (config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss) == (1.0, True)
+        line = "--preset deepseek-v3.2 --experimental-attention-variant none"
+        assert config_of(line).experimental_attention_variant is None
+        assert model_of(checked(line)) == model_of(checked("--preset deepseek-v3"))
+
+    @pytest.mark.parametrize(
+        ("option", "field", "value"),
+        [
+            ("--dsa-indexer-n-heads 8", "n_heads", 8),
+            ("--dsa-indexer-head-dim 64", "head_dim", 64),
+            ("--dsa-indexer-topk 7", "topk", 7),
+            ("--dsa-indexer-topk-freq 3", "topk_freq", 3),
+            ("--dsa-indexer-skip-topk-offset 2", "skip_topk_offset", 2),
+            ("--dsa-indexer-k-norm-epsilon 1e-3", "k_norm_epsilon", 1e-3),
+            ("--dsa-indexer-rope-interleaved", "rope_interleaved", True),
+            ("--no-dsa-indexer-rotate-activation", "rotate_activation", False),
+            ("--no-dsa-indexer-scoring-relu", "scoring_relu", False),
+            ("--dsa-indexer-loss-coeff 0.25", "loss_coeff", 0.25),
+            ("--dsa-indexer-loss-coeff 0", "loss_coeff", 0.0),
+            ("--no-dsa-indexer-use-sparse-loss", "use_sparse_loss", False),
+        ],
+        ids=lambda x: x.split()[0] if isinstance(x, str) and x.startswith("--") else "",
+    )
+    def test_an_option(self, option, field, value):
+        usual, config = config_of(DSA), config_of(f"{DSA} {option}")
+        assert getattr(usual, f"dsa_indexer_{field}") != value
+        assert getattr(config, f"dsa_indexer_{field}") == value
+
+    @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+    @pytest.mark.parametrize("factor", [2, 8, 32])
+    def test_a_scaled_model_has_a_choice(self, name, factor):
+        """Also with the default sequence length."""
+        line = f"--preset {name} --scale-down {factor}"
+        assert config_of(line).dsa_indexer_topk == 32
+        assert config_of(f"{line} --seq-length 100000").dsa_indexer_topk == 2048 // factor
+        assert config_of(f"{line} --dsa-indexer-topk 50").dsa_indexer_topk == 50
+
+    def test_the_warm_up(self):
+        """Dense attention and its loss; the model keeps its top-k for what follows."""
+        line = f"{DSA} --train-only indexer --seq-length 128"
+        config = config_of(line)
+        assert config.dsa_indexer_topk == 128
+        assert config.dsa_indexer_use_sparse_loss is False
+        assert checked(line).dsa_indexer_topk == 16
