@@ -140,7 +140,7 @@ HELP = "--help lists all options"
         ("--pipeline-model-parallel-size 2", 2, f"num_layers {TINY} must be divisible"),
         ("--expert-model-parallel-size 3", 3, f"num_experts {TINY} must be"),
         ("--expert-model-parallel-size 2", 1, "ranks x --context-parallel-size 1, got 1"),
-        ("--global-batch-size 12", 2, "--global-batch-size must be divisible"),
+        ("--global-batch-size 24", 2, "--global-batch-size must be divisible"),
         ("--packed --micro-batch-size 2", 1, "--packed needs --micro-batch-size 1, got 2"),
         ("--seq-length 0", 1, "--seq-length must be at least 1, got 0"),
         ("--seq-length 9999", 1, f"max_position_embeddings {TINY}, 4096"),
