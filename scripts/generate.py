@@ -9,17 +9,7 @@ text of the first one that has not ended is shown while it grows. Exit code: 0; 
 not be continued; 2 if nothing was started.
 """
 
-import sys
-import warnings
-from pathlib import Path
-
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 if __name__ == "__main__":
-    # Megatron warns about every optional package it does not find.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from console.script import leave
-    from generation.entry import main
+    from console.script import start
 
-    leave(main(sys.argv[1:]))
+    start("generation.entry")

@@ -7,17 +7,7 @@ precision and in parity mode; its training forward then computes the same tokens
 table, and rewrites the JSON after every row. Options of the model are those of rollout_train.py.
 """
 
-import sys
-import warnings
-from pathlib import Path
-
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 if __name__ == "__main__":
-    # Megatron warns about every optional package it does not find.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from console.script import leave
-    from rollout.gap_entry import main
+    from console.script import start
 
-    leave(main(sys.argv[1:]))
+    start("rollout.gap_entry")

@@ -11,17 +11,7 @@ Every step prints by how much the log-probabilities of the sampled tokens differ
 and the forward that trains.
 """
 
-import sys
-import warnings
-from pathlib import Path
-
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 if __name__ == "__main__":
-    # Megatron warns about every optional package it does not find.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from console.script import leave
-    from rollout.entry import main
+    from console.script import start
 
-    leave(main(sys.argv[1:]))
+    start("rollout.entry")

@@ -8,17 +8,7 @@ the recall of the indexer's choice and the losses, and draws both. Every stage i
 whose command is printed.
 """
 
-import sys
-import warnings
-from pathlib import Path
-
-# A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 if __name__ == "__main__":
-    # Megatron warns about every optional package it does not find.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from console.script import leave
-    from sparse.entry import main
+    from console.script import start
 
-    leave(main(sys.argv[1:]))
+    start("sparse.entry")

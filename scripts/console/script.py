@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from console.errors import follow_the_first, report
@@ -60,6 +63,15 @@ def no_script(file: str, description: str | None) -> NoReturn:
         f"{description}\n\n{os.path.basename(file)} is no script: the scripts beside it import it."
     )
     sys.exit(0 if {"-h", "--help"} & set(sys.argv) else USER_ERROR)
+
+
+def start(module: str) -> NoReturn:
+    """Call ``main`` of a script's module with the command line, and exit with its code."""
+    # A checkout runs without being installed; appended, so that an installed package wins.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    # Megatron warns about every optional package it does not find.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    leave(importlib.import_module(module).main(sys.argv[1:]))
 
 
 def leave(code: int) -> NoReturn:

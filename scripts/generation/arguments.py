@@ -98,7 +98,7 @@ def with_model(args: argparse.Namespace) -> argparse.Namespace:
     # Imported late, because it takes seconds.
     from training import arguments as trainer
 
-    model = trainer.with_model(trainer.parse_arguments(args.of_model, "generate.py"))
+    model = trainer.parse_arguments(args.of_model, "generate.py")
     # Megatron looks at it, and nothing else does.
     model.seq_length = model.max_position_embeddings
     return argparse.Namespace(**{**vars(model), **vars(args)})
@@ -114,83 +114,57 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add(
-        "--load",
-        metavar="FOLDER",
-        required=True,
-        help="checkpoint of train.py or of the conversion, or a folder of them",
-    )
+    text = "checkpoint of train.py or of the conversion, or a folder of them"
+    add("--load", metavar="FOLDER", required=True, help=text)
     add("--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer (default: bytes)")
     add_flags(group, LLMOptions, ["trust_remote_code"])
-    add(
-        "--tensor-model-parallel-size",
-        type=int,
-        metavar="N",
-        help="ranks of the model (default: the number of processes, which it must be)",
-    )
-    add(
-        "--batch-invariant",
-        action="store_true",
-        help="parity mode: the same bits whatever else runs, in chunks or at once; slower",
-    )
+    text = "ranks of the model (default: the number of processes, which it must be)"
+    add("--tensor-model-parallel-size", type=int, metavar="N", help=text)
+    text = "parity mode: the same bits whatever else runs, in chunks or at once; slower"
+    add("--batch-invariant", action="store_true", help=text)
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts", "From stdin, one per line, unless given here.")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue, several times if wanted",
-    )
-    source.add_argument("--prompt-file", metavar="FILE", help="prompts, one per line")
-    group.add_argument(
-        "--add-bos",
-        action="store_true",
-        help="begin every prompt with the tokenizer's token for that",
-    )
+    add = group.add_mutually_exclusive_group().add_argument
+    text = "text to continue, several times if wanted"
+    add("--prompt", action="append", metavar="TEXT", help=text)
+    add("--prompt-file", metavar="FILE", help="prompts, one per line")
+    text = "begin every prompt with the tokenizer's token for that"
+    group.add_argument("--add-bos", action="store_true", help=text)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    add_flags(
-        group,
-        SamplingParams,
-        _SAMPLING,
-        FLAGS,
-        max_tokens={"default": 128, "help": "at most, per prompt"},
-        top_p={"default": 0.0, "help": "from the likeliest that make up this much; 0: from all"},
-    )
+    changes = {
+        "max_tokens": {"default": 128, "help": "at most, per prompt"},
+        "top_p": {"default": 0.0, "help": "from the likeliest that make up this much; 0: from all"},
+    }
+    add_flags(group, SamplingParams, _SAMPLING, FLAGS, **changes)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add_flags(
-        parser.add_argument_group("engine"),
-        LLMOptions,
-        [name for name in _LLM if name != "trust_remote_code"],
-        FLAGS,
-        max_model_len={
+    changes = {
+        "max_model_len": {
             "help": "tokens of a prompt and its continuation (default: what the prompts need, at "
             "most the model's --max-position-embeddings)"
         },
-        cache_tokens={
+        "cache_tokens": {
             "help": "tokens that the latent cache holds, over all prompts; if it fills up, some "
             "wait and are computed again (default: what those that run at a time need)"
         },
-        seed={"default": 1234, "help": "the same prompts and options give the same text"},
-    )
+        "seed": {"default": 1234, "help": "the same prompts and options give the same text"},
+    }
+    names = [name for name in _LLM if name != "trust_remote_code"]
+    add_flags(parser.add_argument_group("engine"), LLMOptions, names, FLAGS, **changes)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON object per prompt as it ends, and of totals")
-    add(
-        "--return-log-probs",
-        action="store_true",
-        help="with --json: log-probabilities of the generated tokens, before temperature",
-    )
+    text = "with --json: log-probabilities of the generated tokens, before temperature"
+    add("--return-log-probs", action="store_true", help=text)
 
 
 def _check(args: argparse.Namespace, world_size: int) -> None:

@@ -16,9 +16,8 @@ from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from console.ranks import rank
 from training.arguments import set_vocabulary
 from training.checkpoint import find_checkpoint
-from training.checks import check_device
 from training.model import build_gpt, model_config
-from training.parallelism import how_to_pad
+from training.rules import device, how_to_pad, refuse, split_sizes
 
 # Usual number of rows of an embedding without a token: padding, and rows that models reserve.
 _USUAL_PADDING = 1024
@@ -62,10 +61,7 @@ def check_model(args: argparse.Namespace) -> None:
         ValueError: Naming the size or the option that does not fit.
     """
     tp = args.tensor_model_parallel_size
-    names = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
-    if args.num_experts:
-        names += ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
-    for name in names:
+    for name in (*split_sizes(args), "padded_vocab_size"):
         size = getattr(args, name) or 0
         if size % tp:
             remedy = f". {how_to_pad(args.load, tp)}" if "vocab" in name else ""
@@ -80,7 +76,7 @@ def check_model(args: argparse.Namespace) -> None:
             f"{longest}, got {given}"
         )
     check_graphs(args)
-    check_device(args)
+    refuse(device(args))
 
 
 def check_graphs(args: argparse.Namespace) -> None:
@@ -88,9 +84,6 @@ def check_graphs(args: argparse.Namespace) -> None:
 
     Megatron handles tensor and sequence parallelism: it captures only sizes that the ranks divide,
     and allocates the buffer of gathered tokens at its full size before the first capture.
-
-    Raises:
-        ValueError: Naming the option that does not go with it, and what does.
     """
     if not args.cuda_graphs:
         return
@@ -124,18 +117,9 @@ def load_model(args: argparse.Namespace, device: torch.device) -> GPTModel:
     if args.bf16 or args.fp16:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         gpt = Float16Module(gpt.config, gpt).module
-    load_weights(gpt, args.load)
-    return gpt.eval()
-
-
-def load_weights(gpt: GPTModel, folder: str) -> None:
-    """Load the weights of the checkpoint in ``folder``, or of the latest one there; collective.
-
-    Raises:
-        ValueError: If there is none, or it does not hold this model.
-    """
-    path = find_checkpoint(folder)
+    path = find_checkpoint(args.load)
     try:
         load_model_weights(gpt, path)
     except CheckpointingException as error:
         raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    return gpt.eval()

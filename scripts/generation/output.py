@@ -1,27 +1,14 @@
-"""Output of generate.py: text while it is generated, or JSON lines."""
+"""Output of generate.py: text while it is generated, or JSON lines; prompts are counted from 0."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from absorbed_mla.serving.outputs import CompletionOutput
 
 _TITLE_WIDTH = 60
-
-
-class Output(Protocol):
-    """Shows what happens to prompts, which are counted from 0."""
-
-    def fail(self, number: int, error: str) -> None:
-        """A prompt cannot be continued."""
-
-    def show(self, number: int, completion: CompletionOutput) -> None:
-        """The continuation of a prompt has grown or ended."""
-
-    def finish(self, totals: Mapping[str, float]) -> None:
-        """All prompts have ended."""
 
 
 class TextOutput:
@@ -42,20 +29,20 @@ class TextOutput:
         self._write_title()
 
     def fail(self, number: int, error: str) -> None:
-        """See :class:`Output`."""
+        """A prompt cannot be continued."""
         print(f"prompt {number + 1}: error: {error}", file=self._err, flush=True)
         self._ends[number] = ""
         self._write()
 
     def show(self, number: int, completion: CompletionOutput) -> None:
-        """See :class:`Output`; a text is held back until those before it are complete."""
+        """A text has grown or ended; it is held back until those before it are complete."""
         self._texts[number] = completion.text
         if completion.finish_reason is not None:
             self._ends[number] = "\n"
         self._write()
 
     def finish(self, totals: Mapping[str, float]) -> None:
-        """See :class:`Output`."""
+        """All prompts have ended."""
         failed = f" ({totals['failed']} failed)" if totals["failed"] else ""
         noun = "prompt" if totals["prompts"] == 1 else "prompts"
         print(
@@ -97,11 +84,11 @@ class JsonOutput:
         self._prompts, self._max_tokens, self._out = prompts, max_tokens, out
 
     def fail(self, number: int, error: str) -> None:
-        """See :class:`Output`."""
+        """See :class:`TextOutput`."""
         self._print({"index": number, "prompt": self._prompts[number], "error": error})
 
     def show(self, number: int, completion: CompletionOutput) -> None:
-        """See :class:`Output`."""
+        """See :class:`TextOutput`."""
         reason, tokens = completion.finish_reason, completion.token_ids
         if reason is None:
             return
@@ -114,7 +101,7 @@ class JsonOutput:
         self._print(row)
 
     def finish(self, totals: Mapping[str, float]) -> None:
-        """See :class:`Output`."""
+        """See :class:`TextOutput`."""
         self._print(totals)
 
     def _print(self, row: Mapping[str, object]) -> None:

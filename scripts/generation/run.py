@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,8 +27,7 @@ from console.ranks import rank
 from console.script import FAILED
 from generation.arguments import with_model
 from generation.model import check_model, load_model, set_rows, warn_of_small_tokenizer
-from generation.output import JsonOutput, Output, TextOutput
-from generation.prompts import read_prompts
+from generation.output import JsonOutput, TextOutput
 from training import megatron_loop
 from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
@@ -74,6 +75,31 @@ def generate(args: argparse.Namespace) -> int:
             return _run(llm, prompts, args, _output(args, texts))
 
 
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts; a blank line is an empty one, lone surrogates stand for bytes that are no UTF-8.
+
+    Raises:
+        ValueError: If there is none.
+        OSError: If a file cannot be read.
+    """
+    if args.prompt is not None:
+        return [_text(os.fsencode(prompt)) for prompt in args.prompt]
+    if args.prompt_file is not None:
+        source, content = args.prompt_file, Path(args.prompt_file).read_bytes()
+    else:
+        if sys.stdin.isatty():
+            print("prompts, one per line; Ctrl-D ends them:", file=sys.stderr, flush=True)
+        source, content = "stdin", sys.stdin.buffer.read()
+    if not content:
+        raise ValueError(f"there is no prompt in {source}; --prompt or --prompt-file gives some")
+    lines = content.removesuffix(b"\n").split(b"\n")
+    return [_text(line.removesuffix(b"\r")) for line in lines]
+
+
+def _text(prompt: bytes) -> str:
+    return prompt.decode("utf-8", errors="surrogateescape")
+
+
 def _sizes(args: argparse.Namespace, lengths: Sequence[int], limit: int) -> dict[str, int]:
     """Options of ``LLM``: no more requests and cache than prompts of these lengths need."""
     needed = [min(length + args.num_tokens_to_generate, limit) for length in lengths]
@@ -88,7 +114,7 @@ def _sizes(args: argparse.Namespace, lengths: Sequence[int], limit: int) -> dict
     }
 
 
-def _output(args: argparse.Namespace, texts: Sequence[str]) -> Output:
+def _output(args: argparse.Namespace, texts: Sequence[str]) -> TextOutput | JsonOutput:
     """Where the first process shows everything, and the others nothing."""
     # Bytes that are no UTF-8 become replacement characters.
     titles = [text.encode(errors="surrogateescape").decode(errors="replace") for text in texts]
@@ -99,7 +125,10 @@ def _output(args: argparse.Namespace, texts: Sequence[str]) -> Output:
 
 
 def _run(
-    llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, output: Output
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    args: argparse.Namespace,
+    output: TextOutput | JsonOutput,
 ) -> int:
     """Continue all prompts together; one that cannot run leaves the others unharmed."""
     begin = time.perf_counter()

@@ -12,8 +12,8 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from console.llm_flags import FLAGS, errors_by_flag
 from console.parser import Parser
 from rollout.rewards import REWARDS
-from training.checkpoint import find_checkpoint
-from training.options import given_options, name_of, own_name_of, require_known
+from training.options import given_options, name_of, own_name_of
+from training.refusals import check_files, parse_own
 
 _PROMPTS = (
     "The answer is",
@@ -26,13 +26,19 @@ _PROMPTS = (
     "",
 )
 _DESCRIPTION = "Sample from a live model, score, update, repeat; by torchrun."
-_EPILOG = """\
-Options of the model, parallelism and optimizer are train.py's and mean what they mean there
-(train.py --help): --preset, --num-experts, --form, --tensor-model-parallel-size,
---sequence-parallel, --clip-grad, --bf16, ... Ranks beyond tensor parallelism sample for other
-prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
-differs between rollout and training."""
-_AT_LEAST_ONE = ("num_prompts", "micro_batch_size")
+# Of options of train.py.
+_DEFAULTS = (
+    "--train-iters 40 --micro-batch-size 16 --lr 3e-3 --lr-decay-style constant\n"
+    "--lr-warmup-iters 3 --weight-decay 0 --seed 1234"
+)
+_EPILOG = f"""\
+Options of the model, parallelism, optimizer, checkpoints and reports are train.py's and mean what
+they mean there (train.py --help): --preset, --num-experts, --form, --tensor-model-parallel-size,
+--sequence-parallel, --clip-grad, --bf16, --load (its weights), --save (at the end), --metrics
+(a line for each step), --plot (rewards and gaps), ... Defaults that are not train.py's:
+{_DEFAULTS}
+Ranks beyond tensor parallelism sample for other prompts. A token is a byte. The exit code is 1 if
+--batch-invariant is given and a log-probability differs between rollout and training."""
 # Options of train.py that a rollout does not take, and why.
 _REFUSED = {
     "--attention": "the standard attention does not generate",
@@ -69,67 +75,48 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
     """
-    own, rest = _parser().parse_known_args(argv)
+    parser = Parser("rollout_train.py", _DESCRIPTION, _EPILOG)
+    _add_rollout(parser)
+    own, rest = parser.parse_known_args(argv)
     for word in rest:
         flag = word.partition("=")[0]
         if flag in _REFUSED:
             raise ValueError(f"a rollout does not take {flag}: {_REFUSED[flag]}")
-    if own.load:
-        find_checkpoint(own.load)
-        rest = [*rest, "--load", own.load]
-    require_known(rest)
+    rest = [*_DEFAULTS.split(), *rest]
+    check_files(parse_own(rest, "rollout_train.py"))
     _check(own)
     own.prompts = _prompts(own.prompts)
     # Imported late, because it takes seconds.
     from training.arguments import parse_arguments as parse_model
-    from training.arguments import with_model
     from training.checks import validate_arguments
+    from training.rules import ranges, refuse
 
-    model = with_model(parse_model(rest, "rollout_train.py"))
+    model = parse_model(rest, "rollout_train.py")
     args = argparse.Namespace(**{**vars(model), **vars(own)})
     args.given, args.world_size, args.eval_iters = given_options(argv), world_size, 0
+    refuse(ranges(args))
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
     # The last token is sampled, not read; sequence parallelism divides the others evenly.
-    args.seq_length = longest + (-longest) % max(1, args.tensor_model_parallel_size)
+    args.seq_length = longest + (-longest) % args.tensor_model_parallel_size
     args.global_batch_size = args.num_prompts * args.group_size
-    _check_sizes(args, max(1, world_size // max(1, args.tensor_model_parallel_size)))
+    _check_sizes(args, max(1, world_size // args.tensor_model_parallel_size))
     validate_arguments(args)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser("rollout_train.py", _DESCRIPTION, _EPILOG)
-    for add in (_add_rollout, _add_update, _add_io):
-        add(parser)
-    return parser
-
-
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
-    group.add_argument(
-        "--reward",
-        choices=tuple(REWARDS),
-        default="digits",
-        help="share of the sampled bytes, or of neighbouring ones, that are so",
-    )
-    group.add_argument("--prompts", metavar="FILE", help="one per line (default: some short ones)")
-    group.add_argument(
-        "--num-prompts", type=int, default=8, help="prompts of a step, over all ranks"
-    )
-    group.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
+    add = group.add_argument
+    text = "share of the sampled bytes, or of neighbouring ones, that are so"
+    add("--reward", choices=tuple(REWARDS), default="digits", help=text)
+    add("--prompts", metavar="FILE", help="one per line (default: some short ones)")
+    add("--num-prompts", type=int, default=8, help="prompts of a step, over all ranks")
+    add("--group-size", type=int, default=8, help="samples of each prompt")
     add_num_tokens(group, default=16)
-    add_flags(
-        group,
-        LLMOptions,
-        ["max_num_seqs"],
-        FLAGS,
-        max_num_seqs={"default": 256, "help": "samples that run at a time"},
-    )
-    group.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="parity mode of the attention: the same bits in the rollout and in training",
-    )
+    change = {"default": 256, "help": "samples that run at a time"}
+    add_flags(group, LLMOptions, ["max_num_seqs"], FLAGS, max_num_seqs=change)
+    text = "parity mode of the attention: the same bits in the rollout and in training"
+    add("--batch-invariant", action="store_true", help=text)
 
 
 def add_num_tokens(parser: Any, default: int) -> None:
@@ -138,43 +125,9 @@ def add_num_tokens(parser: Any, default: int) -> None:
     add_flags(parser, SamplingParams, ["max_tokens"], FLAGS, max_tokens=change)
 
 
-def _add_update(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("update")
-    group.add_argument("--train-iters", type=int, default=40, help="rollouts, and updates")
-    group.add_argument("--micro-batch-size", type=int, default=16, help="samples in a forward")
-    group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
-    group.add_argument(
-        "--lr-decay-style",
-        choices=("constant", "cosine", "linear"),
-        default="constant",
-        help="to a tenth of --lr",
-    )
-    group.add_argument("--lr-warmup-iters", type=int, default=3, help="steps until --lr is reached")
-    group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's")
-    group.add_argument("--seed", type=int, default=1234, help="of weights and samples")
-
-
-def _add_io(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints and reports")
-    group.add_argument(
-        "--load",
-        metavar="FOLDER",
-        help="weights to start from, a checkpoint (default: random ones)",
-    )
-    group.add_argument(
-        "--save",
-        metavar="FOLDER",
-        help="where a checkpoint goes at the end (default: none is written)",
-    )
-    group.add_argument("--metrics", metavar="FILE", help="JSON lines, one per step")
-    group.add_argument("--plot", metavar="FILE", help="PNG of rewards and gaps")
-
-
 def _check(args: argparse.Namespace) -> None:
-    for name in _AT_LEAST_ONE:
-        value = getattr(args, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     with errors_by_flag():
         SamplingParams(max_tokens=args.num_tokens_to_generate)
         LLMOptions(max_num_seqs=args.max_requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from console.ranks import world_size
 from console.script import run_script
@@ -17,7 +16,6 @@ def main(argv: list[str]) -> int:
 
 def _rollout_train(argv: list[str]) -> None:
     args = parse_arguments(argv, world_size())
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     for name in ("megatron", "DynamicInferenceEngine"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.

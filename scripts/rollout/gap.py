@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from console.ranks import rank, world_size
 from rollout.arguments import parse_arguments
 from rollout.gap_entry import CASES
@@ -20,36 +20,9 @@ from training.arguments import set_vocabulary
 from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
 from training.data import read_corpus
-from training.tokenizers import ByteTokenizer
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Gap of one case.
-
-    Attributes:
-        options: Command-line options of the case.
-        prompt_length: Tokens of each prompt.
-        tokens: Number of sampled tokens.
-        entropy: Mean of -log-probability in the training forward, nats.
-        largest: Maximum absolute difference of a token's two log-probabilities.
-        mean: Mean of the absolute differences.
-        equal: Share of the tokens whose log-probabilities are bitwise equal.
-        divergence: Mean of rollout minus training: an estimate of KL(rollout || training) in nats
-            per token.
-    """
-
-    options: str
-    prompt_length: int
-    tokens: int
-    entropy: float
-    largest: float
-    mean: float
-    equal: float
-    divergence: float
-
-
-def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterator[Gap]:
+def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterator[dict]:
     """Measure every case with every prompt length; collective.
 
     Raises:
@@ -91,8 +64,16 @@ def measure(
     args: argparse.Namespace,
     case: str,
     device: torch.device,
-) -> Gap:
-    """Sample after prompts of one length, and compute the samples in the training forward."""
+) -> dict:
+    """Sample after prompts of one length, and compute the samples in the training forward.
+
+    Returns:
+        A row: options of the case, tokens of each prompt, number of sampled tokens; ``entropy``,
+        the mean of -log-probability in the training forward in nats; of the absolute differences
+        of a token's two log-probabilities the ``largest``, the ``mean`` and the share of those that
+        are bitwise ``equal`` to 0; ``divergence``, the mean of rollout minus training, an estimate
+        of KL(rollout || training) in nats per token.
+    """
     length = len(prompts[0]) + args.num_tokens_to_generate
     length += -length % args.tensor_model_parallel_size
     sampling = SamplingParams(max_tokens=args.num_tokens_to_generate, logprobs=0)
@@ -114,13 +95,13 @@ def measure(
         x[batch.sampled].detach().cpu().double() for x in (log_probs, batch.log_probs)
     )
     difference = sampled - trained
-    return Gap(
-        options=case,
-        prompt_length=len(prompts[0]),
-        tokens=len(difference),
-        entropy=-trained.mean().item(),
-        largest=difference.abs().max().item(),
-        mean=difference.abs().mean().item(),
-        equal=(difference == 0).double().mean().item(),
-        divergence=difference.mean().item(),
-    )
+    return {
+        "options": case,
+        "prompt_length": len(prompts[0]),
+        "tokens": len(difference),
+        "entropy": -trained.mean().item(),
+        "largest": difference.abs().max().item(),
+        "mean": difference.abs().mean().item(),
+        "equal": (difference == 0).double().mean().item(),
+        "divergence": difference.mean().item(),
+    }

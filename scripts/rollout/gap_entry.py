@@ -5,18 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from console.outputs import require_writable
 from console.parser import Parser
 from console.ranks import rank, world_size
 from console.script import Failure, run_script
 from rollout.arguments import add_num_tokens, parse_arguments
-
-if TYPE_CHECKING:
-    from rollout.gap import Gap
 
 # Options of each run; parity mode comes last, because it stays on in the process.
 CASES = tuple(
@@ -44,11 +39,11 @@ def _measure(argv: list[str]) -> None:
     from training import megatron_loop
 
     rows: list[dict] = []
-    for gap in measure_all(own, model_options):
-        rows.append(asdict(gap))
+    for row in measure_all(own, model_options):
+        rows.append(row)
         if rank():
             continue
-        print(_line(gap), flush=True)
+        print(_line(row), flush=True)
         if own.json:
             Path(own.json).parent.mkdir(parents=True, exist_ok=True)
             Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -102,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _line(gap: Gap) -> str:
-    return (
-        f"{gap.options:<26} prompt {gap.prompt_length:5d} | {gap.tokens} tokens, entropy "
-        f"{gap.entropy:.2f} | difference max {gap.largest:.1e} mean {gap.mean:.1e}, equal "
-        f"{100 * gap.equal:.1f} % | KL {gap.divergence:+.1e}"
+def _line(row: dict) -> str:
+    text = (
+        "{options:<26} prompt {prompt_length:5d} | {tokens} tokens, entropy {entropy:.2f} | "
+        "difference max {largest:.1e} mean {mean:.1e}, equal {share:.1f} % | KL {divergence:+.1e}"
     )
+    return text.format(**row, share=100 * row["equal"])

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from torch import nn
 
 from absorbed_mla import LLM, SamplingParams
 from console.ranks import rank
-from rollout.policy import Policy, Update
+from rollout.policy import update
 from rollout.rewards import REWARDS, group_advantages
 from rollout.samples import Sample, SampleBatch
 from training.metrics import MetricsFile
@@ -29,29 +28,19 @@ class RolloutTrainer:
 
     Args:
         args: The command line.
-        model: Wrapped by Megatron's DDP.
-        optimizer: Of the model.
-        scheduler: Of its learning rate.
+        policy: Of ``build_policy``: model, optimizer and scheduler.
         device: Of the model.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        model: nn.Module,
-        optimizer,
-        scheduler,
-        device: torch.device,
-    ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+    def __init__(self, args: argparse.Namespace, policy: tuple, device: torch.device) -> None:
+        self.model, self.optimizer, self.scheduler = policy
         self._args, self._device = args, device
-        self._policy = Policy(model, optimizer, scheduler, device)
         self._ranks = parallel_state.get_data_parallel_world_size()
         self._rank = parallel_state.get_data_parallel_rank()
         samples = args.num_prompts * args.group_size // self._ranks
         # Around the very module that is trained.
         self._llm = LLM.from_model(
-            model,
+            self.model,
             max_model_len=args.seq_length,
             max_num_seqs=min(args.max_requests, samples),
             seed=args.seed,
@@ -99,54 +88,41 @@ class RolloutTrainer:
             SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
             for first in range(0, len(samples), rows)
         ]
-        update = self._policy.update(batches)
-        lr = get_canonical_lr_for_logging(self.optimizer.param_groups)
+        record = self._rewards(samples) | update(
+            self.model, self.optimizer, self.scheduler, batches
+        )
+        record["lr"] = get_canonical_lr_for_logging(self.optimizer.param_groups)
         # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()
         seconds = sampled - started, time.perf_counter() - sampled
-        self._report(step + 1, self._rewards(samples), update, lr, seconds)
+        self._report(step + 1, record, seconds)
 
-    def _rewards(self, samples: list[Sample]) -> tuple[float, float]:
+    def _rewards(self, samples: list[Sample]) -> dict[str, float]:
         """Mean and standard deviation of the rewards over all ranks."""
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
         sums = torch.stack([rewards.sum(), rewards.square().sum()]).to(self._device)
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         mean, square = (sums / (len(samples) * self._ranks)).tolist()
-        return mean, max(0.0, square - mean**2) ** 0.5
+        return {"reward": mean, "reward_deviation": max(0.0, square - mean**2) ** 0.5}
 
-    def _report(
-        self,
-        step: int,
-        rewards: tuple[float, float],
-        update: Update,
-        lr: float,
-        seconds: tuple[float, float],
-    ) -> None:
-        """Write the metrics of a step; ``seconds`` are those of rollout and update."""
-        rollout, training = (round(update.tokens / part, 1) for part in seconds)
+    def _report(self, step: int, record: dict[str, float], seconds: tuple[float, float]) -> None:
+        """Write and print the metrics of a step; ``seconds`` are those of rollout and update."""
+        rollout, training = (round(record["tokens"] / part, 1) for part in seconds)
         memory = round(peak_memory(self._device))
         self.metrics.write(
             iteration=step,
-            reward=rewards[0],
-            reward_deviation=rewards[1],
-            log_prob_gap_max=update.gap_max,
-            log_prob_gap_mean=update.gap_mean,
-            loss=update.loss,
-            entropy=update.entropy,
-            grad_norm=update.grad_norm,
-            lr=lr,
-            tokens=update.tokens,
+            **record,
             rollout_tokens_per_second=rollout,
             training_tokens_per_second=training,
             memory_mib=memory,
         )
         if rank() == 0:
             print(
-                f"step {step:4d}/{self._args.train_iters} | reward {rewards[0]:.3f} "
-                f"(deviation {rewards[1]:.3f}) | log-prob gap max {update.gap_max:.1e} "
-                f"mean {update.gap_mean:.1e} | entropy {update.entropy:.2f} | "
-                f"sampled tokens/s: rollout {rollout:.0f}, training {training:.0f} | "
-                f"{memory} MiB",
+                f"step {step:4d}/{self._args.train_iters} | reward {record['reward']:.3f} "
+                f"(deviation {record['reward_deviation']:.3f}) | log-prob gap max "
+                f"{record['log_prob_gap_max']:.1e} mean {record['log_prob_gap_mean']:.1e} | "
+                f"entropy {record['entropy']:.2f} | sampled tokens/s: rollout {rollout:.0f}, "
+                f"training {training:.0f} | {memory} MiB",
                 flush=True,
             )
 

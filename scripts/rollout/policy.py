@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -47,29 +46,9 @@ def build_policy(args: argparse.Namespace, device: torch.device) -> tuple:
     config = training_config(of_run, weights, options, cache_mla_latents=True)
     model, optimizer, scheduler = megatron_loop.set_up(of_run, config)
     model.config.no_sync_func = model.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
     return model, optimizer, scheduler
-
-
-@dataclass(frozen=True)
-class Update:
-    """Metrics of one update, over all data-parallel ranks.
-
-    Attributes:
-        loss: Mean of -advantage * log-probability over the sampled tokens.
-        grad_norm: Euclidean norm of the gradient.
-        gap_max: Maximum absolute difference between the log-probability of a sampled token in the
-            rollout and in the training forward.
-        gap_mean: Mean of these differences.
-        entropy: Mean of -log-probability over the sampled tokens, in nats.
-        tokens: Number of sampled tokens.
-    """
-
-    loss: float
-    grad_norm: float
-    gap_max: float
-    gap_mean: float
-    entropy: float
-    tokens: int
 
 
 def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -86,64 +65,58 @@ def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     return whole.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-class Policy:
-    """Updates a model from the advantages of its samples.
+def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch]) -> dict:
+    """Take one REINFORCE step over all microbatches, which have equal shapes.
 
     Args:
-        model: Wrapped by Megatron's DDP.
+        model: Of :func:`build_policy`, like its optimizer and scheduler.
         optimizer: Of the model.
         scheduler: Of its learning rate.
-        device: Of the model.
+        batches: The microbatches of this rank.
+
+    Returns:
+        Metrics over all data-parallel ranks: ``loss``, the mean of -advantage x log-probability
+        over the sampled tokens; ``entropy``, that of -log-probability in nats; ``log_prob_gap_max``
+        and ``_mean``, by which the log-probability of a sampled token differs between rollout and
+        training; the Euclidean ``grad_norm``; and the number of sampled ``tokens``.
+
+    Raises:
+        FloatingPointError: If the gradient norm is not finite.
     """
-
-    def __init__(self, model: nn.Module, optimizer, scheduler, device: torch.device) -> None:
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._device = device
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.grad_scale_func = optimizer.scale_loss
-
-    def update(self, batches: Sequence[SampleBatch]) -> Update:
-        """Take one REINFORCE step over all microbatches, which have equal shapes.
-
-        Raises:
-            FloatingPointError: If the gradient norm is not finite.
-        """
-        self._model.train()
-        self._model.zero_grad_buffer()
-        rows, length = batches[0].tokens.shape
-        # Before the update: Megatron's warm-up begins with a rate of 0.
-        ranks = parallel_state.get_data_parallel_world_size()
-        self._scheduler.step(increment=len(batches) * rows * ranks)
-        reported = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
-        updated, norm, _ = self._optimizer.step()
-        # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
-        self._optimizer.zero_grad()
-        require_finite(norm)
-        return self._reduce(torch.stack(reported), float(norm) if updated else 0.0)
-
-    def _reduce(self, reported: Tensor, norm: float) -> Update:
-        """Reduce what ``_reinforce`` reported, [microbatches, 5], over microbatches and ranks."""
-        sums, largest = reported[:, :4].sum(0), reported[:, 4].max()
-        group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        loss, gap, surprise, count = sums.tolist()
-        return Update(
-            loss=loss / count,
-            grad_norm=norm,
-            gap_max=largest.item(),
-            gap_mean=gap / count,
-            entropy=surprise / count,
-            tokens=int(count),
-        )
+    model.train()
+    model.zero_grad_buffer()
+    rows, length = batches[0].tokens.shape
+    # Before the update: Megatron's warm-up begins with a rate of 0.
+    ranks = parallel_state.get_data_parallel_world_size()
+    scheduler.step(increment=len(batches) * rows * ranks)
+    reported = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=False,
+    )
+    updated, norm, _ = optimizer.step()
+    # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
+    optimizer.zero_grad()
+    require_finite(norm)
+    # Over microbatches and ranks.
+    found = torch.stack(reported)
+    sums, largest = found[:, :4].sum(0), found[:, 4].max()
+    group = parallel_state.get_data_parallel_group()
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    loss, gap, surprise, count = sums.tolist()
+    return {
+        "log_prob_gap_max": largest.item(),
+        "log_prob_gap_mean": gap / count,
+        "loss": loss / count,
+        "entropy": surprise / count,
+        "grad_norm": float(norm) if updated else 0.0,
+        "tokens": int(count),
+    }
 
 
 def _forward_step(batches: Iterator[SampleBatch], model: nn.Module):

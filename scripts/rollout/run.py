@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from console.ranks import rank, world_size
 from console.script import Failure
 from rollout.loop import RolloutTrainer
@@ -17,7 +18,6 @@ from training.checkpoint import read_start
 from training.checkpoint_model import require_same_model
 from training.model import count_parameters
 from training.saving import save_checkpoint
-from training.tokenizers import ByteTokenizer
 
 
 def rollout_train(args: argparse.Namespace) -> None:
@@ -74,7 +74,7 @@ def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrai
         ValueError: If Megatron refuses the options, or ``--load`` does not fit them.
     """
     set_vocabulary(args, ByteTokenizer.vocab_size)
-    return RolloutTrainer(args, *build_policy(args, device), device)
+    return RolloutTrainer(args, build_policy(args, device), device)
 
 
 def _header(args: argparse.Namespace, parameters: int) -> str:

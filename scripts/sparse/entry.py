@@ -11,22 +11,12 @@ from pathlib import Path
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import run_script
-from sparse.stages import Settings
+from sparse.stages import SIZES
 
 SCRIPT = "sparse_finetune.py"
 _DESCRIPTION = """\
 Train a small dense model, give it an indexer, warm that up, train with sparse attention, and
 compare with the model that stays dense: recall of the top-k and loss on held-out text."""
-_NUMBERS = (
-    ("--dense-iters", 120, "iterations of the dense model that all begins with"),
-    ("--warmup-iters", 60, "iterations of the indexer's warm-up"),
-    ("--sparse-iters", 120, "iterations of the sparse model, and of the dense one beside it"),
-    ("--interval", 20, "iterations between two measurements"),
-    ("--seq-length", 512, "tokens in a sequence"),
-    ("--topk", 32, "keys that a query attends to"),
-    ("--batch-size", 4, "sequences in an iteration"),
-    ("--eval-iters", 4, "batches of held-out text in a measurement"),
-)
 
 
 def main(argv: list[str]) -> int:
@@ -39,14 +29,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", metavar="FOLDER", help="folder for checkpoints, metrics, JSON and plot")
     add("--render", metavar="FILE", help="only draw the plot of a former run's JSON, beside it")
-    for flag, default, text in _NUMBERS:
-        add(flag, type=int, default=default, metavar="N", help=text)
+    flags = {name: f"--{name.replace('_', '-')}" for name in SIZES}
+    for name, (default, text) in SIZES.items():
+        add(flags[name], type=int, default=default, metavar="N", help=text)
     args = parser.parse_args(argv)
     if (args.output is None) == (args.render is None):
         raise ValueError("give --output, a folder to run in, or --render, a former run's JSON")
-    for flag, _, _ in _NUMBERS:
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value < 1:
+    for name, flag in flags.items():
+        if (value := getattr(args, name)) < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     if args.topk >= args.seq_length:
         raise ValueError(
@@ -64,7 +54,7 @@ def _run(args: argparse.Namespace) -> None:
         file = Path(args.render)
         result = json.loads(file.read_text())
     else:
-        settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+        settings = argparse.Namespace(**{name: getattr(args, name) for name in SIZES})
         file = Path(args.output) / "recall.json"
         result = _measured(Path(args.output), settings)
         file.write_text(json.dumps(result, indent=1) + "\n")
@@ -76,7 +66,7 @@ def _run(args: argparse.Namespace) -> None:
     print(f"{table(result)}\nmeasured: {file}; plot: {picture}", flush=True)
 
 
-def _measured(folder: Path, settings: Settings) -> dict:
+def _measured(folder: Path, settings: argparse.Namespace) -> dict:
     # Imported late, because it takes seconds.
     from sparse.measure import measure
     from sparse.stages import run_stages

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +14,18 @@ from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.dsa.warm_up import INDEXER
 from absorbed_mla.testing.indexer_recall import Recall, measure_recall
 from benchmarks.kit import provenance
-from sparse.stages import Settings, Stage
+from sparse.stages import Stage
 from training import megatron_loop
-from training.arguments import parse_arguments, set_vocabulary, with_model
+from training.arguments import parse_arguments, set_vocabulary
 from training.batch import Batch, make_batch
 from training.checkpoint import find_checkpoint
 from training.checks import validate_arguments
-from training.data import Windows, read_corpus, split_corpus
+from training.data import Windows, build_tokenizer, read_corpus, split_corpus
 from training.metrics import read_metrics, series
 from training.model import build_gpt, model_config
-from training.tokenizers import build_tokenizer
 
 
-def measure(stages: dict[str, Stage], settings: Settings) -> dict:
+def measure(stages: dict[str, Stage], settings: Namespace) -> dict:
     """Measure every checkpoint of the stages that follow the dense one.
 
     Returns:
@@ -34,7 +33,7 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
         of all layers and of each, with dense and with sparse attention; ``indexer_loss`` the loss
         of the warm-up and the sparse stage by iteration.
     """
-    args = with_model(parse_arguments(stages["sparse"].argv))
+    args = parse_arguments(stages["sparse"].argv)
     validate_arguments(args)
     tokenizer = build_tokenizer(args.tokenizer, args.trust_remote_code)
     set_vocabulary(args, tokenizer.vocab_size)
@@ -49,7 +48,7 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     threads = torch.get_num_threads()
     return {
         "environment": provenance.describe(device.type == "cuda", torch.float32, threads=threads),
-        "settings": asdict(settings),
+        "settings": vars(settings),
         "rows": rows,
         "indexer_loss": {
             name: series(read_metrics(stages[name].metrics), "indexer_loss")
@@ -58,7 +57,7 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     }
 
 
-def _batches(windows: Windows, settings: Settings, device: torch.device) -> list[Batch]:
+def _batches(windows: Windows, settings: Namespace, device: torch.device) -> list[Batch]:
     size = settings.batch_size
     rows = [windows[index] for index in range(settings.eval_iters * size)]
     stacked = torch.from_numpy(np.stack(rows)).split(size)

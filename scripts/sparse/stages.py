@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,17 @@ _GO_ON = "--lr 1e-3 --lr-warmup-iters 10"
 _WARM_UP = "--lr 5e-3 --lr-warmup-iters 10 --lr-decay-style constant --weight-decay 0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Sizes of a run; see the options of sparse_finetune.py."""
-
-    dense_iters: int
-    warmup_iters: int
-    sparse_iters: int
-    interval: int
-    seq_length: int
-    topk: int
-    batch_size: int
-    eval_iters: int
+# The sizes of a run, which are options of sparse_finetune.py: the default, and what it is.
+SIZES = {
+    "dense_iters": (120, "iterations of the dense model that all begins with"),
+    "warmup_iters": (60, "iterations of the indexer's warm-up"),
+    "sparse_iters": (120, "iterations of the sparse model, and of the dense one beside it"),
+    "interval": (20, "iterations between two measurements"),
+    "seq_length": (512, "tokens in a sequence"),
+    "topk": (32, "keys that a query attends to"),
+    "batch_size": (4, "sequences in an iteration"),
+    "eval_iters": (4, "batches of held-out text in a measurement"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Stage:
         return Path(self.argv[self.argv.index("--metrics") + 1])
 
 
-def stages(folder: Path, settings: Settings) -> dict[str, Stage]:
+def stages(folder: Path, settings: Namespace) -> dict[str, Stage]:
     """All stages by name, in the order in which they run."""
     indexer = f"--new-indexer {_INDEXER} --dsa-indexer-topk {settings.topk} --train-only indexer"
     dense = Stage("dense", _command(folder, settings, "dense", "", settings.dense_iters))
@@ -77,7 +77,7 @@ def stages(folder: Path, settings: Settings) -> dict[str, Stage]:
 
 
 def _command(
-    folder: Path, settings: Settings, name: str, options: str, iterations: int
+    folder: Path, settings: Namespace, name: str, options: str, iterations: int
 ) -> list[str]:
     interval = settings.interval if options else iterations
     line = (
@@ -91,7 +91,7 @@ def _command(
     return shlex.split(line)
 
 
-def run_stages(folder: Path, settings: Settings) -> dict[str, Stage]:
+def run_stages(folder: Path, settings: Namespace) -> dict[str, Stage]:
     """Write the texts, and run all stages."""
     write_texts(folder / "text")
     found = stages(folder, settings)

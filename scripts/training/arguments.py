@@ -11,11 +11,13 @@ import functools
 from checkpoint_conversion.megatron_args import COMMON_ARGS
 from console.parser import Parser
 from console.ranks import local_rank, rank, world_size
-from training import options
+from training import checkpoint, options
+from training.checkpoint_args import model_from_args
 from training.megatron_loop import add_megatron_arguments
 from training.model_arguments import complete_model
-from training.options import flags_of, given_options, name_of
-from training.presets import COMMON, INDEXER, Model, get_preset, scale_down
+from training.options import name_of
+from training.presets import COMMON, Model, get_preset, scale_down
+from training.refusals import VOCABULARY, parse_own
 
 # The same in every run. The fused kernels need apex or a CUDA extension; MLA refuses fused RoPE.
 _FIXED: dict[str, object] = {
@@ -42,52 +44,36 @@ _FIXED: dict[str, object] = {
     "override_opt_param_scheduler": True,
     "fp8_recipe": "tensorwise",
 }
-# What may be set for a checkpoint's model, too: the length can be extended, balancing is used by
-# training only, and Megatron's own checkpoints do not contain this epsilon.
-FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
-# Saved in a checkpoint: which rows of the embedding may be padding.
-_VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 
 
 def parse_arguments(argv: list[str], script: str = "train.py") -> argparse.Namespace:
-    """Parse ``argv``: types, choices and options that exclude each other; nothing is read.
-
-    Returns:
-        Megatron's arguments and ours, without the model; ``given`` has the options that are on the
-        command line.
-
-    Raises:
-        ValueError: If an option is unknown, has no such value, or excludes another.
-    """
-    options.require_known(argv)
-    options.own_parser(script).parse_known_args(argv)
-    parser = _parser(script)
-    args = parser.parse_args(argv)
-    if args.help_megatron:
-        parser.print_help()
-        parser.exit()
-    args.argv, args.given, args.loaded_vocabulary = argv, given_options(argv), {}
-    _check_sources(args)
-    return args
-
-
-def with_model(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the model that they describe, of a preset or of the checkpoint.
+    """Parse ``argv``, and find the model that it describes, a preset's or that of a checkpoint.
 
     The vocabulary still depends on the tokenizer: see :func:`set_vocabulary`.
 
+    Returns:
+        Megatron's arguments and ours; ``given`` has the options that are on the command line.
+
     Raises:
-        ValueError: If a size is out of range or sizes do not fit each other.
+        ValueError: If an option is unknown, has no such value, or excludes another; or if sizes of
+            the model do not fit each other.
     """
-    model = _checkpoint_model(args) if args.use_checkpoint_args else _preset(args)
-    parser = _parser("")
-    parser.set_defaults(**{n: value for n, value in model.items() if n not in _VOCABULARY})
-    known = {name: getattr(args, name) for name in ("argv", "given", "loaded_vocabulary")}
+    own, parser = parse_own(argv, script), _megatron_parser()
+    parser.prog = script
+    if own.help_megatron:
+        parser.print_help()
+        parser.exit()
+    if own.use_checkpoint_args:
+        model, vocabulary = _checkpoint_model(own)
+    else:
+        model, vocabulary = scale_down(get_preset(own.preset), own.scale_down), {}
+    of_model = {name: value for name, value in model.items() if name not in VOCABULARY}
+    parser.set_defaults(**{**_FIXED, **options.DEFAULTS, "vocab_size": None, **of_model})
     of_process = {"rank": rank(), "world_size": world_size(), "local_rank": local_rank()}
-    complete = parser.parse_args(args.argv, argparse.Namespace(**known, **of_process))
-    complete.model_vocab_size = model["vocab_size"]
-    complete_model(complete, model)
-    return complete
+    args = parser.parse_args(argv, argparse.Namespace(given=own.given, **of_process))
+    args.loaded_vocabulary, args.model_vocab_size = vocabulary, model["vocab_size"]
+    complete_model(args, model)
+    return args
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -126,14 +112,6 @@ def set_vocabulary(args: argparse.Namespace, tokens: int) -> None:
     vars(args).update(args.loaded_vocabulary)
 
 
-def _parser(script: str) -> argparse.ArgumentParser:
-    """The parser of all arguments, with the defaults of a run without a preset."""
-    parser = _megatron_parser()
-    parser.prog = script
-    parser.set_defaults(**{**COMMON, **_FIXED, **options.DEFAULTS, "vocab_size": None})
-    return parser
-
-
 @functools.cache
 def _megatron_parser() -> argparse.ArgumentParser:
     parser = Parser("", "Megatron's arguments, and those of train.py, which come last.")
@@ -141,7 +119,7 @@ def _megatron_parser() -> argparse.ArgumentParser:
     add_megatron_arguments(parser)
     options.add_options(parser)
     # Parsed later, with the number of layers and without evaluating it.
-    _action(parser, "moe_layer_freq").type = str
+    next(x for x in parser._actions if x.dest == "moe_layer_freq").type = str
     for action in parser._actions:
         # argparse formats help texts, and one of Megatron's has a percent sign.
         if action.help and action.help is not argparse.SUPPRESS and "%(" not in action.help:
@@ -149,47 +127,13 @@ def _megatron_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
-    return next(action for action in parser._actions if action.dest == name)
-
-
-def _check_sources(args: argparse.Namespace) -> None:
-    """Check that the model is said once."""
-    if not args.use_checkpoint_args:
-        return
-    if not args.load:
-        raise ValueError("--use-checkpoint-args needs --load, the checkpoint to read them from")
-    names = ["preset", "scale_down", *_VOCABULARY, *(name for name in COMMON if name not in FREE)]
-    if args.new_indexer:
-        # A checkpoint without an indexer does not say what a new one is like.
-        names = [name for name in names if name not in INDEXER]
-    twice = sorted(args.given.intersection(flag for name in names for flag in flags_of(name)))
-    if twice:
-        raise ValueError(
-            f"--use-checkpoint-args takes the model from --load and excludes {', '.join(twice)};"
-            " give one or the other"
-        )
-
-
-def _preset(args: argparse.Namespace) -> Model:
-    model = scale_down(get_preset(args.preset), args.scale_down)
-    if args.scale_down > 1 and model["dsa_indexer_topk"]:
-        # Far enough below the sequence length that there is a choice.
-        most = max(1, args.seq_length // 4)
-        model["dsa_indexer_topk"] = min(model["dsa_indexer_topk"], most)
-    return model
-
-
-def _checkpoint_model(args: argparse.Namespace) -> Model:
-    from training.checkpoint import load_model_args
-    from training.checkpoint_args import model_from_args
-
-    saved = load_model_args(args.load)
+def _checkpoint_model(own: argparse.Namespace) -> tuple[Model, dict[str, object]]:
+    """The model, and what the checkpoint says of its vocabulary."""
+    saved = checkpoint.load_model_args(own.load)
     model = model_from_args(saved)
-    args.loaded_vocabulary = {name: getattr(saved, name, None) for name in _VOCABULARY}
-    if args.new_indexer and model["experimental_attention_variant"] is not None:
+    if own.new_indexer and model["experimental_attention_variant"] is not None:
         raise ValueError(
-            f"--new-indexer: the model in --load {args.load} has an indexer; leave the option out "
+            f"--new-indexer: the model in --load {own.load} has an indexer; leave the option out "
             "to go on with it"
         )
-    return model
+    return model, {name: getattr(saved, name, None) for name in VOCABULARY}

@@ -24,6 +24,7 @@ from training.megatron_loop import get_args
 
 # In Megatron's logs.
 LOSS = "lm loss"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,32 @@ class ContextParallelPart:
     rank: int = 0
     sequence_parallel_size: int = 1
 
-    @property
-    def slot_multiple(self) -> int:
-        """Number that the padded length of every sequence is a multiple of."""
-        return 2 * self.size if self.size > 1 else 1
+    @classmethod
+    def of_process(cls, args: argparse.Namespace) -> ContextParallelPart:
+        """That of this process, from Megatron's process groups."""
+        return cls(
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+            args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        )
 
-    @property
-    def total_multiple(self) -> int:
-        """Number that the padded length of all sequences together is a multiple of."""
-        return self.slot_multiple * self.sequence_parallel_size if self.size > 1 else 1
+    def pack(self, tokens: list[int], eod: int) -> SequenceLayout:
+        """The layout of a window's documents, each in a slot with padding so that it can be split.
+
+        Args:
+            tokens: The window.
+            eod: Token that ends documents.
+        """
+        ends = (i + 1 for i, token in enumerate(tokens[:-1]) if token == eod)
+        lengths = [end - start for start, end in itertools.pairwise([0, *ends, len(tokens)])]
+        multiple = 2 * self.size if self.size > 1 else 1
+        slots = [length + -length % multiple for length in lengths]
+        if self.size > 1:
+            slots[-1] += -sum(slots) % (multiple * self.sequence_parallel_size)
+        starts = [0, *itertools.accumulate(slots)]
+        return SequenceLayout(
+            starts.pop(), tuple(starts), tuple(lengths), tuple(slots), packed=True
+        )
 
     def of(self, values: Tensor, sequences: SequenceLayout) -> Tensor:
         """Select this rank's columns of ``values``: [b, S] to [b, S / size]."""
@@ -58,65 +76,26 @@ class ContextParallelPart:
         return values[:, ContextParallelLayout(sequences, self.size, self.rank).tokens()]
 
 
-def own_part(args: argparse.Namespace) -> ContextParallelPart:
-    """The part of this process, from Megatron's process groups."""
-    return ContextParallelPart(
-        size=parallel_state.get_context_parallel_world_size(),
-        rank=parallel_state.get_context_parallel_rank(),
-        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-    )
-
-
-def pack_documents(tokens: list[int], eod: int, part: ContextParallelPart) -> SequenceLayout:
-    """The layout of a window's documents, each in a slot with padding so that ``part`` fits.
-
-    Args:
-        tokens: The window.
-        eod: Token that ends documents.
-        part: Its multiples are those of every slot and of the sum of all slots.
-    """
-    ends_of_documents = (i + 1 for i, token in enumerate(tokens[:-1]) if token == eod)
-    bounds = [0, *ends_of_documents, len(tokens)]
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    slots = [length + -length % part.slot_multiple for length in lengths]
-    slots[-1] += -sum(slots) % part.total_multiple
-    ends = list(itertools.accumulate(slots))
-    return SequenceLayout(
-        num_tokens=ends[-1],
-        starts=(0, *ends[:-1]),
-        lengths=tuple(lengths),
-        slots=tuple(slots),
-        packed=True,
-    )
-
-
-def real_tokens(pack: SequenceLayout) -> Tensor:
-    """Which tokens of a pack are no padding, bool [S]."""
-    lengths = torch.tensor(pack.lengths).repeat_interleave(torch.tensor(pack.slots))
-    return pack.positions(torch.device("cpu")) < lengths
+_WHOLE = ContextParallelPart()
 
 
 def packed_seq_params(pack: SequenceLayout, device: torch.device) -> PackedSeqParams:
     """Megatron's description of a whole pack, the same on all context-parallel ranks."""
-    cu_seqlens = _cumulated(pack.lengths, device)
-    padded = _cumulated(pack.slots, device) if pack.slots != pack.lengths else None
+    bounds, padded_bounds = (
+        torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+        for sizes in (pack.lengths, pack.slots)
+    )
+    padded = padded_bounds if pack.slots != pack.lengths else None
     longest = max(pack.slots)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def _cumulated(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
-
-
-_WHOLE = ContextParallelPart()
 
 
 @dataclass(frozen=True)
@@ -163,17 +142,19 @@ def make_batch(
     loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
     sequences, padding_mask = SequenceLayout.dense(tokens.shape[1]), None
     if packed_eod is not None:
+        sequences = part.pack(tokens[0].tolist(), packed_eod)
+    positions = sequences.positions(_CPU)
+    if packed_eod is not None:
         loss_mask[tokens == packed_eod] = 0
-        sequences = pack_documents(tokens[0].tolist(), packed_eod, part)
-        real = real_tokens(sequences)
+        lengths, slots = torch.tensor(sequences.lengths), torch.tensor(sequences.slots)
+        real = positions < lengths.repeat_interleave(slots)
         tokens, labels = (_pad(x, real, packed_eod) for x in (tokens, labels))
         loss_mask = _pad(loss_mask, real, 0)
         if part.size > 1:
             padding_mask = part.of(~real[None], sequences).to(device)
-    positions = sequences.positions(torch.device("cpu")).expand_as(tokens)
     own = [
         part.of(values, sequences).contiguous().to(device)
-        for values in (tokens, labels, positions, loss_mask)
+        for values in (tokens, labels, positions.expand_as(tokens), loss_mask)
     ]
     packed = packed_seq_params(sequences, device) if sequences.packed else None
     return Batch(*own, packed, padding_mask)
@@ -217,7 +198,7 @@ def forward_step(
     """
     args = get_args()
     device = torch.device(torch.cuda.current_device())
-    batch = make_batch(next(batches), device, packed_eod, own_part(args))
+    batch = make_batch(next(batches), device, packed_eod, ContextParallelPart.of_process(args))
     if model.training:
         count(batch.loss_mask.sum())
     losses = model(

@@ -1,4 +1,4 @@
-"""The checkpoint of --load: where it is, what it contains, and whether this run may resume it."""
+"""The checkpoint of --load: where it is, and what it contains."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.options import flag_of
-
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 # The number of an iteration, or RELEASE.
 Iteration = int | str
-# Arguments besides the model's that must not change when a run is resumed.
-_RUN = (
-    *("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent"),
-    *("train_only", "data_fingerprint"),
-)
-_NAMES = {"split_percent": "--split", "data_fingerprint": "the data (--data, --tokenizer)"}
 
 
 def checkpoint_path(folder: Path, iteration: Iteration) -> Path:
@@ -148,30 +140,3 @@ def load_model_args(folder: str) -> argparse.Namespace:
             "--preset and the options for single sizes"
         )
     return start.args
-
-
-def require_same_run(start: Start, args: argparse.Namespace) -> None:
-    """Refuse to resume a run with other options than it had.
-
-    Args:
-        start: A checkpoint of that run.
-        args: Of this run.
-
-    Raises:
-        ValueError: Naming all options that differ, in one line.
-    """
-    from training.arguments import model_of
-    from training.checkpoint_args import model_from_args
-
-    there, here = ({n: getattr(x, n) for n in _RUN} for x in (start.args, args))
-    there, here = there | model_from_args(start.args), here | model_of(args)
-    problems = []
-    for name in here:
-        if name != "max_position_embeddings" and there[name] != here[name]:
-            values = f" {there[name]} there, {here[name]} here"
-            problems.append(_NAMES.get(name, flag_of(name)) + values * (name != _RUN[-1]))
-    if problems:
-        raise ValueError(
-            f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
-            "To resume, use the same; --finetune takes the weights only and starts anew"
-        )

@@ -1,4 +1,4 @@
-"""Compare the model of a checkpoint with that of the command line, before one is built."""
+"""Compare the model and the run of a checkpoint with the command line, before a model is built."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from training.checkpoint_args import model_from_args
 from training.options import flag_of
 from training.presets import COMMON, INDEXER, Model
 
-# Arguments that determine the shapes of weights; those of experts, if both models have
-# experts.
+# Arguments that determine the shapes of weights.
 _SHAPES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("num_experts", "experimental_attention_variant"),
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim"),
+    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias"),
+    *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim"),
     *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
 }
 _VARIANT = flag_of("experimental_attention_variant")
-_MOE_SHAPES = {
-    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    "moe_router_enable_expert_bias",
-}
+# Arguments besides the model's that must not change when a run is resumed.
+_RUN = (
+    *("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent"),
+    *("train_only", "data_fingerprint"),
+)
+_NAMES = {"split_percent": "--split", "data_fingerprint": "the data (--data, --tokenizer)"}
 # Arguments that the weights do not depend on and that may be chosen freely.
 _FREE = {"max_position_embeddings", "moe_aux_loss_coeff"}
 _YARN = {
@@ -94,35 +96,30 @@ def require_same_model(args: argparse.Namespace, start: Start, script: str) -> N
         problems, warnings = _differences(sizes_of_tensors(shapes), sizes_of_model(model)), []
     else:
         moe = bool(there["num_experts"] and model["num_experts"])
-        shapes = _SHAPES | (_MOE_SHAPES if moe else set())
         ignored = _FREE if "yarn" in (there["rope_type"], model["rope_type"]) else _FREE | _YARN
         names = [n for n in COMMON if n not in ignored and (moe or not n.startswith("moe_"))]
         problems, warnings = (
             _differences(_by_option(there, chosen), _by_option(model, chosen))
-            for chosen in (
-                [name for name in names if name in shapes],
-                [name for name in names if name not in shapes],
-            )
+            for chosen in ([n for n in names if (n in _SHAPES) == of] for of in (True, False))
         )
     if problems:
         raise ValueError(
             f"--load: {start.path} does not hold the model requested "
-            f"(--preset {args.preset}): {'; '.join(problems)}"
-            + _remedy(script, problems, described=there is not None)
+            f"(--preset {args.preset}): {'; '.join([*problems, *_remedy(script, problems, there)])}"
         )
     if warnings and not rank():
         text = f"{script}: warning: the model in {start.path} has other options: "
         print(text + "; ".join(warnings), file=sys.stderr, flush=True)
 
 
-def _remedy(script: str, problems: list[str], *, described: bool) -> str:
+def _remedy(script: str, problems: list[str], there: Model | None) -> list[str]:
     if any(problem.startswith(f"{_VARIANT} none") for problem in problems):
-        return "; --new-indexer gives a dense model an indexer with initial weights"
-    if not described:
-        return ""
+        return ["--new-indexer gives a dense model an indexer with initial weights"]
+    if there is None:
+        return []
     if script == "generate.py":
-        return "; without --preset the model is the checkpoint's own"
-    return "; --use-checkpoint-args takes the checkpoint's own"
+        return ["without --preset the model is the checkpoint's own"]
+    return ["--use-checkpoint-args takes the checkpoint's own"]
 
 
 def _described(start: Start) -> Model | None:
@@ -153,22 +150,15 @@ def _shown(value: object) -> str:
 
 
 def sizes_of_model(model: Model) -> dict[str, object]:
-    """What :func:`sizes_of_tensors` returns for a complete checkpoint of ``model``."""
+    """The sizes of a model by option, among them all of :func:`sizes_of_tensors`."""
     heads, rope = model["num_attention_heads"], model["qk_pos_emb_head_dim"]
-    sizes: dict[str, object] = {
+    return {flag_of(name): value for name, value in model.items()} | {
         "the vocabulary": model["vocab_size"],
         _LATENT: model["kv_lora_rank"] + rope,
         _KEYS: heads * (model["qk_head_dim"] + rope),
         _VALUES: heads * (model["qk_head_dim"] + model["v_head_dim"]),
         _OUTPUT: heads * model["v_head_dim"],
     }
-    names = ["num_layers", "hidden_size", "q_lora_rank", "kv_lora_rank", "num_experts"]
-    names.append("experimental_attention_variant")
-    if not model["num_experts"] or 0 in model["moe_layer_freq"]:
-        names.append("ffn_hidden_size")
-    if model["num_experts"]:
-        names.append("moe_shared_expert_intermediate_size")
-    return {flag_of(name): model[name] for name in names} | sizes
 
 
 def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -198,3 +188,27 @@ def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
         if tensor in found:
             sizes[option] = found[tensor][dimension] // multiple
     return sizes
+
+
+def require_same_run(start: Start, args: argparse.Namespace) -> None:
+    """Refuse to resume a run with other options than it had.
+
+    Args:
+        start: A checkpoint of that run.
+        args: Of this run.
+
+    Raises:
+        ValueError: Naming all options that differ, in one line.
+    """
+    there, here = ({n: getattr(x, n) for n in _RUN} for x in (start.args, args))
+    there, here = there | model_from_args(start.args), here | model_of(args)
+    problems = []
+    for name in here:
+        if name != "max_position_embeddings" and there[name] != here[name]:
+            values = f" {there[name]} there, {here[name]} here"
+            problems.append(_NAMES.get(name, flag_of(name)) + values * (name != _RUN[-1]))
+    if problems:
+        raise ValueError(
+            f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
+            "To resume, use the same; --finetune takes the weights only and starts anew"
+        )

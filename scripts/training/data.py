@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch.utils.data
 
-from training.tokenizers import Tokenizer
+from absorbed_mla.serving.tokenizers.folder import load_tokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 # Folders that are not part of the standard library, or differ between machines.
 _STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,30 @@ class Corpus:
     fingerprint: str
 
 
+def build_tokenizer(path: str | None, trust_remote_code: bool = False) -> Tokenizer:
+    """One token per byte, or the Hugging Face tokenizer in a folder.
+
+    Args:
+        path: Folder with the tokenizer's files; None for bytes.
+        trust_remote_code: Whether it may run Python code of the folder.
+
+    Raises:
+        ValueError: If transformers is missing, the folder has no tokenizer with an end token, or
+            the tokenizer has code that may not run.
+    """
+    if path is None:
+        return ByteTokenizer()
+    try:
+        found = load_tokenizer(Path(path), trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
+    if found.eos_token_id is None:
+        raise ValueError(f"--tokenizer: the tokenizer in {path} has no eos token")
+    # No warning about long documents: they are split into windows later.
+    found.model_max_length = 10**12
+    return HuggingFaceTokenizer(found)
+
+
 def find_files(path: str | None) -> list[Path]:
     """All files at ``path``; None for the Python sources of the standard library.
 
@@ -45,27 +71,23 @@ def find_files(path: str | None) -> list[Path]:
     Raises:
         ValueError: If nothing is there.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            file
-            for file in root.rglob("*.py")
-            if not _STDLIB_SKIP.intersection(file.relative_to(root).parts)
-        ]
-    else:
-        root = Path(path)
-        if not root.exists():
-            raise ValueError(f"--data: there is no file or folder {path}")
-        if root.is_file():
-            return [root]
-        files = [
-            file
-            for file in root.rglob("*")
-            if file.is_file() and not any(x.startswith(".") for x in file.relative_to(root).parts)
-        ]
-    if not files:
+    root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
+    if not root.exists():
+        raise ValueError(f"--data: there is no file or folder {path}")
+    if root.is_file():
+        return [root]
+
+    files = (file.relative_to(root) for file in root.rglob("*.py" if path is None else "*"))
+    names = [x for x in files if not _left_out(x, path is None) and (root / x).is_file()]
+    if not names:
         raise ValueError(f"--data: there are no files in {root}")
-    return sorted(files, key=lambda file: _digest(file.relative_to(root).as_posix().encode()))
+    return [root / x for x in sorted(names, key=lambda x: _digest(x.as_posix().encode()))]
+
+
+def _left_out(file: Path, of_stdlib: bool) -> bool:
+    if of_stdlib:
+        return not _STDLIB_SKIP.isdisjoint(file.parts)
+    return any(part.startswith(".") for part in file.parts)
 
 
 def read_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
@@ -74,18 +96,26 @@ def read_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
     Raises:
         ValueError: If there is no text, or a file cannot be read.
     """
-    documents = []
+    documents, end = [], np.array(tokenizer.end_tokens[:1], dtype=np.int32)
     for file in find_files(path):
         try:
             content = file.read_bytes()
         except OSError as error:
             raise ValueError(f"--data: cannot read {file}: {error.strerror}") from error
         if content and b"\0" not in content:
-            documents += [tokenizer.encode(content), np.array([tokenizer.eod], dtype=np.int32)]
+            documents += [_encoded(content, tokenizer), end]
     if not documents:
         raise ValueError(f"--data: there is no text in {path or 'the standard library'}")
     tokens = np.concatenate(documents)
     return Corpus(tokens, len(documents) // 2, _digest(tokens.tobytes()))
+
+
+def _encoded(content: bytes, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a file, int32 [n], without any special token."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(content, dtype=np.uint8).astype(np.int32)
+    text = content.decode("utf-8", errors="replace")
+    return np.array(tokenizer.encode(text, begin=False), dtype=np.int32)
 
 
 def split_corpus(tokens: np.ndarray, train_percent: float) -> tuple[np.ndarray, np.ndarray]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from console.script import run_script
-from training.options import own_parser, require_known
+from training.refusals import check_files, parse_own
 
 
 def main(argv: list[str]) -> int:
@@ -20,17 +19,15 @@ def run(argv: list[str]) -> None:
     Raises:
         ValueError: If options are wrong or do not fit data or checkpoint.
     """
-    require_known(argv)
-    own_parser().parse_known_args(argv)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    check_files(parse_own(argv))
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late, because Megatron takes seconds.
     from training import megatron_loop
-    from training.arguments import parse_arguments, with_model
+    from training.arguments import parse_arguments
     from training.checks import validate_arguments
     from training.run import train
 
-    args = with_model(parse_arguments(argv))
+    args = parse_arguments(argv)
     validate_arguments(args)
     train(args)
     megatron_loop.finish()

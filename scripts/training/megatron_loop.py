@@ -141,10 +141,16 @@ def pretrain(
 def _host(args: argparse.Namespace, **places: Callable) -> Iterator[None]:
     """Megatron with these arguments; it compiles nothing, prints nothing, and needs no GPU."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **_address())
-    places["build_train_valid_test_data_iterators"] = _data_iterators
-    places["initialize_megatron"] = _initialize
-    places["setup_model_and_optimizer"] = _set_up
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    places |= {
+        "build_train_valid_test_data_iterators": _data_iterators,
+        "initialize_megatron": _initialize,
+        "setup_model_and_optimizer": _set_up,
+    }
     if ON_CPU:
         places["set_jit_fusion_options"] = places["report_memory"] = _nothing
     replaced = [(training, name, function) for name, function in places.items()]
@@ -206,9 +212,3 @@ def _data_iterators(datasets: Callable) -> tuple:
     """Megatron's, without a draw of random numbers, which a resumed run has drawn already."""
     with torch.random.fork_rng(devices=()):
         return _HOST_DATA_ITERATORS(datasets)
-
-
-def _address() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

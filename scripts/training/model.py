@@ -25,7 +25,7 @@ from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.megatron_loop import gpt_config_from_args
-from training.parallelism import is_padded
+from training.rules import is_padded
 
 
 def model_config(
@@ -49,7 +49,11 @@ def model_config(
         config = gpt_config_from_args(stage)
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these options: {error}") from error
-    options = (options or _layer_options(args)).replace(**_of_model(args))
+    if options is None:
+        ours = {"form": args.form, "down_projection": args.down_projection}
+        options = AbsorbedMLAOptions(**ours if args.attention == "absorbed" else {})
+    router = {name: getattr(args, name) for name in ROUTER_OPTIONS}
+    options = options.replace(latent_norm_eps=args.latent_norm_epsilon, **router)
     config.transformer_layer_spec = partial(_decoder_block, args, options)
     if args.attention == "absorbed":
         config.builder = "specs.absorbed_mla_gpt_builder.AbsorbedMLAGPTModelBuilder"
@@ -65,10 +69,7 @@ def training_config(
     """:func:`model_config` of a model that is trained, from ``weights`` or random ones.
 
     Args:
-        args: The command line, with the vocabulary set.
         weights: Folder of a distributed checkpoint.
-        options: Of the layers; None takes those of the command line.
-        fields: More fields of the layers' config.
     """
     config = model_config(args, options, **fields)
     if args.train_only:
@@ -89,17 +90,6 @@ def build_gpt(config, device: torch.device) -> GPTModel:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
     return builder.build_model(groups, pre_process=True, post_process=True).to(device)
-
-
-def _layer_options(args: argparse.Namespace) -> AbsorbedMLAOptions:
-    if args.attention == "standard":
-        return AbsorbedMLAOptions()
-    return AbsorbedMLAOptions(form=args.form, down_projection=args.down_projection)
-
-
-def _of_model(args: argparse.Namespace) -> dict[str, object]:
-    router = {name: getattr(args, name) for name in ROUTER_OPTIONS}
-    return {"latent_norm_eps": args.latent_norm_epsilon, **router}
 
 
 def _decoder_block(
@@ -133,13 +123,6 @@ def _begin_with(weights: str, initial: tuple[str, ...], stages: list[nn.Module])
         )
     load_model_weights(stages[0], weights, initial=initial)
     return stages
-
-
-def unwrap(model: nn.Module) -> GPTModel:
-    """The GPTModel inside data-parallel and precision wrappers."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
 
 
 def count_parameters(model: nn.Module, *, trained: bool = False) -> int:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.machinery
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
@@ -135,37 +131,6 @@ def _add_indexer(add) -> None:
         help="take the weights of a dense model from --load, as --finetune does, and give it an "
         "indexer with initial weights",
     )
-
-
-def require_known(argv: Iterable[str]) -> None:
-    """Refuse misspelt options at once: Megatron's are read from its sources, not imported.
-
-    Raises:
-        ValueError: Naming them.
-    """
-    own = {flag for action in own_parser()._actions for flag in action.option_strings}
-    rest = given_options(argv) - own
-    unknown = sorted(rest - _megatron_flags()) if rest else []
-    if unknown:
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)} (--help lists all options)")
-
-
-@functools.cache
-def _megatron_flags() -> set[str]:
-    """What may be an option of Megatron's: literals, and fields of its configs."""
-    found = importlib.machinery.PathFinder.find_spec("megatron")
-    flags: set[str] = set()
-    for root in map(Path, found.submodule_search_locations or () if found else ()):
-        files = [root / "training" / "arguments.py", *root.glob("training/config/*.py")]
-        files += [*root.glob("core/**/*_config.py"), root / "core" / "fault_injector.py"]
-        for file in filter(Path.is_file, files):
-            text = file.read_text("utf-8")
-            names = re.findall(r"""["']--([\w-]+)["']""", text)
-            names += re.findall(r"^    (\w+) *:", text, re.MULTILINE)
-            for name in names:
-                flag = name.replace("_", "-")
-                flags.update((f"--{name}", f"--{flag}", f"--no-{flag}", f"--disable-{flag}"))
-    return flags
 
 
 def flag_of(name: str) -> str:

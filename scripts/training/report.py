@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from absorbed_mla.dsa.config import DSAConfig
@@ -23,7 +24,6 @@ from console.ranks import rank
 from training.batch import LOSS
 from training.megatron_loop import training
 from training.metrics import MetricsFile
-from training.model import unwrap
 
 _PLACES = ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
 _HOST = {name: getattr(training, name) for name in _PLACES}
@@ -60,7 +60,7 @@ class Report:
 
     def train_step(self, forward_step, batches, model, optimizer, *more, **options):
         """Megatron's, timed, after a look at what it trains with."""
-        self._began, self._config = time.perf_counter(), unwrap(model[0]).config
+        self._began, self._config = time.perf_counter(), unwrap_model(model[0]).config
         self._tokens = torch.zeros((), device=torch.cuda.current_device())
         # Megatron logs that of the next step.
         self._rate = get_canonical_lr_for_logging(optimizer.param_groups)
@@ -74,14 +74,18 @@ class Report:
         """
         own = _LOG.bind(*arguments, **options).arguments
         args, iteration, seconds = self._args, own["iteration"], time.perf_counter() - self._began
-        loss, tokens = self._of_last_stage(own["loss_dict"]), self._of_all_tokens()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(self._tokens, group=group)
+        loss, tokens = self._of_last_stage(own["loss_dict"]), int(self._tokens)
         norm = None if own["skipped_iter"] else own["grad_norm"]
         require_finite(norm)
         more = {}
         if self._config.dsa_indexer_loss_coeff and self._config.experimental_attention_variant:
             more["indexer_loss"] = self._indexer_loss(tokens)
         if args.qk_clip or args.log_max_attention_logit:
-            more["max_attention_logit"] = _largest(own["max_attention_logit"])
+            largest = torch.tensor(own["max_attention_logit"], device=self._tokens.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            more["max_attention_logit"] = largest.item()
         record = {
             "train_loss": loss,
             "lr": self._rate,
@@ -122,11 +126,6 @@ class Report:
         dist.broadcast(loss, dist.get_world_size() - 1)
         return loss.item()
 
-    def _of_all_tokens(self) -> int:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(self._tokens, group=group)
-        return int(self._tokens)
-
     def _indexer_loss(self, tokens: int) -> float:
         """The coefficient times the KL divergence: the mean over tokens and layers with an indexer.
 
@@ -153,13 +152,6 @@ def require_finite(norm: float | None) -> None:
         raise FloatingPointError(
             f"the gradient norm is {float(norm)}; lower --lr or set --clip-grad"
         )
-
-
-def _largest(score: float) -> float:
-    """Of all ranks."""
-    largest = torch.tensor(score, device=torch.cuda.current_device())
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
 
 
 def _line(record: dict) -> str:

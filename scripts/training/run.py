@@ -10,14 +10,13 @@ from console.ranks import world_size
 from training import megatron_loop
 from training.arguments import set_vocabulary
 from training.batch import forward_step
-from training.checkpoint import Start, read_start, require_same_run
-from training.checkpoint_model import require_same_model
-from training.data import Corpus, Windows, read_corpus, split_corpus
+from training.checkpoint import Start, read_start
+from training.checkpoint_model import require_same_model, require_same_run
+from training.data import Corpus, Windows, build_tokenizer, read_corpus, split_corpus
 from training.metrics import plot_losses
 from training.model import count_parameters, training_config
 from training.report import Report
 from training.saving import load_checkpoint, save_checkpoint
-from training.tokenizers import build_tokenizer
 
 
 def train(args: argparse.Namespace) -> None:
@@ -41,7 +40,13 @@ def train(args: argparse.Namespace) -> None:
         require_same_run(start, args)
     windows = _windows(args, corpus)
     header = _run_header(args, corpus, start)
-    weights = _load_from(args, start)
+    weights = None
+    args.load, args.finetune = None, False
+    if start and start.iteration:
+        # Megatron resumes it.
+        args.load, args.ckpt_step = str(start.path.parent), start.iteration
+    elif start:
+        weights = str(start.path)
 
     report = Report(args, start.iteration or 0 if start else 0)
     report.say(header)
@@ -54,11 +59,11 @@ def train(args: argparse.Namespace) -> None:
 
     try:
         if args.train_iters:
-            packed_eod = tokenizer.eod if args.packed else None
+            packed_eod = tokenizer.end_tokens[0] if args.packed else None
             megatron_loop.pretrain(
                 args,
                 config,
-                partial(_datasets, windows),
+                lambda samples, vp_stage=None: (*windows, None),
                 partial(forward_step, packed_eod, report.count),
                 save_checkpoint=saved,
                 load_checkpoint=load_checkpoint,
@@ -88,20 +93,6 @@ def _windows(args: argparse.Namespace, corpus: Corpus) -> tuple[Windows, Windows
     # windows each time.
     period = args.eval_iters * args.global_batch_size
     return ours, Windows(validation, args.seq_length, 0, "validation (--split)", period)
-
-
-def _datasets(windows: tuple, samples: tuple, vp_stage: int | None = None) -> tuple:
-    """For Megatron: of training, validation and test."""
-    return *windows, None
-
-
-def _load_from(args: argparse.Namespace, start: Start | None) -> str | None:
-    """Tell Megatron which checkpoint it resumes, or return the one whose weights are taken."""
-    args.load, args.finetune = None, False
-    if start is None or not start.iteration:
-        return None if start is None else str(start.path)
-    args.load, args.ckpt_step = str(start.path.parent), start.iteration
-    return None
 
 
 def _say_parameters(report: Report, train_only: str | None, stages: list) -> list:

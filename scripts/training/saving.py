@@ -117,7 +117,7 @@ def complete(folder: Path, iteration: int) -> None:
     for file in written.rglob("*"):
         _sync(file)
     _sync(written)
-    replaced = _replaced(folder, iteration)
+    replaced = folder / f".replaced-{final.name}"
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
@@ -134,14 +134,11 @@ def complete(folder: Path, iteration: int) -> None:
 
 def recover(folder: Path, iteration: Iteration) -> None:
     """Undo a replacement that was interrupted between its two renames; any rank may call it."""
-    replaced, final = _replaced(folder, iteration), checkpoint_path(folder, iteration)
+    final = checkpoint_path(folder, iteration)
+    replaced = folder / f".replaced-{final.name}"
     if replaced.exists() and not final.exists():
         with contextlib.suppress(OSError):
             replaced.rename(final)
-
-
-def _replaced(folder: Path, iteration: Iteration) -> Path:
-    return folder / f".replaced-{checkpoint_path(folder, iteration).name}"
 
 
 def _sync(path: Path) -> None:
@@ -182,32 +179,27 @@ def write_errors(folder: Path, iteration: int) -> Iterator[None]:
     with _logged_errors() as logged:
         try:
             yield
-        except (OSError, CheckpointException) as error:
-            raise OSError(_message(folder, iteration, _reason(error, logged))) from error
-        except RuntimeError as error:
-            if _TOO_SHORT not in str(error):
+        except (OSError, CheckpointException, RuntimeError) as error:
+            if (reason := _reason(error, logged)) is None:
                 raise
-            raise OSError(_message(folder, iteration, _reason(error, logged))) from error
+            usage, latest = shutil.disk_usage(folder), latest_iteration(folder)
+            before = "no checkpoint is there"
+            if latest is not None:
+                before = f"iteration {latest} stays the latest"
+            raise OSError(
+                f"--save {folder}: iteration {iteration} could not be written: {reason} (its disk "
+                f"has {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB free); {before}"
+            ) from error
 
 
-def _message(folder: Path, iteration: int, reason: str) -> str:
-    usage = shutil.disk_usage(folder)
-    latest = latest_iteration(folder)
-    before = "no checkpoint is there" if latest is None else f"iteration {latest} stays the latest"
-    return (
-        f"--save {folder}: iteration {iteration} could not be written: {reason} (its disk has "
-        f"{usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB free); {before}"
-    )
-
-
-def _reason(error: BaseException, logged: list[str]) -> str:
+def _reason(error: BaseException, logged: list[str]) -> str | None:
+    """Why a save failed; None for a mistake of the program."""
     if isinstance(error, OSError):
         places = [str(place) for place in (error.filename, error.filename2) if place is not None]
         return ": ".join([error.strerror or str(error), *places])
-    details = [str(error), *logged]
-    if any(_TOO_SHORT in text for text in details):
+    if any(_TOO_SHORT in text for text in (str(error), *logged)):
         return "torch could not write all of it, the disk may be full"
-    return next(iter(logged), str(error))
+    return None if isinstance(error, RuntimeError) else next(iter(logged), str(error))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tests.support import world
@@ -23,7 +24,7 @@ from tests.support.models import gpt_model, token_batch
 from tests.support.train_arguments import checked
 from tests.support.training import OPTIONS, Training
 from training.megatron_loop import set_up
-from training.model import count_parameters, training_config, unwrap
+from training.model import count_parameters, training_config
 
 SMALL = (
     "--num-layers 4 --moe-layer-freq [0,1]*2 --hidden-size 32 --ffn-hidden-size 64 "
@@ -60,7 +61,7 @@ def step(optimizer: MegatronOptimizer) -> float:
 
 def averages_of(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[Tensor]:
     """Adam's running means of the gradients of all parameters of this rank."""
-    model_state = unwrap(model).sharded_state_dict()
+    model_state = unwrap_model(model).sharded_state_dict()
     state = nested_values(optimizer.sharded_state_dict(model_state, is_loading=False))
     tensors = (tensor for tensor in state if isinstance(tensor, ShardedBase))
     return [tensor.data for tensor in tensors if "optimizer.state.exp_avg." in tensor.key]

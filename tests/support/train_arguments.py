@@ -17,8 +17,7 @@ from training.checks import validate_arguments
 
 def resolved(line: str | list[str]) -> argparse.Namespace:
     """A command line with its model."""
-    words = line.split() if isinstance(line, str) else line
-    return arguments.with_model(arguments.parse_arguments(words))
+    return arguments.parse_arguments(line.split() if isinstance(line, str) else line)
 
 
 def checked(line: str | list[str], world_size: int = 1, tokens: int = 257) -> argparse.Namespace:

@@ -26,9 +26,8 @@ ENDINGS = {
 @pytest.fixture
 def program(tmp_path):
     def write(last: str):
-        path = tmp_path / "program.py"
-        path.write_text(PROGRAM.format(last))
-        return path
+        (tmp_path / "program.py").write_text(PROGRAM.format(last))
+        return tmp_path / "program.py"
 
     return write
 

@@ -25,23 +25,24 @@ RUN = (
 )
 
 
-def processes() -> dict[int, int]:
-    """Ids of all running processes, with the ids of their parents."""
+def running(parent: int | None = None) -> set[int]:
+    """Ids of all running processes, or of those that a parent has started."""
     listing = subprocess.run(
         ["ps", "-e", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
     )
     rows = [line.split() for line in listing.stdout.splitlines()]
-    return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
+    alive = {int(pid): int(of) for pid, of, state in rows if not state.startswith("Z")}
+    return {pid for pid, of in alive.items() if parent in (None, of)}
 
 
 def kill(process: subprocess.Popen) -> None:
     """Kill torchrun alone by SIGKILL; its ranks must end, too."""
-    ranks = [pid for pid, parent in processes().items() if parent == process.pid]
+    ranks = running(process.pid)
     assert len(ranks) == 2
     process.kill()
     process.wait()
     deadline = time.monotonic() + 20
-    while orphans := processes().keys() & set(ranks):
+    while orphans := running() & ranks:
         if time.monotonic() > deadline:
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)

@@ -40,15 +40,3 @@ def test_held(largest):
     heads = largest(f"{CLIP} --tensor-model-parallel-size 2", processes=2)
     assert heads[:18] == pytest.approx(held[:18], rel=1e-3)
     assert max(held[:18]) > THRESHOLD
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--qk-clip --attention standard", "--qk-clip needs --attention absorbed"),
-        ("--qk-clip-threshold 0", "--qk-clip-threshold must be above 0, got 0.0"),
-        ("--qk-clip-alpha 2", "--qk-clip-alpha must be from 0 to 1, got 2.0"),
-    ],
-)
-def test_refused(tmp_path, train, options, message):
-    assert message in train(tmp_path, options, expect=2)

@@ -21,7 +21,7 @@ MUTATIONS = {
         "if False:",
     ),
     "padding_of_another_size": Mutation(
-        "scripts/training/parallelism.py",
+        "scripts/training/rules.py",
         'f"--make-vocab-size-divisible-by {ranks}; then --load FOLDER"',
         'f"--make-vocab-size-divisible-by {ranks + 1}; then --load FOLDER"',
     ),

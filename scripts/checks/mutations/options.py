@@ -39,7 +39,7 @@ MUTATIONS = {
     ),
     "generated_texts_of_equal_prompts_are_equal": Mutation(
         "scripts/generation/arguments.py",
-        "        SamplingParams,\n        _SAMPLING,\n",
-        '        SamplingParams,\n        [*_SAMPLING, "seed"],\n',
+        "add_flags(group, SamplingParams, _SAMPLING, FLAGS",
+        'add_flags(group, SamplingParams, [*_SAMPLING, "seed"], FLAGS',
     ),
 }

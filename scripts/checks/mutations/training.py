@@ -89,8 +89,8 @@ MUTATIONS = {
     ),
     "full_disk_as_a_traceback": Mutation(
         "scripts/training/saving.py",
-        "except (OSError, CheckpointException) as error:",
-        "except OSError as error:",
+        "except (OSError, CheckpointException, RuntimeError) as error:",
+        "except (OSError, RuntimeError) as error:",
     ),
     "tied_embeddings_on_the_stage_of_mtp": Mutation(
         "absorbed_mla/unsupported.py",

@@ -6,6 +6,7 @@ Stubs stand in for python and df; nothing is installed.
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ case "$*" in
     if [ -n "$STUB_PIP_ERROR" ]; then echo "$STUB_PIP_ERROR"; exit 1; fi ;;
 esac
 """
+CASE = 'case "$*" in'
+NO_VENV = PYTHON.replace(CASE, f'{CASE}\n  *"import venv"*) exit 1 ;;')
+# The environment's has no pip, and is installed into from outside.
+NO_PIP = PYTHON.replace(
+    CASE, f'{CASE}\n  "-c import pip") [[ $0 != *"/an environment/"* ]]; exit ;;'
+).replace('"-m pip install "*)', '"-m pip "*)')
 
 # Tests of three layers: some fail in the first one, and the last one ends before it has run any.
 LAYERS = """#!/bin/bash
@@ -45,8 +52,7 @@ class Machine:
         for tool in TOOLS:
             if path := shutil.which(tool):
                 (self.bin / tool).symlink_to(path)
-        self.pip_log = folder / "pip.log"
-        self.environment = folder / "an environment"
+        self.pip_log, self.environment = folder / "pip.log", folder / "an environment"
         self.env = {
             "PATH": str(self.bin),
             "HOME": str(folder),
@@ -60,15 +66,17 @@ class Machine:
         (self.bin / name).write_text(script)
         (self.bin / name).chmod(0o755)
 
-    def add_python(self, version: str) -> None:
+    def add_python(self, version: str, script: str = PYTHON) -> None:
         self.env["STUB_VERSION"] = version
-        self.add(f"python{version}", PYTHON)
+        self.add(f"python{version}", script)
 
     def bash(self, *command: str) -> subprocess.CompletedProcess:
-        bash = shutil.which("bash")
-        folder = self.bin.parent
         return subprocess.run(
-            [bash, *command], cwd=folder, env=self.env, capture_output=True, text=True
+            [shutil.which("bash"), *command],
+            cwd=self.bin.parent,
+            env=self.env,
+            capture_output=True,
+            text=True,
         )
 
     def prepare(self) -> subprocess.CompletedProcess:
@@ -76,13 +84,26 @@ class Machine:
         script = f'set -euo pipefail; source "{SCRIPTS}/environment.sh"; prepare_environment; '
         return self.bash("-c", script + 'printf "%s\\n" "$PYTHON"')
 
+    def prepared(self) -> str:
+        """The interpreter."""
+        done = self.prepare()
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
     def pip_calls(self) -> list[str]:
         return self.pip_log.read_text().splitlines() if self.pip_log.exists() else []
 
 
 @pytest.fixture
-def machine(tmp_path) -> Machine:
+def bare(tmp_path) -> Machine:
+    """Without any Python."""
     return Machine(tmp_path)
+
+
+@pytest.fixture
+def machine(bare) -> Machine:
+    bare.add_python("3.11")
+    return bare
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> None:
@@ -93,19 +114,9 @@ def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> Non
         assert part in done.stderr
 
 
-def no_python(machine: Machine) -> None:
-    pass
-
-
 def old_python(machine: Machine) -> None:
     machine.add_python("3.9")
     machine.add("python3", PYTHON)
-
-
-def no_venv(machine: Machine) -> None:
-    machine.add_python("3.12")
-    stub = PYTHON.replace('case "$*" in', 'case "$*" in\n  *"import venv"*) exit 1 ;;')
-    machine.add("python3.12", stub)
 
 
 def full_disk(machine: Machine) -> None:
@@ -113,15 +124,7 @@ def full_disk(machine: Machine) -> None:
     machine.add("df", "#!/bin/bash\nprintf 'x x x Available\\nx x x 2000000\\n'\n")
 
 
-def other_system(machine: Machine) -> None:
-    machine.add("uname", "#!/bin/bash\necho Darwin\n")
-
-
-def missing_interpreter(machine: Machine) -> None:
-    machine.env["ABSORBED_MLA_PYTHON"] = "/no/such/python"
-
-
-def failing_pip(said: str):
+def failing_pip(said: str) -> Callable[[Machine], None]:
     def prepare(machine: Machine) -> None:
         machine.add_python("3.11")
         machine.env["STUB_PIP_ERROR"] = said
@@ -132,25 +135,18 @@ def failing_pip(said: str):
 class TestEnvironment:
     def test_made_once_and_then_reused(self, machine):
         """The second run must work without a network, so it may not call pip."""
-        machine.add_python("3.11")
         for _ in range(2):
-            done = machine.prepare()
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.splitlines()[-1] == str(machine.environment / "bin/python")
-            assert len(machine.pip_calls()) == 4
-
-    def test_the_project_is_installed(self, machine):
-        """An activated shell then has its modules and commands; nothing else is installed anew."""
-        machine.add_python("3.11")
-        machine.prepare()
-        *_, project = machine.pip_calls()
-        words = project.split()
-        assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(words)
-        assert project.endswith(str(SCRIPTS.parent))
+            assert machine.prepared() == str(machine.environment / "bin/python")
+            calls = machine.pip_calls()
+            assert len(calls) == 4
+        # Which index is used is the user's configuration of pip.
+        assert not any("index" in call or "://" in call for call in calls)
+        # The project is installed, so that an activated shell has its modules and commands.
+        assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(calls[-1].split())
+        assert calls[-1].endswith(str(SCRIPTS.parent))
 
     @pytest.mark.parametrize("other", ["none", "another checkout's", "another version's"])
     def test_the_project_is_installed_into_an_older_environment(self, machine, other):
-        machine.add_python("3.11")
         machine.prepare()
         before = machine.pip_calls()
         stamp = machine.environment / ".absorbed-mla-project"
@@ -162,68 +158,50 @@ class TestEnvironment:
             assert old in text
             stamp.write_text(text.replace(old, "something-else"))
         for _ in range(2):
-            assert machine.prepare().returncode == 0
+            machine.prepared()
             assert machine.pip_calls() == [*before, before[-1]]
 
     def test_a_failed_installation_of_the_project_is_tried_again(self, machine):
-        machine.add_python("3.11")
         machine.prepare()
         (machine.environment / ".absorbed-mla-project").unlink()
         machine.env["STUB_PIP_ERROR"] = "ERROR: killed"
         assert_one_line_error(machine.prepare(), "killed", "--editable")
         machine.env["STUB_PIP_ERROR"] = ""
-        assert machine.prepare().returncode == 0
+        machine.prepared()
         assert len(machine.pip_calls()) == 6
 
-    def test_an_environment_without_pip_uses_the_one_it_was_made_by(self, machine):
-        machine.add_python("3.12")
-        stub = PYTHON.replace(
-            'case "$*" in',
-            'case "$*" in\n  "-c import pip") [[ $0 != */environment/* ]]; exit ;;',
-        ).replace('"-m pip install "*)', '"-m pip "*)')
-        machine.add("python3.12", stub)
-        machine.environment = machine.environment.parent / "environment"
-        machine.env["ABSORBED_MLA_ENV"] = str(machine.environment)
-        done = machine.prepare()
-        assert done.returncode == 0, done.stderr
-        calls = machine.pip_calls()
+    def test_an_environment_without_pip_uses_the_one_it_was_made_by(self, bare):
+        bare.add_python("3.12", NO_PIP)
+        bare.prepared()
+        calls = bare.pip_calls()
         assert len(calls) == 4
-        assert all(f"pip --python {machine.environment}/bin/python install" in c for c in calls)
+        assert all(f"pip --python {bare.environment}/bin/python install" in c for c in calls)
 
     @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-    def test_python_requirement_is_ignored_on_3_11_only(self, machine, version):
-        machine.add_python(version)
-        machine.prepare()
-        (megatron,) = (call for call in machine.pip_calls() if "megatron-core" in call)
+    def test_python_requirement_is_ignored_on_3_11_only(self, bare, version):
+        bare.add_python(version)
+        bare.prepare()
+        (megatron,) = (call for call in bare.pip_calls() if "megatron-core" in call)
         assert ("--ignore-requires-python" in megatron) == (version == "3.11")
         # Without its dependencies: pip would look for other versions of them.
         assert ("--no-deps" in megatron) == (version == "3.11")
 
-    def test_no_package_index_is_named(self, machine):
-        """Which index is used is the user's configuration of pip."""
-        machine.add_python("3.11")
-        machine.prepare()
-        assert not any("index" in call or "://" in call for call in machine.pip_calls())
-
     def test_half_made_environment_is_made_anew(self, machine):
-        machine.add_python("3.11")
         machine.env["STUB_PIP_ERROR"] = "ERROR: killed"
         assert_one_line_error(machine.prepare(), "killed")
         leftover = machine.environment / "leftover"
         leftover.touch()
         machine.env["STUB_PIP_ERROR"] = ""
-        assert machine.prepare().returncode == 0
+        machine.prepared()
         assert not leftover.exists()
 
     def test_other_requirements_make_it_anew(self, machine):
-        machine.add_python("3.11")
         machine.prepare()
         (machine.environment / ".absorbed-mla-requirements").write_text("torch==1.0\n")
         machine.prepare()
         assert len(machine.pip_calls()) == 8
 
     def test_somebody_elses_folder_is_left_alone(self, machine):
-        machine.add_python("3.11")
         machine.environment.mkdir()
         (machine.environment / "thesis.tex").touch()
         assert_one_line_error(machine.prepare(), str(machine.environment), "ABSORBED_MLA_PYTHON")
@@ -232,62 +210,67 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         ("lacking", "parts"),
         [
-            (no_python, ["Python 3.11 to 3.14", "Found: none"]),
+            (lambda machine: None, ["Python 3.11 to 3.14", "Found: none"]),
             (old_python, ["Python 3.11 to 3.14", "python3 is 3.9"]),
-            (no_venv, ["python3.12 is 3.12 without venv and pip"]),
+            (lambda m: m.add_python("3.12", NO_VENV), ["python3.12 is 3.12 without venv and pip"]),
             (full_disk, ["needs 3 GB", "2 GB are free", "ABSORBED_MLA_ENV"]),
-            (other_system, ["Linux only; this is Darwin"]),
-            (missing_interpreter, ["ABSORBED_MLA_PYTHON=/no/such/python"]),
+            (
+                lambda machine: machine.add("uname", "#!/bin/bash\necho Darwin\n"),
+                ["Linux only; this is Darwin"],
+            ),
+            (
+                lambda machine: machine.env.update(ABSORBED_MLA_PYTHON="/no/such/python"),
+                ["ABSORBED_MLA_PYTHON=/no/such/python"],
+            ),
             (failing_pip("NewConnectionError('refused')"), ["package index cannot be reached."]),
             (failing_pip("OSError: [Errno 28] No space left on device"), ["disk filled up"]),
             (failing_pip("ERROR: No matching distribution for torch"), ["No matching distr"]),
         ],
+        ids=lambda value: value[0] if isinstance(value, list) else "",
     )
-    def test_what_is_lacking_is_one_line(self, machine, lacking, parts):
-        lacking(machine)
-        assert_one_line_error(machine.prepare(), *parts)
-        assert machine.pip_calls() or not machine.environment.exists()
+    def test_what_is_lacking_is_one_line(self, bare, lacking, parts):
+        lacking(bare)
+        assert_one_line_error(bare.prepare(), *parts)
+        assert bare.pip_calls() or not bare.environment.exists()
 
     def test_given_interpreter_is_used_as_it_is(self, machine):
-        machine.add_python("3.12")
-        machine.env["ABSORBED_MLA_PYTHON"] = str(machine.bin / "python3.12")
-        assert machine.prepare().stdout.strip() == str(machine.bin / "python3.12")
+        machine.env["ABSORBED_MLA_PYTHON"] = str(machine.bin / "python3.11")
+        assert machine.prepared() == str(machine.bin / "python3.11")
         assert machine.pip_calls() == []
 
 
 class TestCommandLines:
     @pytest.mark.parametrize("script", ["run_tests.sh", "quickstart.sh"])
-    def test_help_needs_nothing(self, machine, script):
-        done = machine.bash(str(SCRIPTS / script), "--help")
+    def test_help_needs_nothing(self, bare, script):
+        done = bare.bash(str(SCRIPTS / script), "--help")
         assert done.returncode == 0
         assert done.stdout.startswith(f"Usage: bash scripts/{script}")
-        assert not machine.environment.exists()
+        assert not bare.environment.exists()
 
     @pytest.mark.parametrize(
-        "script, arguments, error",
+        "command, error",
         [
-            ("run_tests.sh", ["--fast"], "unknown option --fast"),
-            ("run_tests.sh", ["gpu"], "unknown layer gpu"),
-            ("run_tests.sh", ["--fail-under", "most"], "--fail-under takes a whole percentage"),
-            ("run_tests.sh", ["-k"], "-k takes a pytest expression"),
-            ("run_tests.sh", ["--quick", "unit"], "--quick takes no LAYER, got unit"),
-            ("quickstart.sh", ["--fast"], "unknown option --fast"),
-            ("quickstart.sh", ["--train-iters", "few"], "--train-iters takes a number"),
-            ("quickstart.sh", ["--train-iters", "9"], "at least 10, got '9'"),
-            ("quickstart.sh", ["--output"], "--output takes a folder"),
-            ("quickstart.sh", ["--output", "/proc/no"], "cannot create --output /proc/no"),
+            ("run_tests.sh --fast", "unknown option --fast"),
+            ("run_tests.sh gpu", "unknown layer gpu"),
+            ("run_tests.sh --fail-under most", "--fail-under takes a whole percentage"),
+            ("run_tests.sh -k", "-k takes a pytest expression"),
+            ("run_tests.sh --quick unit", "--quick takes no LAYER, got unit"),
+            ("quickstart.sh --fast", "unknown option --fast"),
+            ("quickstart.sh --train-iters few", "--train-iters takes a number"),
+            ("quickstart.sh --train-iters 9", "at least 10, got '9'"),
+            ("quickstart.sh --output", "--output takes a folder"),
+            ("quickstart.sh --output /proc/no", "cannot create --output /proc/no"),
         ],
     )
-    def test_errors_come_before_any_work(self, machine, script, arguments, error):
-        assert_one_line_error(machine.bash(str(SCRIPTS / script), *arguments), error)
-        assert not machine.environment.exists()
+    def test_errors_come_before_any_work(self, bare, command, error):
+        script, *arguments = command.split()
+        assert_one_line_error(bare.bash(str(SCRIPTS / script), *arguments), error)
+        assert not bare.environment.exists()
 
-    def test_a_layer_that_fails_hides_no_other(self, tmp_path):
-        python = tmp_path / "python"
-        python.write_text(LAYERS)
-        python.chmod(0o755)
+    def test_a_layer_that_fails_hides_no_other(self, bare):
+        bare.add("layers", LAYERS)
         command = ["bash", str(SCRIPTS / "run_tests.sh"), "training", "readme", "distributed-2"]
-        env = {**os.environ, "ABSORBED_MLA_PYTHON": str(python)}
+        env = {**os.environ, "ABSORBED_MLA_PYTHON": str(bare.bin / "layers")}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 1
         end = done.stdout.splitlines()[-3:]

@@ -37,6 +37,12 @@ def program(work: str) -> list[str]:
     return [sys.executable, "-c", RANK.format(scripts=str(SCRIPTS), work=lines)]
 
 
+def started(work: str, **options: object) -> subprocess.Popen:
+    """A process that does ``work``, without torchrun unless ``env`` says otherwise."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(program(work), **{"env": without_launcher(), **pipes, **options})
+
+
 class Job:
     """Ranks of one machine with the environment and error files that torchrun gives them."""
 
@@ -45,16 +51,11 @@ class Job:
         self.processes = []
         for rank, file in enumerate(self.files):
             file.parent.mkdir(parents=True)
-            env = without_launcher(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(ranks),
-                LOCAL_WORLD_SIZE=str(ranks),
-                TORCHELASTIC_RUN_ID="none",
-                TORCHELASTIC_ERROR_FILE=str(file),
-            )
-            options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen(program(work), env=env, **options))
+            ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            variables = {name: str(value) for name, value in ids.items()}
+            variables["TORCHELASTIC_ERROR_FILE"] = str(file)
+            env = without_launcher(TORCHELASTIC_RUN_ID="none", **variables)
+            self.processes.append(started(work, env=env))
 
     def end(self) -> tuple[list[int], list[str]]:
         """Exit codes and stderrs by rank."""
@@ -95,18 +96,16 @@ class TestErrors:
         met = "import types\nnamed = 'torch.distributed.distributed_c10d'\n"
         met += "sys.modules[named] = types.SimpleNamespace(is_initialized=lambda: True)\n"
         work = (
-            met
-            + "if not rank: time.sleep(1); raise ValueError('x')\ntime.sleep(3)\nprint(os.getpid())"
+            "if not rank: time.sleep(1); raise ValueError('x')\ntime.sleep(3)\nprint(os.getpid())"
         )
-        job = Job(tmp_path, work, 2)
+        job = Job(tmp_path, met + work, 2)
         assert job.end() == ([2, 0], ["it.py: error: x\n", ""])
         assert not job.files[1].exists()
 
     def test_without_torchrun(self):
-        done = subprocess.run(
-            program("raise ValueError('x')"), env=without_launcher(), capture_output=True, text=True
-        )
-        assert (done.returncode, done.stderr) == (2, "it.py: error: x\n")
+        process = started("raise ValueError('x')")
+        assert process.communicate() == ("", "it.py: error: x\n")
+        assert process.returncode == 2
 
     @pytest.mark.parametrize(
         ("error", "code"),
@@ -134,44 +133,32 @@ class TestErrors:
 
     def test_a_closed_pipe(self):
         """As in ``it.py | head -1``."""
-        command = program("for _ in range(10**6): print('x' * 100)")
-        process = subprocess.Popen(
-            command, env=without_launcher(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        process = started("for _ in range(10**6): print('x' * 100)")
         process.stdout.readline()
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == ""
         assert process.wait() == 1
 
 
 class TestSignals:
     def test_libraries_cannot_have_stacks_printed(self):
         """Megatron's inference wants them on Ctrl-C and SIGTERM."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        for number in numbers[:2]:
             faulthandler.unregister(number)  # Megatron may have registered it in another test
 
         def work():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in numbers:
                 faulthandler.register(number, file=sys.__stderr__)
 
         run_script("it.py", work)
-        was_registered = [
-            faulthandler.unregister(number)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        ]
-        assert was_registered == [False, False, True]
+        assert [faulthandler.unregister(number) for number in numbers] == [False, False, True]
         assert faulthandler.register.__name__ == "register"
 
     def test_ctrl_c(self):
-        process = subprocess.Popen(
-            program("print('ready', flush=True)\ntime.sleep(60)"),
-            env=without_launcher(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Jobs that a shell has put into the background ignore it, and so do their children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        # Jobs that a shell has put into the background ignore it, and so do their children.
+        heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        process = started("print('ready', flush=True)\ntime.sleep(60)", **heed)
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30) == ("", "it.py: interrupted\n")
@@ -217,15 +204,14 @@ class TestKilled:
     """By SIGKILL, which a process cannot pass on to its children."""
 
     SLEEP = "print(os.getpid(), flush=True)\ntime.sleep(300)"
+    CHILD = f"child = subprocess.Popen({program(SLEEP)!r}, stdout=-1, text=True)"
 
     def test_a_rank_ends_with_its_launcher(self):
-        start = f"child = subprocess.Popen({program(self.SLEEP)!r}, stdout=-1, text=True)"
-        assert ends(orphan_of(start, TORCHELASTIC_RUN_ID="none"))
+        assert ends(orphan_of(self.CHILD, TORCHELASTIC_RUN_ID="none"))
 
     def test_a_script_outlives_the_shell_that_started_it(self):
         """As with nohup: only torchrun takes a script with it."""
-        start = f"child = subprocess.Popen({program(self.SLEEP)!r}, stdout=-1, text=True)"
-        child = orphan_of(start)
+        child = orphan_of(self.CHILD)
         assert not ends(child, 1)
         os.kill(child, signal.SIGKILL)
 

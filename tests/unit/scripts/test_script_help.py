@@ -57,6 +57,11 @@ with open(report, "w") as file:
 """
 
 
+def ran(*command: object, **variables: str) -> subprocess.CompletedProcess:
+    words, env = [str(word) for word in command], without_launcher(**variables)
+    return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory):
     """Output of a script's --help and report of the probe; run once for each script."""
@@ -65,8 +70,7 @@ def helped(tmp_path_factory):
     def run(name: str) -> tuple[str, dict]:
         if name not in known:
             report = folder / f"{Path(name).name}.json"
-            command = [sys.executable, "-c", PROBE, str(report), str(SCRIPTS / f"{name}.py")]
-            done = subprocess.run(command, env=without_launcher(), capture_output=True, text=True)
+            done = ran(sys.executable, "-c", PROBE, report, SCRIPTS / f"{name}.py")
             assert report.exists(), done.stderr[-2000:]
             known[name] = done.stdout, json.loads(report.read_text())
         return known[name]
@@ -100,31 +104,28 @@ def test_every_option_says_what_it_means_and_its_default(helped, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_typo_is_one_line(name):
     """In an interpreter that cannot import PyTorch."""
-    block = "import sys; sys.modules.update(torch=None, megatron=None, numpy=None); import runpy; "
     script = SCRIPTS / f"{name}.py"
-    block += f"sys.argv = [{str(script)!r}, '--no-such-option']; "
-    block += f"sys.path[0] = {str(script.parent)!r}; "
-    block += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", block], env=without_launcher(), capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
+    block = f"""
+import runpy, sys
+sys.modules.update(torch=None, megatron=None, numpy=None)
+sys.argv, sys.path[0] = [{str(script)!r}, "--no-such-option"], {str(script.parent)!r}
+runpy.run_path({str(script)!r}, run_name="__main__")
+"""
+    done = ran(sys.executable, "-c", block)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith(f"{Path(name).name}.py: error: ")
     assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("name", sorted(NO_SCRIPTS))
 def test_modules_say_that_they_are_no_scripts(name):
-    command = [sys.executable, str(SCRIPTS / f"{name}.py")]
     for words, code in ((["--help"], 0), ([], 2)):
-        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        done = ran(sys.executable, SCRIPTS / f"{name}.py", *words)
         assert (done.returncode, done.stderr) == (code, "")
         assert f"{name}.py is no script" in done.stdout
 
 
 def test_only_one_of_many_processes_prints_help():
-    command = [sys.executable, str(SCRIPTS / "train.py"), "--help"]
-    env = without_launcher(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    done = ran(sys.executable, SCRIPTS / "train.py", "--help", **ranks)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -45,28 +45,31 @@ class TestRequireWritable:
         assert sorted(tmp_path.rglob("*")) == before
         assert (tmp_path / "kept.json").read_text() == "old"
 
-    @pytest.mark.parametrize("kind", ["folders", "files"])
     @pytest.mark.parametrize(
-        ("path", "reason"),
+        ("kind", "path", "reason"),
         [
-            ("file/inside", "not a folder|Not a directory"),
-            ("/proc/no/where", "No such file"),
-            ("", "empty string"),
+            ("folders", "file", "not a folder$"),
+            ("files", ".", "Is a directory$"),
+            *(
+                (kind, path, reason)
+                for kind in ("folders", "files")
+                for path, reason in (
+                    ("file/inside", "(not a folder|Not a directory)"),
+                    ("/proc/no/where", "No such file"),
+                    ("", "empty string"),
+                )
+            ),
         ],
     )
     def test_refused(self, file, monkeypatch, kind, path, reason):
         monkeypatch.chdir(file.parent)
-        with pytest.raises(ValueError, match=f"^--out .*({reason})"):
+        with pytest.raises(ValueError, match=f"^--out .*{reason}"):
             require_writable(**{kind: {"--out": path}})
 
-    def test_a_file_is_no_folder_and_a_folder_no_file(self, file):
-        with pytest.raises(ValueError, match=r"--save .*file cannot be written: not a folder"):
-            require_writable(folders={"--save": file})
-        with pytest.raises(ValueError, match=r"--json .* cannot be written: Is a directory"):
-            require_writable(files={"--json": file.parent})
-
-    def test_a_disk_without_room(self, tmp_path, monkeypatch):
-        """Empty files can still be created there."""
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+    def test_folders_of_which_the_system_says_so(self, tmp_path, monkeypatch, code):
+        """A disk without room, where empty files can still be created; a folder of others."""
+        reason = {errno.ENOSPC: "No space left on device", errno.EACCES: "Permission denied"}[code]
 
         class Full:
             def __enter__(self):
@@ -76,20 +79,17 @@ class TestRequireWritable:
                 pass
 
             def write(self, _):
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise OSError(code, reason)
 
-        monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
-        with pytest.raises(ValueError, match="cannot be written: No space left"):
+        def opened(dir):
+            if code == errno.EACCES:
+                raise PermissionError(code, reason, str(dir))
+            return Full()
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", opened)
+        with pytest.raises(ValueError, match=f"--save .* cannot be written: {reason}$"):
             require_writable(folders={"--save": tmp_path / "new"})
         assert not list(tmp_path.iterdir())
-
-    def test_a_folder_that_others_own(self, tmp_path, monkeypatch):
-        def denied(dir):
-            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
-
-        monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-        with pytest.raises(ValueError, match=r"--save .* cannot be written: Permission denied$"):
-            require_writable(folders={"--save": tmp_path})
 
     def test_only_rank_0_tries(self, file, monkeypatch):
         """Others may be on machines without that disk, and would remove each other's folders."""
@@ -154,16 +154,10 @@ def one_line(file, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files(one_line, file, name):
-    for path in (file.parent, file / "inside" / "it"):
-        one_line(FILES[name], path)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_folders(one_line, file, name):
-    for path in (file, file / "inside" / "it"):
-        one_line(FOLDERS[name], path)
+@pytest.mark.parametrize("name", FILES | FOLDERS)
+def test_scripts(one_line, file, name):
+    one_line((FILES | FOLDERS)[name], file.parent if name in FILES else file)
+    one_line((FILES | FOLDERS)[name], file / "inside" / "it")
 
 
 def test_oracle_report(one_line, file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 
 from sparse.entry import main
 from sparse.plot import table
-from sparse.stages import Settings, stages
+from sparse.stages import stages
 from training import megatron_loop
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
@@ -70,7 +71,7 @@ def test_stages_begin_where_others_ended(result):
 
 def test_both_ways_see_the_same_batches(tmp_path):
     """Their commands differ in what they start from and where they write."""
-    settings = Settings(**{k.removeprefix("--").replace("-", "_"): v for k, v in SMALL.items()})
+    settings = Namespace(**{k.removeprefix("--").replace("-", "_"): v for k, v in SMALL.items()})
     found = stages(tmp_path, settings)
     sparse, dense = (
         " ".join(found[name].argv).replace(str(found[name].folder), "").split()

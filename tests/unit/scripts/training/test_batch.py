@@ -15,6 +15,8 @@ from training.batch import ContextParallelPart, make_batch, stage_padding
 CPU = torch.device("cpu")
 EOD = 9
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
+# What one token is, in the order of these fields and the padding mask.
+_ENTRY = ("token", "label", "position", "mask", "padding")
 
 
 def _rows(seed: int, batch: int, seq_length: int) -> torch.Tensor:
@@ -53,11 +55,11 @@ def _padded_by_hand(rows: torch.Tensor, cp: int, tp: int) -> list[list[dict]]:
     slots: list[list[dict]] = [[]]
     for token, label in zip(tokens, labels):
         here = slots[-1]
-        here.append({"token": token, "label": label, "mask": float(token != EOD), "real": True})
+        here.append({"token": token, "label": label, "mask": float(token != EOD), "padding": False})
         if token == EOD:
             slots.append([])
     slots = [slot for slot in slots if slot]
-    padding = {"token": EOD, "label": EOD, "mask": 0.0, "real": False}
+    padding = {"token": EOD, "label": EOD, "mask": 0.0, "padding": True}
     for slot in slots:
         while len(slot) % (2 * cp):
             slot.append(dict(padding))
@@ -77,13 +79,10 @@ def test_padded_packs_token_by_token(seed, cp, tp):
     for rank in range(cp):
         batch = make_batch(rows, CPU, EOD, ContextParallelPart(cp, rank, tp))
         mine = [entry for slot in slots for entry in _chunks(cp, rank, slot)]
-        assert batch.tokens.tolist() == [[entry["token"] for entry in mine]]
-        assert batch.labels.tolist() == [[entry["label"] for entry in mine]]
-        assert batch.position_ids.tolist() == [[entry["position"] for entry in mine]]
-        assert batch.loss_mask.tolist() == [[entry["mask"] for entry in mine]]
-        assert batch.padding_mask.tolist() == [[not entry["real"] for entry in mine]]
+        found = zip(*(getattr(batch, name)[0].tolist() for name in (*_FIELDS, "padding_mask")))
+        assert [dict(zip(_ENTRY, values)) for values in found] == mine
         packed = batch.packed_seq_params
-        lengths = [sum(entry["real"] for entry in slot) for slot in slots]
+        lengths = [sum(not entry["padding"] for entry in slot) for slot in slots]
         assert packed.cu_seqlens_q.diff().tolist() == lengths
         assert packed.cu_seqlens_q_padded.diff().tolist() == [len(slot) for slot in slots]
         assert packed.cu_seqlens_kv is packed.cu_seqlens_q
@@ -102,12 +101,23 @@ def test_real_tokens_of_all_ranks_are_those_of_one(cp):
         fields = torch.stack([getattr(batch, name)[0].double() for name in _FIELDS], dim=1)
         columns.append(fields if batch.padding_mask is None else fields[~batch.padding_mask[0]])
     assert sorted(torch.cat(columns[1:]).tolist()) == sorted(columns[0].tolist())
-    assert sum(part.loss_mask.sum() for part in parts) == whole.loss_mask.sum()
 
 
-def test_without_context_parallelism_nothing_is_padded():
-    batch = make_batch(_rows(1, 1, 37), CPU, EOD)
-    assert batch.tokens.shape == (1, 37)
+def test_labels_are_the_next_tokens():
+    batch = make_batch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), CPU)
+    assert batch.tokens.tolist() == [[1, 2, 3], [5, 6, 7]]
+    assert batch.labels.tolist() == [[2, 3, 4], [6, 7, 8]]
+    assert batch.loss_mask.sum() == 6
+
+
+def test_packed_documents_are_sequences_of_their_own():
+    batch = make_batch(torch.tensor([[5, 6, 9, 7, 9, 9, 8]]), CPU, packed_eod=9)
+    assert batch.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5, 6]
+    assert batch.packed_seq_params.max_seqlen_q == 3
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
+    # What follows an end token is another document's first token: nothing to learn from.
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0]]
+    # Without context parallelism nothing is padded.
     assert batch.padding_mask is None
     assert batch.packed_seq_params.cu_seqlens_q_padded is None
 

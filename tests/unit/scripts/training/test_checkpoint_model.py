@@ -20,22 +20,30 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from tests.support.generate import generate, train
-from tests.support.train_arguments import checked, saved, start_of
+from tests.support.refusal import refusal
+from tests.support.train_arguments import checked, resolved_from, saved, start_of
 from training.arguments import model_of
-from training.checkpoint import Start, find_checkpoint, read_start, require_same_run
-from training.checkpoint_model import require_same_model, sizes_of_model, sizes_of_tensors
-from training.presets import PRESETS, get_preset
+from training.checkpoint import Start, find_checkpoint, read_start
+from training.checkpoint_model import (
+    require_same_model,
+    require_same_run,
+    sizes_of_model,
+    sizes_of_tensors,
+)
+from training.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 
 SMALL = (
-    *("--num-layers", "2", "--moe-layer-freq", "[0,1]", "--hidden-size", "32"),
-    *("--ffn-hidden-size", "64", "--max-position-embeddings", "512"),
+    "--num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 "
+    "--max-position-embeddings 512"
 )
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16"
+DSA = f"--experimental-attention-variant dsa {INDEXER}"
 
 
-def compare(start: Start, *argv: str, script: str = "train.py") -> None:
-    require_same_model(checked(["--vocab-size", "320", *argv]), start, script)
+def compare(start: Start, line: str = "", script: str = "train.py") -> None:
+    require_same_model(checked(f"--vocab-size 320 {line}"), start, script)
 
 
 @contextlib.contextmanager
@@ -57,7 +65,7 @@ class TestDescribed:
 
     def test_all_that_differs_in_one_line(self):
         with pytest.raises(ValueError) as error:
-            compare(start_of(), "--preset", "deepseek-v3", "--vocab-size", "129280")
+            compare(start_of(), "--preset deepseek-v3 --vocab-size 129280")
         text = str(error.value)
         assert "\n" not in text
         assert text.startswith(
@@ -70,43 +78,39 @@ class TestDescribed:
 
     def test_generate_takes_the_checkpoints_model_by_itself(self):
         with pytest.raises(ValueError, match="; without --preset the model is the checkpoint's"):
-            compare(start_of(), "--preset", "moonlight", script="generate.py")
+            compare(start_of(), "--preset moonlight", "generate.py")
 
     @pytest.mark.parametrize(
-        ("option", "value", "there"),
+        ("line", "there", "here"),
         [
-            ("--v-head-dim", "16", "32"),
-            ("--q-lora-rank", "0", "64"),
-            ("--num-experts", "8", "4"),
-            ("--moe-ffn-hidden-size", "64", "128"),
-            ("--moe-shared-expert-intermediate-size", "0", "128"),
+            ("--v-head-dim 16", "32", "16"),
+            ("--q-lora-rank 0", "64", "none"),
+            ("--num-experts 8", "4", "8"),
+            ("--moe-ffn-hidden-size 64", "128", "64"),
+            ("--moe-shared-expert-intermediate-size 0", "128", "none"),
+            ("--moe-layer-freq [0,1,1]", "2 dense and 1 MoE layers", "1 dense and 2 MoE layers"),
         ],
     )
-    def test_one_size(self, option, value, there):
-        shown = "none" if value == "0" else value
-        with pytest.raises(
-            ValueError, match=f": {option} {there} in the checkpoint, {shown} requested; --use"
-        ):
-            compare(start_of(), option, value)
-
-    def test_other_layers_have_experts(self):
-        with pytest.raises(
-            ValueError, match="2 dense and 1 MoE layers in the checkpoint, 1 dense and 2 MoE"
-        ):
-            compare(start_of(), "--moe-layer-freq", "[0,1,1]")
+    def test_one_size(self, line, there, here):
+        with refusal(f": {line.split()[0]} {there} in the checkpoint, {here} requested; --use"):
+            compare(start_of(), line)
 
     def test_the_same_weights_and_another_function_are_a_warning(self, capsys):
-        compare(start_of(), "--rotary-base", "500000", "--moe-router-topk", "1")
+        compare(start_of(), "--rotary-base 500000 --moe-router-topk 1")
         assert capsys.readouterr().err == (
             "train.py: warning: the model in there has other options: --rotary-base 10000 in the "
             "checkpoint, 500000 requested; --moe-router-topk 2 in the checkpoint, 1 requested\n"
         )
-
-    def test_what_may_be_chosen(self, capsys):
-        """The length, the balancing, and YaRN's fields without YaRN."""
+        # The length, the balancing, and YaRN's fields without YaRN may be chosen.
         free = "--max-position-embeddings 256 --moe-aux-loss-coeff 1 --rotary-scaling-factor 9"
-        compare(start_of(), *free.split())
+        compare(start_of(), free)
         assert capsys.readouterr().err == ""
+
+
+def assert_found(shapes: dict[str, tuple[int, ...]], model: dict) -> None:
+    """The shapes show the model's sizes, whichever they show."""
+    found, wanted = sizes_of_tensors(shapes), sizes_of_model(model)
+    assert found == {name: wanted[name] for name in found}
 
 
 class TestTensors:
@@ -119,7 +123,7 @@ class TestTensors:
         (folder / "text.txt").write_text("the quick brown fox\n" * 100)
         options = "--train-iters 1 --eval-iters 0 --seq-length 16"
         files = ("--data", folder / "text.txt", "--save", folder / "run")
-        done = train(*SMALL, *options.split(), *files)
+        done = train(*SMALL.split(), *options.split(), *files)
         assert done.code == 0, done.err
         return folder
 
@@ -129,41 +133,32 @@ class TestTensors:
         return {name: tuple(tensor.global_shape) for name, tensor in found.items()}
 
     def test_sizes(self, saved):
-        assert sizes_of_tensors(self.shapes(saved)) == sizes_of_model(model_of(checked([*SMALL])))
-
-    def test_stacked_layers(self, saved):
-        """Megatron writes one tensor for all layers where all layers are alike."""
+        shapes, model = self.shapes(saved), model_of(checked(SMALL))
+        assert len(sizes_of_tensors(shapes)) == 13
+        assert_found(shapes, model)
+        # Megatron writes one tensor for all layers where all layers are alike.
         layer = "decoder.layers.0."
         stacked = {
             name.replace("layers.0.", "layers."): (7, *shape) if name.startswith(layer) else shape
-            for name, shape in self.shapes(saved).items()
+            for name, shape in shapes.items()
             if not name.startswith("decoder.layers.1.")
         }
-        dense = get_preset("tiny") | {
-            "num_layers": 7,
-            "hidden_size": 32,
-            "ffn_hidden_size": 64,
-            "num_experts": None,
-            "moe_layer_freq": 1,
-        }
-        assert sizes_of_tensors(stacked) == sizes_of_model(dense)
+        assert_found(stacked, model | {"num_layers": 7, "num_experts": None, "moe_layer_freq": 1})
 
     def test_without_arguments(self, saved):
         start = Start(saved / "run" / "iter_0000001", None)
-        compare(start, *SMALL)
+        compare(start, SMALL)
         with pytest.raises(ValueError) as error:
-            compare(
-                start, *SMALL, "--kv-lora-rank", "64", "--num-experts", "8", "--num-layers", "2"
-            )
+            compare(start, f"{SMALL} --kv-lora-rank 64 --num-experts 8")
         assert "; --num-experts 4 in the checkpoint, 8 requested; " in str(error.value)
         with pytest.raises(ValueError, match=r"--num-attention-heads x \(--qk-head-dim \+ --v-he"):
-            compare(start, *SMALL, "--num-attention-heads", "8")
+            compare(start, f"{SMALL} --num-attention-heads 8")
 
     def test_arguments_of_another_kind_of_model(self, saved):
         """The arguments do not describe an MLA model, so the tensors are compared."""
         start = read_start(str(saved / "run"), finetune=True)
         start.args.multi_latent_attention = False
-        compare(start, *SMALL)
+        compare(start, SMALL)
         with pytest.raises(ValueError, match="--hidden-size 32 in the checkpoint, 128 requested"):
             compare(start)
 
@@ -186,17 +181,66 @@ class TestTensors:
         options = "--train-iters 2 --eval-iters 0 --seq-length 16 --seed 7 --kv-lora-rank 16"
         files = ("--data", saved / "text.txt", "--load", saved / "run")
         with building_is_a_mistake():
-            done = train(*SMALL, *options.split(), *files)
+            done = train(*SMALL.split(), *options.split(), *files)
         assert done.code == 2
         assert "differs from this one: --seed 1234 there, 7 here; --kv-lora-rank 32 th" in done.err
         assert done.err.count("\n") == 1
 
 
-def test_other_data_is_another_run():
-    start = Start(Path("there"), saved(), 5)
-    require_same_run(start, saved())
-    with pytest.raises(ValueError, match=r"this one: the data \(--data, --tokenizer\)\. To resume"):
-        require_same_run(start, saved(data_fingerprint="other"))
+class TestSparseAttention:
+    """A dense checkpoint becomes sparse where its user says so, and not otherwise."""
+
+    NEW = f"--load there --new-indexer {INDEXER}"
+
+    @pytest.mark.parametrize(
+        ("there", "here", "error"),
+        [
+            ("", DSA, "variant none in the checkpoint, dsa requested"),
+            ("", f"{NEW} --hidden-size 64", "--hidden-size 128 in the checkpoint, 64 requested"),
+            (DSA, NEW, "variant dsa in the checkpoint, none requested"),
+            ("", NEW, None),
+        ],
+        ids=["silently", "of another size", "replaced", "explicitly"],
+    )
+    def test_a_new_indexer(self, capsys, there, here, error):
+        if error is None:
+            compare(start_of(there), here)
+            assert capsys.readouterr().err == ""
+            return
+        with refusal(error):
+            compare(start_of(there), here)
+
+    def test_of_a_checkpoint_that_describes_its_model(self, monkeypatch):
+        def resolve(there: str, more: str) -> tuple:
+            model = model_of(resolved_from(saved(there), monkeypatch, more))
+            return model["experimental_attention_variant"], model["dsa_indexer_topk"]
+
+        new = f"--new-indexer {INDEXER}"
+        assert (resolve("", new), resolve("", "")) == (("dsa", 16), (None, None))
+        with refusal("in --load there has an indexer; leave the option"):
+            resolve(DSA, new)
+        # The warm-up saves the model's own top-k.
+        assert resolve(f"{DSA} --train-only indexer", "") == ("dsa", 16)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "error"),
+    [
+        ("", {"data_fingerprint": "other"}, "this one: the data (--data, --tokenizer). To resume"),
+        # The optimizer's state is of other parameters.
+        (
+            f"{DSA} --train-only indexer",
+            {"train_only": None},
+            "--train-only indexer there, None here. To resume",
+        ),
+    ],
+    ids=["data", "stage"],
+)
+def test_another_run(there, here, error):
+    start = Start(Path("there"), saved(there), 5)
+    require_same_run(start, saved(there))
+    with refusal(error):
+        require_same_run(start, saved(there, **here))
 
 
 class TestOtherFormats:
@@ -204,25 +248,25 @@ class TestOtherFormats:
         folder = tmp_path / "with space"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
-        with pytest.raises(ValueError) as error:
-            find_checkpoint(str(folder))
         command = f"absorbed-mla-convert convert {shlex.quote(str(folder))} OUT --to absorbed"
-        assert f"it is a Hugging Face checkpoint: {command} makes one" in str(error.value)
+        with refusal(f"it is a Hugging Face checkpoint: {command} makes one"):
+            find_checkpoint(str(folder))
 
     def test_a_file_for_each_rank(self, tmp_path):
         (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-        with pytest.raises(ValueError, match="it is a checkpoint with a file for each rank: absor"):
+        with refusal("it is a checkpoint with a file for each rank: absor"):
             find_checkpoint(str(tmp_path))
 
-    def test_neither(self, tmp_path):
-        with pytest.raises(ValueError, match=r"\(no metadata.json\)$"):
-            find_checkpoint(str(tmp_path))
-        with pytest.raises(ValueError, match=r"--load .*absent: there is no such folder"):
-            find_checkpoint(str(tmp_path / "absent"))
+    def test_none(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match=r"--load .*file: it is not a folder"):
-            find_checkpoint(str(tmp_path / "file"))
+        for path, why in (
+            (tmp_path, "(no metadata.json)"),
+            (tmp_path / "absent", "absent: there is no such folder"),
+            (tmp_path / "file", "file: it is not a folder"),
+        ):
+            with refusal("--load", why):
+                find_checkpoint(str(path))
 
     def test_options_that_were_not_given_are_not_named(self, tmp_path):
         """generate.py takes the model from the checkpoint without --use-checkpoint-args."""

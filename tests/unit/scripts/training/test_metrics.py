@@ -1,16 +1,13 @@
-"""Metrics file, plot and tables of scripts/train.py."""
+"""Metrics file and plot of scripts/train.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from training.metrics import (
-    MetricsFile,
-    absolute_differences,
-    plot_losses,
-    read_metrics,
-    series,
-)
+from training.metrics import MetricsFile, absolute_differences, plot_losses, read_metrics, series
+
+RUN = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
+VALIDATED = [*RUN, {"iteration": 4, "valid_loss": 0.5}]
 
 
 def _write(path, iterations, resumed_at=0):
@@ -20,11 +17,6 @@ def _write(path, iterations, resumed_at=0):
     metrics.close()
 
 
-def test_floats_survive_to_the_last_bit(tmp_path):
-    _write(tmp_path / "m.jsonl", [3, 7])
-    assert series(read_metrics(tmp_path / "m.jsonl"), "train_loss") == {3: 1 / 3, 7: 1 / 7}
-
-
 def test_resuming_replaces_what_runs_again(tmp_path):
     """Iterations after the last checkpoint run twice; each must be in the file once."""
     path = tmp_path / "m.jsonl"
@@ -32,6 +24,8 @@ def test_resuming_replaces_what_runs_again(tmp_path):
     with path.open("a") as file:
         file.write('{"iteration": 8, "train')  # killed while writing
     _write(path, range(6, 11), resumed_at=5)
+    # To the last bit.
+    assert series(read_metrics(path), "train_loss") == {i: 1 / i for i in range(1, 11)}
     assert [r["iteration"] for r in read_metrics(path)] == list(range(1, 11))
     _write(path, [1])  # a new run
     assert len(read_metrics(path)) == 1
@@ -42,10 +36,6 @@ def test_other_files_are_errors(tmp_path):
     path.write_text("hello\nworld\n")
     with pytest.raises(ValueError, match="line 1 is no metrics record: 'hello'"):
         read_metrics(path)
-
-
-RUN = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
-VALIDATED = [*RUN, {"iteration": 4, "valid_loss": 0.5}]
 
 
 @pytest.mark.parametrize(

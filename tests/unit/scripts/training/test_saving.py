@@ -10,7 +10,6 @@ import errno
 import logging
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -57,14 +56,8 @@ def _cut_power_at(monkeypatch, step: int) -> list[int]:
 
         return call
 
-    for owner, name in (
-        (Path, "rename"),
-        (Path, "replace"),
-        (Path, "mkdir"),
-        (Path, "write_text"),
-        (shutil, "rmtree"),
-        (saving, "_sync"),
-    ):
+    changes = [(Path, name) for name in ("rename", "replace", "mkdir", "write_text")]
+    for owner, name in (*changes, (shutil, "rmtree"), (saving, "_sync")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     return count
 
@@ -99,11 +92,8 @@ def test_nothing_is_left_over(tmp_path):
     assert _latest(tmp_path) == "b"
 
 
-def test_no_checkpoint_yet(tmp_path):
+def test_the_latest_checkpoint(tmp_path):
     assert latest_iteration(tmp_path) is None
-
-
-def test_a_damaged_text_file_is_an_error(tmp_path):
     (tmp_path / LATEST).write_text("released")
     with pytest.raises(ValueError, match="an iteration or 'release', got 'released'"):
         latest_iteration(tmp_path)
@@ -126,14 +116,11 @@ def test_no_process_passes_on_what_was_written(monkeypatch):
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     before = psutil.Process().children()
     saving._write_in_this_process()
-    queue = filesystem_async.get_write_results_queue()
-    queue.put("results")
+    filesystem_async.get_write_results_queue().put("results")
     saving._write_in_this_process()
     assert filesystem_async.get_write_results_queue().get_nowait() == "results"
     assert psutil.Process().children() == before
-
-
-def test_releases_of_megatron_without_that_process(monkeypatch):
+    # Releases of Megatron without that process.
     monkeypatch.delattr(filesystem_async, "_results_queue")
     saving._write_in_this_process()
     assert not hasattr(filesystem_async, "_results_queue")
@@ -141,17 +128,6 @@ def test_releases_of_megatron_without_that_process(monkeypatch):
 
 SMALL = "--num-layers 1 --moe-layer-freq [0] --hidden-size 32 --ffn-hidden-size 64"
 WRITER = logging.getLogger(filesystem_async.__name__)
-
-
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond ``size`` bytes, as by a quota; needs no mount."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run(folder: Path, iterations: int, *more: object) -> Done:
@@ -166,8 +142,13 @@ def test_files_that_may_not_grow(tmp_path, capfd):
     assert run(tmp_path, 1).code == 0
     load = ("--load", tmp_path / "saved")
     capfd.readouterr()
-    with largest_file(50_000):
+    # As by a quota; needs no mount.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
         done = run(tmp_path, 2, *load)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.code == 1
     err = done.err + capfd.readouterr().err
     assert len(err.splitlines()) == 1, err
@@ -176,11 +157,8 @@ def test_files_that_may_not_grow(tmp_path, capfd):
     assert "iteration 1 stays the latest" in err
     assert (tmp_path / "saved" / LATEST).read_text() == "1\n"
     assert run(tmp_path, 2, *load).code == 0
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "iter_0000001",
-        "iter_0000002",
-        LATEST,
-    ]
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert names == ["iter_0000001", "iter_0000002", LATEST]
 
 
 def caught(folder: Path, error: BaseException, logged: str | None = None) -> str:

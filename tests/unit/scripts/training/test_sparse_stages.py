@@ -62,6 +62,11 @@ def tensors(folder: Path, name: str) -> dict[str, Tensor]:
     return {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
 
 
+def losses(folder: Path, name: str, key: str = "indexer_loss") -> dict[int, float]:
+    """Of a run, by iteration."""
+    return series(read_metrics(folder / f"{name}.jsonl"), key)
+
+
 def weights(folder: Path, name: str) -> dict[str, Tensor]:
     """Those of the model."""
     return {k: v for k, v in tensors(folder, name).items() if not k.startswith("optimizer.")}
@@ -85,28 +90,24 @@ class TestWarmUp:
         assert all(INDEXER in name for name in states)
 
     def test_it_learns(self, folder, output):
-        losses = series(read_metrics(folder / "warm.jsonl"), "indexer_loss")
-        assert losses[8] < 0.9 * losses[1]
-        assert f"| indexer loss {losses[8]:.4f} |" in output
-        assert (
-            "indexer    new 4 heads of 16, warms up for top-4, the attention is over all" in output
-        )
-        assert "started from the weights" in output
-        assert " are trained" in output
-
-    def test_the_model_does_as_before(self, folder, output):
-        there, here = (read_metrics(folder / f"{name}.jsonl") for name in ("dense", "warm"))
-        assert series(here, "valid_loss")[8] == series(there, "valid_loss")[2]
+        found = losses(folder, "warm")
+        assert found[8] < 0.9 * found[1]
+        for text in (
+            f"| indexer loss {found[8]:.4f} |",
+            "indexer    new 4 heads of 16, warms up for top-4, the attention is over all",
+            "started from the weights",
+            " are trained",
+        ):
+            assert text in output
+        # The model does as before.
+        assert losses(folder, "warm", "valid_loss")[8] == losses(folder, "dense", "valid_loss")[2]
 
     def test_recomputed_layers_learn_alike(self, folder, output):
         """Nothing before the first indexer has a gradient, and Megatron's recomputation asks."""
         recompute = "--recompute-granularity full --recompute-method uniform"
         recompute += " --recompute-num-layers 1"
         ran(folder, "recomputed", f"{WARM_UP} --train-iters 8 {recompute}", "dense")
-        whole, again = (
-            series(read_metrics(folder / f"{name}.jsonl"), "indexer_loss")
-            for name in ("warm", "recomputed")
-        )
+        whole, again = (losses(folder, name) for name in ("warm", "recomputed"))
         assert again == pytest.approx(whole, rel=1e-6)
 
     def test_sparse_training_goes_on(self, folder, output):
@@ -126,8 +127,7 @@ class TestWarmUp:
         ran(folder, "parts", f"{WARM_UP} --train-iters 8 --exit-interval 5", "dense")
         again = WARM_UP.removeprefix(NEW)
         ran(folder, "parts", f"--use-checkpoint-args {again} --train-iters 8", "parts")
-        parts, whole = (read_metrics(folder / f"{name}.jsonl") for name in ("parts", "warm"))
-        assert series(parts, "indexer_loss") == series(whole, "indexer_loss")
+        assert losses(folder, "parts") == losses(folder, "warm")
 
 
 def test_a_dense_checkpoint_is_not_taken_silently(folder):
@@ -175,6 +175,5 @@ def test_scaled_presets_train(folder, preset):
     line = f"--preset {preset} --scale-down 64 --train-iters 2"
     output = ran(folder, preset, line)
     assert f"attention over {LENGTH // 4} keys of up to {LENGTH}" in output
-    losses = series(read_metrics(folder / f"{preset}.jsonl"), "indexer_loss")
-    assert all(loss > 0 for loss in losses.values())
+    assert all(loss > 0 for loss in losses(folder, preset).values())
     assert output.count("| indexer loss ") == 2

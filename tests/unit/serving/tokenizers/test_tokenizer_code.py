@@ -21,7 +21,7 @@ from absorbed_mla.serving.tokenizers.folder import LOCK_FILE, code_of
 from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support.tokenizers import byte_level
-from training.tokenizers import build_tokenizer
+from training.data import build_tokenizer
 
 # Words are tokens; importing it leaves a file.
 CODE = """\
@@ -112,7 +112,7 @@ def test_trusted(folder, mark):
     found = open_tokenizer(folder, None, trust_remote_code=True)
     assert found.encode("the fox") == [1, 2] and found.end_tokens == (0,)
     assert mark.read_text() == "ran"
-    assert build_tokenizer(str(folder), True).encode(b"fox the").tolist() == [2, 1]
+    assert build_tokenizer(str(folder), True).encode("fox the", begin=False) == [2, 1]
 
 
 @pytest.mark.parametrize("trusted", [False, True])
