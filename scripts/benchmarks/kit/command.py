@@ -147,13 +147,11 @@ def _tree(pid: int) -> list[int]:
 
 def _status(pid: int, *keys: str) -> list[int]:
     """Bytes that the kernel gives under ``keys`` for a process; 0 if it has ended."""
-    values = {}
+    text = ""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in keys:
-                values[key] = int(value.split()[0]) * 1024
-    return [values.get(key, 0) for key in keys]
+        text = Path(f"/proc/{pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in text.splitlines())
+    return [int(values.get(key, "0").split()[0]) * 1024 for key in keys]
 
 
 def folder_bytes(folder: Path) -> int:

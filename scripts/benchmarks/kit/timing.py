@@ -148,9 +148,7 @@ def repeat_together(
     return forward, step
 
 
-def in_turns(
-    works: Sequence[Repeated], count: int, host: Sequence[Sequence[float]] | None = None
-) -> list[list[tuple[float, float, float]]]:
+def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, float, float]]]:
     """Seconds of forward, backward and both of every repetition of each work, all in turns.
 
     So clocks and heat are alike; every other turn is in the opposite order. Before each turn a GPU
@@ -160,10 +158,9 @@ def in_turns(
     Args:
         works: All on the same device.
         count: Repetitions of each.
-        host: From :func:`host_seconds`; measured if it is not given.
     """
     on_gpu = works[0].on_gpu
-    longest = max(sum(turn) for turn in zip(*(host or host_seconds(works, 3))))
+    longest = max(sum(turn) for turn in zip(*host_seconds(works, 3)))
     marks: list[list] = [[] for _ in works]
     for turn in range(count):
         if on_gpu:
@@ -171,19 +168,6 @@ def in_turns(
         for work, own in [*zip(works, marks)][:: -1 if turn % 2 else 1]:
             own.append(work.step())
     return [work.seconds_of(own) for work, own in zip(works, marks)]
-
-
-def times_in_turns(works: Sequence[Repeated], budget: float) -> list[tuple[Times, Times]]:
-    """Times of forward and step of each work, see :func:`in_turns`.
-
-    Args:
-        works: With a backward.
-        budget: Seconds for all repetitions.
-    """
-    # The first times compile.
-    seconds = [sum(work.once() for work in works) for _ in range(2)][-1]
-    found = in_turns(works, repetitions(seconds, budget))
-    return [(Times.of([f for f, _, _ in x]), Times.of([s for _, _, s in x])) for x in found]
 
 
 def host_seconds(works: Sequence[Repeated], count: int) -> list[list[float]]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.kit.report import Refused
-from benchmarks.peers import first_module
+from benchmarks.peers import first_module, libraries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +103,28 @@ def flash_attention(module: str, inputs: AttentionInputs, scale: float) -> Built
     return attend, leaves
 
 
+def flash_attention_3(inputs: AttentionInputs, scale: float) -> Built:
+    """FlashAttention-3 by its package, or the forward alone by vLLM's library."""
+    import torch
+
+    try:
+        return flash_attention("flash_attn_interface", inputs, scale)
+    except Refused as missing:
+        try:
+            libraries.require_flash_attention_3()
+        except Refused as error:
+            raise Refused(f"{missing}; {error}") from None
+    if inputs.value is None:
+        q, k, v = inputs.q_rope, inputs.k_rope.unsqueeze(2), inputs.k_content
+    else:
+        q, k, v = inputs.as_multi_head()
+    qv = None if inputs.value is not None else inputs.q_content[:, 0]
+    bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    more = {"cu_seqlens": bounds, "cu_seqlens_k": bounds, "max_seqlen": len(q), "num_splits": 1}
+    parts = q[:, 0], k[:, 0], v[:, 0], qv
+    return (lambda: libraries.flash_attention_3(*parts, scale, **more)[:, None]), ()
+
+
 @contextlib.contextmanager
 def only_fused() -> Iterator[None]:
     """Let TransformerEngine take no attention but cuDNN's."""
@@ -162,6 +184,6 @@ PEERS: dict[str, Callable[[Any, float], Built]] = {
     "torch, efficient": partial(torch_sdpa, "EFFICIENT_ATTENTION"),
     "torch, flash": partial(torch_sdpa, "FLASH_ATTENTION"),
     "TransformerEngine": transformer_engine,
-    "FlashAttention-3": partial(flash_attention, "flash_attn_interface"),
+    "FlashAttention-3": flash_attention_3,
     "FlashAttention-4": partial(flash_attention, "flash_attn.cute"),
 }

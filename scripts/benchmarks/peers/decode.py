@@ -1,4 +1,4 @@
-"""Decode attention of FlashMLA, FlashInfer and vLLM over a paged latent cache.
+"""Decode attention of FlashMLA and of vLLM's FlashAttention-3 over a paged latent cache.
 
 Each function takes the query, the cache and the rows, and returns a function without arguments that
 computes the output [T, N, kv_lora_rank]. What it does before, a server does once per step.
@@ -90,34 +90,6 @@ def _flash_mla_query(inputs: Inputs) -> Tensor:
     return query.view(len(inputs.rows), inputs.rows.max_query_length, *query.shape[1:])
 
 
-def flash_infer(inputs: Inputs) -> Attend:
-    """FlashInfer's paged MLA; it compiles its kernels with the first call."""
-    import torch
-
-    package = first_module("flashinfer.mla")
-    q_content, q_rope, cache, rows, scale = inputs
-    (_, heads, width), rope, size = q_content.shape, q_rope.shape[-1], cache.shape[1]
-    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=cache.device)
-    wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
-    blocks = -(-rows.max_kv_length // size)
-    count = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
-    wrapper.plan(
-        count * rows.max_query_length,
-        count * blocks,
-        rows.block_table[:, :blocks].flatten().contiguous(),
-        rows.kv_lengths,
-        heads,
-        width,
-        rope,
-        size,
-        True,  # causal
-        scale,
-        q_content.dtype,
-        cache.dtype,
-    )
-    return lambda: wrapper.run(q_content, q_rope, cache[..., :width], cache[..., width:])
-
-
 def vllm_flash_attention_3(inputs: Inputs) -> Attend:
     """FlashAttention-3 with a value part of the query, as vLLM's MLA calls it."""
     import torch
@@ -138,41 +110,7 @@ def vllm_flash_attention_3(inputs: Inputs) -> Attend:
     )
 
 
-def vllm_triton(inputs: Inputs) -> Attend:
-    """The Triton kernel of vLLM, with the four splits that it always has."""
-    import torch
-
-    package = first_module("vllm.v1.attention.ops.triton_decode_attention")
-    q_content, q_rope, cache, rows, scale = inputs
-    if rows.max_query_length > 1:
-        raise Refused("it takes one new token of a request")
-    tokens, heads, width = q_content.shape
-    query, out = torch.cat((q_content, q_rope), dim=-1), torch.empty_like(q_content)
-    lse, splits = out.new_empty(tokens, heads), 4
-    logits = out.new_empty(tokens, heads, splits, width + 1, dtype=torch.float32)
-
-    def attend() -> Tensor:
-        package.decode_attention_fwd(
-            query,
-            cache.unsqueeze(2),
-            cache[..., None, :width],
-            out,
-            lse,
-            rows.block_table,
-            rows.kv_lengths,
-            logits,
-            splits,
-            scale,
-            cache.shape[1],
-        )
-        return out
-
-    return attend
-
-
 PEERS: dict[str, Callable[[Inputs], Attend]] = {
     "FlashMLA": flash_mla,
-    "FlashInfer": flash_infer,
     "vLLM, FlashAttention-3": vllm_flash_attention_3,
-    "vLLM, Triton": vllm_triton,
 }

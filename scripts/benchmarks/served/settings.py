@@ -22,8 +22,6 @@ class Settings:
     token_bytes: int  # of one token in the cache, all layers
     sizes: tuple[int, ...]  # numbers of requests of the measured decode steps
     graphs: bool  # whether decode steps are captured as CUDA graphs
-    prefill_graph_tokens: int | None = None  # option of LLM and of our server; None: their default
-    our_experts: str = "auto"  # option experts of LLM, but not of our server
 
     @classmethod
     def read(cls, text: str) -> Settings:
@@ -39,11 +37,6 @@ class Settings:
     def step_tokens(self) -> int:
         """Most tokens of a step, which vLLM calls ``max_num_batched_tokens``."""
         return self.max_num_batched_tokens + self.max_num_seqs
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of the cache."""
-        return self.cache_tokens * self.token_bytes
 
     @property
     def captured(self) -> list[int]:
