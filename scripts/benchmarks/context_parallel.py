@@ -40,6 +40,7 @@ LAYOUTS = ("sbhd", "thd")
 RECOMPUTE = ("none", "mla_up_proj")
 # What TransformerEngine 2.12 accepts for multi-head latent attention.
 MEGATRON_COMM_TYPE = "p2p"
+_PANEL = "{1.cp_size} ranks, {0.layout}, {0.heads} heads"
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,8 @@ class CPReport(kit.Report):
 
     row, case = Row, RingCase
     plotted = (
-        ("{1.cp_size} ranks, {0.layout}, {0.heads} heads: step [ms]", "step_ms", "tokens"),
-        (
-            "{1.cp_size} ranks, {0.layout}, {0.heads} heads: bytes",
-            "forward_bytes_per_token",
-            "tokens",
-        ),
+        (f"{_PANEL}: step [ms]", "step_ms", "tokens"),
+        (f"{_PANEL}: bytes per token", "forward_bytes_per_token", "tokens"),
     )
 
     def quantities(self, row: Row) -> dict[str, float | None]:

@@ -46,8 +46,9 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 TOOL = (sys.executable, "-m", "checkpoint_conversion")
 # In a process of its own, whose memory is not this one's.
 MAKE = (
-    "import json, pathlib, sys; from benchmarks.synthetic import Choice, write; "
-    "write(pathlib.Path(sys.argv[1]), Choice(**json.loads(sys.argv[2])))"
+    "import json, pathlib, sys; sys.path.insert(0, sys.argv[1]); "
+    "from benchmarks.synthetic import Choice, write; "
+    "write(pathlib.Path(sys.argv[2]), Choice(**json.loads(sys.argv[3])))"
 )
 # Needed disk space over the largest checkpoint: the source, a copy or the target, and a margin.
 DISK_FACTOR = 2.4
@@ -204,7 +205,7 @@ class ConversionBenchmark(kit.Benchmark):
         synthetic.require_room("--work-folder", folder, needed)
         require_writable(folders={"--work-folder": folder})
         # The tool is that of this tree, wherever the measurement is started.
-        paths = [str(SCRIPTS.parent), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
     def environment(self) -> dict:
@@ -240,7 +241,8 @@ class ConversionBenchmark(kit.Benchmark):
             yield self._measure(name, choice, work / source, target, kind)
 
     def _make(self, choice: Choice, folder: Path) -> None:
-        command = [sys.executable, "-c", MAKE, str(folder), json.dumps(asdict(choice))]
+        words = [str(SCRIPTS), str(folder), json.dumps(asdict(choice))]
+        command = [sys.executable, "-c", MAKE, *words]
         subprocess.run(command, check=True, preexec_fn=ends_with_this_process())
         # A copy that is not counted: a virtual machine is given its memory when it first touches
         # it, which takes longer than a copy.

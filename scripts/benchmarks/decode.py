@@ -15,14 +15,12 @@ The requests of a batch have so many keys as --lengths says:
     exponential  drawn, --kv / 8 on average, from 64 to --kv
     one_long     one has --kv, the others --kv / 64
 
-Their blocks lie in random order in the cache. Others are FlashMLA and vLLM's FlashAttention-3,
-where they can be imported; what cannot run has the reason in its row. Outputs are compared with the
-reference's in fp32; "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the
-reference over what is read from them; "..., parity" is parity mode (batch_invariant), measured
-where it is named. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a
-GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
-before every repetition, outside of the time. All implementations of an input are repeated in turns.
-A call counts
+Their blocks lie in random order in the cache. Outputs are compared with the reference's in fp32;
+"..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the reference over what
+is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named. The
+widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded
+as a CUDA graph where that is possible, and the L2 cache is overwritten before every repetition,
+outside of the time. All implementations of an input are repeated in turns. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values

@@ -33,7 +33,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit, megatron_log
-from benchmarks.kit.command import run_to_log
+from benchmarks.kit.command import ALONE, run_to_log
 from benchmarks.kit.tables import gibibytes
 from benchmarks.megatron_log import Iteration
 from console.parser import Parser
@@ -135,7 +135,7 @@ def train(attention: str, weights: Path, args: argparse.Namespace, on_gpu: bool)
     command = [sys.executable, *(launcher if args.gpus > 1 else ()), str(ENTRY)]
     command += [*megatron_arguments(args, attention, on_gpu), option, str(weights)]
     path = args.folder / f"{attention}.log"
-    code = run_to_log(command, path, TIMEOUT)
+    code = run_to_log(command, path, TIMEOUT, ALONE)
     text = path.read_text(errors="replace")
     lines, error = list(megatron_log.iterations(text)), ""
     if code is None:

@@ -59,9 +59,9 @@ from benchmarks.served.contenders import (
     start,
     vllm_version,
 )
+from benchmarks.served.engines import BLOCK, Settings
 from benchmarks.served.model import token_bytes, write_model
 from benchmarks.served.report import Case, Row, ServingReport, Size, parse_row
-from benchmarks.served.settings import BLOCK, Settings
 from benchmarks.synthetic import Choice
 from console.outputs import require_writable
 from console.parser import Parser

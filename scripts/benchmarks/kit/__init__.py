@@ -24,8 +24,7 @@ from benchmarks.kit.arguments import (
 )
 from benchmarks.kit.lazy import lazy
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Times, reason, refusing
-from benchmarks.kit.rows import Case, Row, TimedRow
+from benchmarks.kit.report import Case, Refused, Report, Row, TimedRow, Times, reason, refusing
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
 

@@ -64,7 +64,7 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
 def run_to_log(
     command: Sequence[str], log: Path, timeout: float, variables: Mapping[str, str] | None = None
 ) -> int | None:
-    """Run a job of one process, or torchrun with one of several, with its output in a file.
+    """Run a command with its output in a file.
 
     Args:
         command: With its arguments.
@@ -75,7 +75,7 @@ def run_to_log(
     Returns:
         The exit code; None if it was ended.
     """
-    environment = {**ALONE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     environment |= variables or {}
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -160,7 +160,7 @@ def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, fl
         count: Repetitions of each.
     """
     on_gpu = works[0].on_gpu
-    longest = max(sum(turn) for turn in zip(*host_seconds(works, 3)))
+    longest = max(sum(map(_host_seconds, works)) for _ in range(3))
     marks: list[list] = [[] for _ in works]
     for turn in range(count):
         if on_gpu:
@@ -170,20 +170,13 @@ def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, fl
     return [work.seconds_of(own) for work, own in zip(works, marks)]
 
 
-def host_seconds(works: Sequence[Repeated], count: int) -> list[list[float]]:
-    """The host's seconds of every step of each work, in turns; a GPU is idle when a step begins."""
-    seconds: list[list[float]] = [[] for _ in works]
-    for _ in range(count):
-        for work, found in zip(works, seconds):
-            if work.on_gpu:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            result = work.forward()
-            if work.backward is not None:
-                work.backward(result)
-            found.append(time.perf_counter() - begin)
-            work.finish()
-    return seconds
+def _host_seconds(work: Repeated) -> float:
+    """The host's seconds of a step; a GPU is idle when it begins."""
+    if work.on_gpu:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work.step()
+    return time.perf_counter() - begin
 
 
 def _between(begin: Any, end: Any) -> float:

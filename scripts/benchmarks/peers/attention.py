@@ -82,9 +82,9 @@ def transformer_engine(inputs: AttentionInputs, scale: float) -> Built:
     return attend, _leaves(q, k, v)
 
 
-def flash_attention(module: str, inputs: AttentionInputs, scale: float) -> Built:
-    """FlashAttention-3 or 4, [B, S, N, D]; the latent as its value, with ``qv``."""
-    function = first_module(module).flash_attn_func
+def flash_attention_4(inputs: AttentionInputs, scale: float) -> Built:
+    """FlashAttention-4, [B, S, N, D]; the latent as its value, with ``qv``."""
+    function = first_module("flash_attn.cute").flash_attn_func
     extra: dict[str, Tensor] = {}
     if inputs.value is not None:
         leaves = q, k, v = _joined(inputs)
@@ -104,21 +104,16 @@ def flash_attention(module: str, inputs: AttentionInputs, scale: float) -> Built
 
 
 def flash_attention_3(inputs: AttentionInputs, scale: float) -> Built:
-    """FlashAttention-3 by its package, or the forward alone by vLLM's library."""
+    """FlashAttention-3 of vLLM, which has a forward only."""
     import torch
 
-    try:
-        return flash_attention("flash_attn_interface", inputs, scale)
-    except Refused as missing:
-        try:
-            libraries.require_flash_attention_3()
-        except Refused as error:
-            raise Refused(f"{missing}; {error}") from None
+    libraries.require_flash_attention_3()
+    qv = None
     if inputs.value is None:
         q, k, v = inputs.q_rope, inputs.k_rope.unsqueeze(2), inputs.k_content
+        qv = inputs.q_content[:, 0]
     else:
         q, k, v = inputs.as_multi_head()
-    qv = None if inputs.value is not None else inputs.q_content[:, 0]
     bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
     more = {"cu_seqlens": bounds, "cu_seqlens_k": bounds, "max_seqlen": len(q), "num_splits": 1}
     parts = q[:, 0], k[:, 0], v[:, 0], qv
@@ -185,5 +180,5 @@ PEERS: dict[str, Callable[[Any, float], Built]] = {
     "torch, flash": partial(torch_sdpa, "FLASH_ATTENTION"),
     "TransformerEngine": transformer_engine,
     "FlashAttention-3": flash_attention_3,
-    "FlashAttention-4": partial(flash_attention, "flash_attn.cute"),
+    "FlashAttention-4": flash_attention_4,
 }

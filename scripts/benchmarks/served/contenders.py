@@ -20,8 +20,7 @@ from typing import Any
 
 from benchmarks.served import streams
 from benchmarks.served.burst import Burst
-from benchmarks.served.engines import vllm_options
-from benchmarks.served.settings import Settings
+from benchmarks.served.engines import Settings, vllm_options
 from console.parent import ends_with_this_process
 
 # What is measured unless others are named.

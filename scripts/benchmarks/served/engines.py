@@ -1,4 +1,4 @@
-"""The engines behind two implementations of ``LLM``, step by step and with the same methods.
+"""The engines behind two implementations of ``LLM``, step by step, and what they are started with.
 
 ``add`` queues a request for so many tokens, ``is_busy`` says whether one has not ended, ``step``
 waits for a step and gives names of requests and how many tokens each got, ``close`` frees all.
@@ -17,11 +17,50 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from benchmarks.served.burst import Burst, Timeline
-from benchmarks.served.settings import BLOCK, Settings
+
+# Tokens of a block of the cache, of ours and as it is asked of vLLM.
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one model in one process, equal for all implementations."""
+
+    model: str  # folder with the checkpoint
+    device: str  # "cuda" or "cpu"
+    max_model_len: int  # longest prompt and output together, in tokens
+    max_num_seqs: int  # most requests of a step
+    max_num_batched_tokens: int  # most tokens of a step, beside one of each of max_num_seqs
+    cache_tokens: int  # that the latent cache holds
+    token_bytes: int  # of one token in the cache, all layers
+    sizes: tuple[int, ...]  # numbers of requests of the measured decode steps
+    graphs: bool  # whether decode steps are captured as CUDA graphs
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The inverse of :meth:`text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, which vLLM calls ``max_num_batched_tokens``."""
+        return self.max_num_batched_tokens + self.max_num_seqs
+
+    @property
+    def captured(self) -> list[int]:
+        """Numbers of tokens for which vLLM captures CUDA graphs: those measured and powers of 2."""
+        powers = {2**power for power in range(self.max_num_seqs.bit_length())}
+        return sorted(one for one in powers | set(self.sizes) if one <= self.max_num_seqs)
 
 
 class _Ours:

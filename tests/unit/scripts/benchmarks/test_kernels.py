@@ -105,18 +105,6 @@ class TestCounts:
 
 
 class TestCases:
-    def test_of_attention(self):
-        """What matters comes first, smaller ones before larger, like beside like."""
-        found = cases(AttentionBenchmark, "out", "--heads", "128,16", "--seq-lens", "2k,1k")
-        of_layers = [case for case in found if isinstance(case, LayerCase)]
-        assert found[: len(of_layers)] == of_layers and len(of_layers) == 2 * 2 * 2 * 4
-        assert [c.tokens for c in of_layers] == 2 * (8 * [1024] + 8 * [2048])
-        pair = [LayerCase(who, True, 16, 1024, "sbhd") for who in ("megatron", "ours")]
-        assert of_layers[:2] == pair
-        assert [c.recompute for c in of_layers] == [True] * 16 + [False] * 16
-        names = {case.implementation for case in found[len(of_layers) :]}
-        assert {"ours, cudnn", "ours, reference", *PEERS} <= names and "ours, auto" not in names
-
     def test_of_decode(self):
         sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
         found = cases(DecodeBenchmark, *sizes.split(), "--lengths", "uniform")
@@ -319,17 +307,7 @@ class TestPeersOfDecode:
     )
 
     def test_flash_mla(self, monkeypatch):
-        """Query and output in its layout."""
-        package = SimpleNamespace(
-            get_mla_metadata=lambda *args: ("schedule", "splits"),
-            flash_mla_with_kvcache=decode_of_flash_mla,
-        )
-        monkeypatch.setitem(sys.modules, "flash_mla", package)
-        found = decode_peers.flash_mla(self.INPUTS)()
-        torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
-
-    def test_library_of_flash_mla(self, monkeypatch):
-        """Without a package: the first call plans, the measured ones use its plan."""
+        """The first call plans, the measured ones use its plan."""
         calls = []
 
         def forward(query, cache, width, lengths, table, scale, causal, schedule, splits, out):
@@ -340,8 +318,6 @@ class TestPeersOfDecode:
             )
             return out, lse, "schedule", "splits"
 
-        for module in ("flash_mla", "vllm"):
-            monkeypatch.setitem(sys.modules, module, None)
         operators = SimpleNamespace(dense_decode_fwd=forward)
         monkeypatch.setattr(decode_peers, "flash_mla_operators", lambda: operators)
         found = decode_peers.flash_mla(self.INPUTS)()
@@ -350,8 +326,7 @@ class TestPeersOfDecode:
 
     @pytest.mark.parametrize("name", decode_peers.PEERS)
     def test_what_is_not_installed_says_so(self, monkeypatch, name):
-        for module in ("flash_mla", "vllm"):
-            monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.setitem(sys.modules, "vllm", None)
         monkeypatch.setattr(libraries, "FOLDER", Path("/nowhere"))
         with pytest.raises(Refused, match="cannot be imported"):
             decode_peers.PEERS[name](self.INPUTS)

@@ -156,7 +156,7 @@ def test_runs(code, more, error, tmp_path, monkeypatch):
     """They say why they fail; a later one begins with the weights of the first."""
     commands = []
 
-    def run(command, log, timeout):
+    def run(command, log, timeout, variables):
         commands.append(command)
         log.write_text(LOG + more)
         return code

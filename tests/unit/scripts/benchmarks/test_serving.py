@@ -17,9 +17,9 @@ from absorbed_mla.serving.server import cli
 from benchmarks import serving as serving_script
 from benchmarks.served import contenders, engines, streams
 from benchmarks.served.burst import Burst, Timeline, percentile
+from benchmarks.served.engines import Settings
 from benchmarks.served.model import token_bytes, write_model, write_tokenizer
 from benchmarks.served.report import ServingReport, Size
-from benchmarks.served.settings import Settings
 from benchmarks.serving import ServingBenchmark, settings
 from benchmarks.synthetic import Choice
 from tests.support import needs
