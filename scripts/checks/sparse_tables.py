@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.dsa import DSAReport
 from benchmarks.kit.tables import markdown_table, tokens_text
-from checks.performance.row import by_input, recorded
+from checks.performance.row import by_input, recorded, without_errors
 
 _INPUT = ["heads", "keys", "choice"]
 _TILELANG = "megatron-tilelang"
@@ -76,9 +76,8 @@ def layer_table(docs: Path) -> str:
     for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
         for row in recorded(docs / "dsa" / name):
             works = found.setdefault(row.case.tokens, {})
-            for work in row.works:
-                if not work.error:
-                    works.setdefault(work.name, work)
+            for work in without_errors(row.works):
+                works.setdefault(work.name, work)
     lines = [
         [
             tokens_text(tokens),

@@ -71,8 +71,12 @@ def recorded(path: Path) -> list[Any]:
     def read(content: dict) -> Any:
         return Times(**content) if "repetitions" in content else SimpleNamespace(**content)
 
-    rows = json.loads(path.read_text(), object_hook=read).rows
-    return [row for row in rows if not row.error]
+    return without_errors(json.loads(path.read_text(), object_hook=read).rows)
+
+
+def without_errors(rows: Iterable) -> list[Any]:
+    """Those that have figures."""
+    return [row for row in rows if not getattr(row, "error", "")]
 
 
 def by_input(rows: Iterable, key: Callable[[Any], Hashable], name: Callable[[Any], str]) -> list:

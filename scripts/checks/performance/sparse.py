@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.dsa import DSAReport
 from benchmarks.kit.report import Times
 from benchmarks.kit.tables import tokens_text
-from checks.performance.row import Row, by_input, recorded
+from checks.performance.row import Row, by_input, recorded, without_errors
 
 _DENSE = "our dense decode"
 # Works of dsa_layer.py, as the page calls them.
@@ -65,7 +65,7 @@ def sparse_decode_rows(path: Path) -> Iterator[Row]:
 def sparse_layer_rows(path: Path) -> Iterator[Row]:
     """A step of our sparse layer beside each other layer."""
     for row in recorded(path):
-        steps = {work.name: work.step for work in row.works if not work.error}
+        steps = {work.name: work.step for work in without_errors(row.works)}
         for name, called in _LAYERS.items():
             if "sparse" in steps and name in steps:
                 work = f"layer, {row.case.heads} heads, {tokens_text(row.case.tokens)}"
