@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run all of them; returns the exit code."""
     parser = Parser("smoke.py", __doc__ or "")
     add = parser.add_argument
-    add("--only", default="", metavar="TEXT", help="run only those with this in their name")
+    add("--only", metavar="TEXT", help="run only those with this in their name")
     add("--limit", type=seconds, default=200.0, help="seconds after which one has failed")
     add("--logs", type=Path, metavar="FOLDER", help="where output stays (default: temporary)")
     return run_script("smoke.py", lambda: _run(parser.parse_args(argv)))
@@ -137,7 +137,8 @@ def _run(args: argparse.Namespace) -> int:
             return bool(error)
 
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES)) as pool:
-            return int(any([*pool.map(failed, [one for one in SMOKES if args.only in one.name])]))
+            chosen = [one for one in SMOKES if (args.only or "") in one.name]
+            return int(any([*pool.map(failed, chosen)]))
 
 
 def missing(one: Smoke, gpus: int) -> str:
