@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.drawing import DRAWS, DrawingCase, DrawingReport
+from benchmarks.kit.report import Times
 from benchmarks.kit.tables import markdown_table
+from checks.performance.row import recorded
 
 _NONE = "Not measured yet."
+# Sampling parameters of each kind of drawing in the file.
+_DRAWS = {
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
+    "both": {"top_k": 20, "top_p": 0.8, "temperature": 0.6},
+}
 
 
 def table(docs: Path) -> str:
@@ -15,23 +23,21 @@ def table(docs: Path) -> str:
     file = docs / "generation" / "drawing.json"
     if not file.exists():
         return _NONE
-    report = DrawingReport.read(file)
-    found = {row.case: report.figures(row) for row in report.measured}
-    counts = sorted({case.requests for case in found})
-    kinds = dict.fromkeys((case.draws, case.logits) for case in found)
+    found = {tuple(vars(row.case).values()): row for row in recorded(file)}
+    counts = sorted({requests for _, _, requests in found})
     lines = []
-    for draws, logits in kinds:
-        figures = [found.get(DrawingCase(draws, logits, count), {}) for count in counts]
-        cells = [_cell(one, name) for one in figures for name in ("ours_us", "torch_us")]
+    for draws, logits in dict.fromkeys((draws, logits) for draws, logits, _ in found):
+        measured = [found.get((draws, logits, count)) for count in counts]
+        cells = [_cell(getattr(one, name, None)) for one in measured for name in ("ours", "torch")]
         lines.append([_described(draws), logits, *cells])
     head = [f"{count}: {name} us" for count in counts for name in ("ours", "PyTorch")]
     return markdown_table(["drawn", "logits", *head], lines, ["drawn", "logits"])
 
 
 def _described(draws: str) -> str:
-    filters = ", ".join(f"`{name}` {value}" for name, value in DRAWS[draws].items())
-    return draws if draws in ("greedy", "sampled") else filters
+    filters = (f"`{name}` {value}" for name, value in _DRAWS.get(draws, {}).items())
+    return ", ".join(filters) or draws
 
 
-def _cell(figures: dict[str, float], name: str) -> str:
-    return f"{figures[name]:.1f}" if name in figures else "-"
+def _cell(times: Times | None) -> str:
+    return f"{1e6 * times.median:.1f}" if times else "-"

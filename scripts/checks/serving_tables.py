@@ -30,7 +30,7 @@ def _place(row: Row) -> tuple[str, int, int, float]:
 def traffic_table(docs: Path) -> str:
     """Every measured row of requests that take the place of others."""
     file = docs / "generation" / "traffic.json"
-    return report.traffic_table(ServingReport.read(file)) if file.exists() else _NONE
+    return report.table(ServingReport.read(file), traffic=True) if file.exists() else _NONE
 
 
 def parity_table(docs: Path) -> str:
@@ -39,5 +39,5 @@ def parity_table(docs: Path) -> str:
     if not file.exists():
         return _NONE
     found = ServingReport.read(file)
-    tables = (report.parity_table(found), report.parity_traffic_table(found))
+    tables = (report.parity_table(found, traffic=traffic) for traffic in (False, True))
     return "\n\n".join(filter(None, tables)) or _NONE

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.dsa import DSAReport
-from benchmarks.dsa_decode import DSADecodeReport
-from benchmarks.dsa_layer import DSALayerReport
 from benchmarks.kit.tables import markdown_table, tokens_text
-from checks.performance.row import by_input
+from checks.performance.row import by_input, recorded, without_errors
 
 _INPUT = ["heads", "keys", "choice"]
 _TILELANG = "megatron-tilelang"
@@ -59,10 +57,10 @@ def indexer_table(docs: Path) -> str:
 def decode_table(docs: Path) -> str:
     """Microseconds of sparse decode, with its parts, beside dense decode and FlashMLA."""
     lines: list[list[str]] = []
-    for row in DSADecodeReport.read(docs / "dsa" / "decode.json").measured:
+    for row in recorded(docs / "dsa" / "decode.json"):
         case = row.case
         if case.implementation == "sparse, hopper":
-            parts = (row.times.median * 1e6, row.more["select_us"], row.more["attend_us"])
+            parts = (row.times.median * 1e6, row.more.select_us, row.more.attend_us)
             lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
         elif case.implementation in ("FlashMLA", "dense, hopper"):
             lines[-1].append(f"{row.times.median * 1e6:.0f}")
@@ -76,11 +74,10 @@ def layer_table(docs: Path) -> str:
     ours = ("sparse", "warm-up", "dense", _TILELANG)
     found: dict[int, dict[str, Any]] = {}
     for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
-        for row in DSALayerReport.read(docs / "dsa" / name).measured:
+        for row in recorded(docs / "dsa" / name):
             works = found.setdefault(row.case.tokens, {})
-            for work in row.works:
-                if work.step and not work.error:
-                    works.setdefault(work.name, work)
+            for work in without_errors(row.works):
+                works.setdefault(work.name, work)
     lines = [
         [
             tokens_text(tokens),

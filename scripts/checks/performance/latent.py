@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.kit.tables import tokens_text
-from benchmarks.latent_attention import LatentReport
-from checks.performance.row import Row, by_input
+from checks.performance.row import Row, by_input, recorded
 
 _PEER = "FlashAttention-3"
 
@@ -15,8 +14,8 @@ _PEER = "FlashAttention-3"
 def latent_rows(path: Path) -> Iterator[Row]:
     """Forward, of calls that are queued and of calls that the host waits for."""
     inputs = by_input(
-        LatentReport.read(path).measured,
-        lambda row: row.case.input,
+        recorded(path),
+        lambda row: (row.case.work, row.case.heads, row.case.tokens),
         lambda row: row.case.implementation,
     )
     for found in inputs:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.kit.report import Times
@@ -60,6 +63,20 @@ class Row:
         return any(
             all(self.facts[name] in values for name, values in choice.items()) for choice in choices
         )
+
+
+def recorded(path: Path) -> list[Any]:
+    """The rows without errors in the file of a benchmark that is no more; times are ``Times``."""
+
+    def read(content: dict) -> Any:
+        return Times(**content) if "repetitions" in content else SimpleNamespace(**content)
+
+    return without_errors(json.loads(path.read_text(), object_hook=read).rows)
+
+
+def without_errors(rows: Iterable) -> list[Any]:
+    """Those that have figures."""
+    return [row for row in rows if not getattr(row, "error", "")]
 
 
 def by_input(rows: Iterable, key: Callable[[Any], Hashable], name: Callable[[Any], str]) -> list:

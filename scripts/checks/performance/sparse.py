@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.dsa import DSAReport
-from benchmarks.dsa_decode import DSADecodeReport
-from benchmarks.dsa_layer import DSALayerReport
 from benchmarks.kit.report import Times
 from benchmarks.kit.tables import tokens_text
-from checks.performance.row import Row, by_input
+from checks.performance.row import Row, by_input, recorded, without_errors
 
 _DENSE = "our dense decode"
 # Works of dsa_layer.py, as the page calls them.
@@ -45,7 +43,7 @@ def sparse_decode_rows(path: Path) -> Iterator[Row]:
     FlashMLA does not choose: the time of our attention alone is recorded without its spread.
     """
     inputs = by_input(
-        DSADecodeReport.read(path).measured,
+        recorded(path),
         lambda row: (row.case.heads, row.case.batch, row.case.kv),
         lambda row: row.case.implementation,
     )
@@ -59,15 +57,15 @@ def sparse_decode_rows(path: Path) -> Iterator[Row]:
             dense = found["dense, hopper"].times
             yield Row(f"decode, {sizes}", _DENSE, ours.times, dense, vars(case))
         if "FlashMLA" in found:
-            attend = Times.of([ours.more["attend_us"] / 1e6])
+            attend = Times.of([ours.more.attend_us / 1e6])
             work = f"decode, attention alone, {sizes}"
             yield Row(work, "FlashMLA", attend, found["FlashMLA"].times, vars(case))
 
 
 def sparse_layer_rows(path: Path) -> Iterator[Row]:
     """A step of our sparse layer beside each other layer."""
-    for row in DSALayerReport.read(path).measured:
-        steps = {work.name: work.step for work in row.works if not work.error and work.step}
+    for row in recorded(path):
+        steps = {work.name: work.step for work in without_errors(row.works)}
         for name, called in _LAYERS.items():
             if "sparse" in steps and name in steps:
                 work = f"layer, {row.case.heads} heads, {tokens_text(row.case.tokens)}"
