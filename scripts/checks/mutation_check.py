@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checks.mutations import MUTATIONS
-from checks.mutations.mutation import Mutation
+from checks.mutations.table import Mutation
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
