@@ -19,7 +19,7 @@ from benchmarks.conversion import ConversionBenchmark
 from benchmarks.decode import DecodeBenchmark
 from benchmarks.engine import EngineBenchmark
 from benchmarks.pretraining import PretrainingBenchmark
-from checks import logits_table, oracle_report, parity_report
+from checks import oracle_report
 from console.outputs import require_writable
 from rollout import gap_entry
 from rollout.entry import main as rollout_train
@@ -124,7 +124,6 @@ FILES = {
     "decode --json": script(DecodeBenchmark.main, "--device", "cpu", "--json"),
     "decode --plot": script(DecodeBenchmark.main, "--device", "cpu", "--plot"),
     "engine --json": script(EngineBenchmark.main, "--json"),
-    "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
 }
 FOLDERS = {
     "train --save": script(train, "--save"),
@@ -134,7 +133,6 @@ FOLDERS = {
     "context_parallel": folder_first(CPBenchmark.main),
     "conversion": folder_first(ConversionBenchmark.main, "--sizes", "3MB"),
     "pretraining": folder_first(PretrainingBenchmark.main),
-    "logits_table": by_sys_argv(logits_table),
 }
 
 

@@ -1,0 +1,35 @@
+"""Tables of README.md and docs/: of measured data, of options, of the registries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+from benchmarks.kit.tables import markdown_table
+
+
+def table(
+    rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], words: Iterable[str] = ()
+) -> str:
+    """A table in Markdown, with a line for each row.
+
+    Args:
+        rows: Anything.
+        columns: By its head, what a column says of a row.
+        words: Heads of columns that hold words, no numbers.
+    """
+    lines = ([cell(row) for cell in columns.values()] for row in rows)
+    return markdown_table(list(columns), lines, words)
+
+
+def by_input(
+    rows: Iterable[Any],
+    key: Callable[[Any], Hashable] = lambda row: row.case.input,
+    name: Callable[[Any], str] = lambda row: row.case.implementation,
+) -> list[dict[str, Any]]:
+    """For every input, in the order of ``rows``, the rows by the implementation's name."""
+    found: dict[Hashable, dict[str, Any]] = defaultdict(dict)
+    for row in rows:
+        found[key(row)][name(row)] = row
+    return list(found.values())

@@ -1,0 +1,443 @@
+"""Tables of single pages, from the JSON files under docs/measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.attention import AttentionReport
+from benchmarks.context_parallel import CPReport
+from benchmarks.context_parallel import Row as CPRow
+from benchmarks.decode import DecodeReport
+from benchmarks.drawing import DRAWS, DrawingCase, DrawingReport
+from benchmarks.dsa import DSAReport
+from benchmarks.dsa_decode import DSADecodeReport
+from benchmarks.dsa_layer import DSALayerReport
+from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks.served import report as serving
+from benchmarks.served.report import ServingReport
+from checks.oracle_report import read_summary
+from checks.tables import by_input, table
+
+NONE = "Not measured yet."
+MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
+# Both layers recompute `mla_up_proj` (R), then neither does.
+_PAIR_HEAD = [
+    f"{way}{name}"
+    for way in ("R: ", "no R: ")
+    for name in ("Megatron ms", "ours ms", "ratio", "Megatron MiB", "ours MiB", "ratio")
+]
+
+
+def layer_table(docs: Path) -> str:
+    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
+    lines = []
+    for (heads, layout, tokens), pairs in _layer_pairs(docs).items():
+        line = [str(heads), tokens_text(tokens), layout]
+        for recompute in (True, False):
+            ours, theirs, ratios = pairs[recompute]
+            line += [f"{1e3 * row.step.median:.2f}" for row in (theirs, ours)]
+            line += [f"{ratios['step']:.2f}"]
+            line += [f"{row.kept_bytes / 2**20:.0f}" for row in (theirs, ours)]
+            line += [f"{ratios['kept']:.2f}"]
+        lines.append(line)
+    return markdown_table(["heads", "S", "layout", *_PAIR_HEAD], lines, ["layout"])
+
+
+def layer_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over the lengths of :func:`layer_table`."""
+    found: dict[tuple, list[dict[str, float]]] = {}
+    for (heads, layout, _), pairs in _layer_pairs(docs).items():
+        for recompute, (_, _, ratios) in pairs.items():
+            key = str(heads), layout, "mla_up_proj" if recompute else "-"
+            found.setdefault(key, []).append(ratios)
+    head = ["heads", "layout", "both recompute", "step, ours of Megatron's", "kept"]
+    return _ranges(head, found, ("step", "kept"))
+
+
+def _ranges(head: list[str], found: dict[tuple, list[dict]], names: tuple[str, ...]) -> str:
+    lines = [
+        [*key, *(f"{min(values):.2f} to {max(values):.2f}" for values in columns)]
+        for key, ratios in found.items()
+        for columns in [[[one[name] for one in ratios] for name in names]]
+    ]
+    return markdown_table(head, lines, ["layout", "both recompute"])
+
+
+def _layer_pairs(docs: Path) -> dict[tuple, dict[bool, tuple]]:
+    """By heads, layout and tokens, and by recomputation: ours, Megatron's, and ratios."""
+    report = AttentionReport.read(docs / "attention" / "layer.json")
+    found: dict[tuple, dict[bool, tuple]] = {}
+    for row in report.of("layer"):
+        case = row.case
+        if case.implementation == "ours":
+            pairs = found.setdefault((case.heads, case.layout, case.tokens), {})
+            pairs[case.recompute] = (row, report.peer(row), report.ratios(row))
+    return dict(sorted(found.items(), key=lambda one: (-one[0][0], *one[0][1:])))
+
+
+def ring_table(docs: Path) -> str:
+    """A layer under context parallelism; memory kept is less the layer's output."""
+    by_sizes: dict[tuple, dict[str, tuple]] = {}
+    for (*sizes, recompute), ours, theirs in _ring_pairs(docs):
+        by_sizes.setdefault(tuple(sizes), {})[recompute] = (theirs, ours)
+    lines = []
+    for (cp_size, layout, documents, heads, tokens), ways in by_sizes.items():
+        line = [str(cp_size), layout if layout == "sbhd" else f"thd, {documents} documents"]
+        line += [str(heads), tokens_text(tokens)]
+        for way in ("mla_up_proj", "none"):
+            theirs, ours = ways.get(way, (None, None))
+            for name, text in (("step", "{:.1f}"), ("kept", "{:.0f}")):
+                line += [text.format(one[name]) if one else "-" for one in (theirs, ours)]
+                line += [f"{ours[name] / theirs[name]:.2f}" if ours and theirs else "-"]
+        lines.append(line)
+    return markdown_table(["GPUs", "layout", "heads", "S", *_PAIR_HEAD], lines, ["layout"])
+
+
+def ring_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
+    found: dict[tuple, list[dict[str, float]]] = {}
+    for (cp_size, layout, _, _, _, recompute), ours, theirs in _ring_pairs(docs):
+        if ours and theirs:
+            key = str(cp_size), layout, "-" if recompute == "none" else recompute
+            ratios = {name: ours[name] / theirs[name] for name in ours}
+            found.setdefault(key, []).append(ratios)
+    if not found:
+        return "Not measured: both layers with the same recomputation."
+    head = ["GPUs", "layout", "both recompute", "step, ours of Megatron's", "kept, less output"]
+    return _ranges(head, found, ("step", "kept"))
+
+
+def _ring_pairs(docs: Path) -> Iterator[tuple[tuple, dict | None, dict | None]]:
+    """Inputs and recomputation; figures of ours (``all_gather``) and of Megatron's, or None."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for file in sorted((docs / "context-parallel").glob("*.json")):
+        report = CPReport.read(file)
+        hidden = report.environment["dims"]["hidden-size"]
+        for row in report.rows:
+            case = row.case
+            if row.error or (case.implementation, case.cp_comm_type) == ("ours", "p2p"):
+                continue
+            sizes = (row.cp_size, case.layout, case.documents, case.heads, case.tokens)
+            pair = found.setdefault((*sizes, case.recompute), {})
+            pair[case.implementation] = _ring_figures(row, hidden)
+    for inputs, pair in sorted(found.items()):
+        yield inputs, pair.get("ours"), pair.get("megatron")
+
+
+def _ring_figures(row: CPRow, hidden: int) -> dict[str, float]:
+    """Milliseconds, and MiB less the layer's output, which is in bf16."""
+    output = row.case.tokens // row.cp_size * hidden * 2
+    return {"step": 1e3 * median(row.step_seconds), "kept": (row.kept_bytes - output) / 2**20}
+
+
+def accuracy_table(docs: Path) -> str:
+    """The worst error of each precision, and the largest share of its own bound."""
+    groups: dict[tuple, list[dict]] = {}
+    for machine, name in MACHINES.items():
+        for case in read_summary(docs / "accuracy" / machine / "summary.json"):
+            interpreted = machine == "cpu" and case["core_attention_backend"] == "triton"
+            layers = case["backend"] + (", `triton` interpreted" if interpreted else "")
+            key = (name, case["dtype"], case["rotary_table"], layers)
+            groups.setdefault(key, []).append(case)
+    lines = []
+    for (machine, dtype, rotary, layers), cases in sorted(groups.items()):
+        cached = [case for case in cases if case["layout"].startswith("cached")]
+        whole = [case for case in cases if case not in cached]
+        kinds = [[c for c in whole if (c["context_parallel"] > 1) is cp] for cp in (False, True)]
+        bounds = (min(c["least_bound"] for c in cases), max(c["greatest_bound"] for c in cases))
+        lines.append(
+            [
+                machine,
+                layers,
+                f"{dtype}, {rotary.split()[0]} table" if dtype == "float64" else dtype,
+                str(sum(case["combinations"] for case in cases)),
+                *map(_worst, (*kinds, cached)),
+                " to ".join(dict.fromkeys(f"{bound:.1e}" for bound in bounds)),
+                f"{max(case['worst_error_over_bound'] for case in cases):.2g}",
+            ]
+        )
+    head = ["machine", "layers", "precision", "combinations", "worst, TP 1, 2, 4", "worst, CP"]
+    head += ["worst, from a cache", "bounds", "worst error / bound"]
+    return markdown_table(head, lines, ["machine", "layers", "precision"])
+
+
+def _worst(cases: list[dict]) -> str:
+    return f"{max(case['worst_relative_error'] for case in cases):.1e}" if cases else "-"
+
+
+# Decode over a paged cache.
+_OURS, _PEER = "ours, hopper", "FlashMLA"
+
+
+def decode_table(docs: Path) -> str:
+    """Microseconds and rates of requests of 8,192 keys."""
+    report = DecodeReport.read(docs / "decode" / "decode.json")
+    names = {"`hopper`": _OURS, "`triton`": "ours, triton", _PEER: _PEER}
+    found = [
+        one
+        for one in by_input(report.measured)
+        if one[_OURS].case.kv == 8192 and all(name in one for name in names.values())
+    ]
+
+    def time_and_rate(name: str, one: dict[str, Any]) -> str:
+        """TB/s of latents below 64 heads, TFLOP/s from there on."""
+        figures, row = report.figures(one[name]), one[name]
+        few = row.case.heads < 64
+        rate = f"{figures['tbps']:.2f}" if few else f"{figures['tflops']:.0f}"
+        return f"{row.times.median * 1e6:.1f} ({rate})"
+
+    columns: dict[str, Callable[[dict], str]] = {
+        "heads": lambda one: str(one[_OURS].case.heads),
+        "requests": lambda one: str(one[_OURS].case.batch),
+        **{head: partial(time_and_rate, name) for head, name in names.items()},
+    }
+    return table(sorted(found, key=lambda one: one[_OURS].case.heads), columns)
+
+
+def decode_lengths_table(docs: Path) -> str:
+    """Microseconds of requests of unequal lengths, and the ratio to FlashMLA's."""
+    lines = []
+    for name in ("lengths.json", "one-long.json"):
+        for found in by_input(DecodeReport.read(docs / "decode" / name).measured):
+            case = found[_OURS].case
+            if case.lengths != "equal":
+                ours, peer = (found[one].times.median * 1e6 for one in (_OURS, _PEER))
+                lengths = f"{case.lengths.replace('_', ' ')}, up to {tokens_text(case.kv)}"
+                sizes = [lengths, str(case.heads), str(case.batch)]
+                lines.append([*sizes, f"{ours:.1f}", f"{peer:.1f}", f"{ours / peer:.2f}"])
+    head = ["lengths", "heads", "requests", "us", _PEER, "ratio"]
+    return markdown_table(head, lines, ["lengths"])
+
+
+# DeepSeek Sparse Attention.
+_CHOICE = {
+    "heads": lambda found: str(found["hopper"].case.heads),
+    "keys": lambda found: tokens_text(found["hopper"].case.kv),
+    "choice": lambda found: "shared" if found["hopper"].case.shared else "random",
+}
+
+
+def _rates(*names: str) -> dict[str, Callable[[dict], str]]:
+    """TFLOP/s of implementations."""
+
+    def rate(name: str, found: dict) -> str:
+        return f"{found[name].more['flops'] / found[name].times.median / 1e12:.0f}"
+
+    return {f"`{name}`": partial(rate, name) for name in names}
+
+
+def _sparse(docs: Path, work: str) -> list[dict[str, Any]]:
+    measured = DSAReport.read(docs / "dsa" / "kernels.json").measured
+    return by_input(row for row in measured if row.case.work == work)
+
+
+def sparse_forward_table(docs: Path) -> str:
+    """TFLOP/s of every implementation."""
+    columns = _CHOICE | _rates("hopper", "triton", "FlashMLA", "TileLang")
+    return table(_sparse(docs, "forward"), columns, ["choice"])
+
+
+def sparse_backward_table(docs: Path) -> str:
+    """TFLOP/s of backward, and how much longer a deterministic one takes."""
+
+    def longer(found: dict) -> str:
+        fixed, plain = (found[name].times.median for name in ("hopper, in order", "hopper"))
+        return f"{fixed / plain:.2f}"
+
+    columns = _CHOICE | _rates("hopper", "triton", "TileLang")
+    columns["deterministic `hopper`, time"] = longer
+    return table(_sparse(docs, "backward"), columns, ["choice"])
+
+
+def indexer_table(docs: Path) -> str:
+    """Milliseconds of scores and choice, and the least of the choice that fp32 agrees with."""
+    rows = (row for found in _sparse(docs, "indexer") for row in found.values())
+    columns: dict[str, Callable[[Any], str]] = {
+        "keys": lambda row: tokens_text(row.case.kv),
+        "backend": lambda row: f"`{row.case.implementation}`",
+        "ms": lambda row: f"{row.times.median * 1e3:.2f}",
+        "scores alone, ms": lambda row: f"{row.more['scores_ms']:.2f}",
+        "share": lambda row: f"{row.more['share']:.2f}",
+        "bound": lambda row: f"{row.more['bound']:.2f}",
+        "agreement": lambda row: f"{row.more['agreement']:.3f}",
+    }
+    return table(rows, columns, ["backend"])
+
+
+def sparse_decode_table(docs: Path) -> str:
+    """Microseconds of sparse decode, with its parts, beside dense decode and FlashMLA."""
+    lines: list[list[str]] = []
+    for row in DSADecodeReport.read(docs / "dsa" / "decode.json").measured:
+        case = row.case
+        if case.implementation == "sparse, hopper":
+            parts = (row.times.median * 1e6, row.more["select_us"], row.more["attend_us"])
+            lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
+        elif case.implementation in ("FlashMLA", "dense, hopper"):
+            lines[-1].append(f"{row.times.median * 1e6:.0f}")
+    head = ["heads", "keys", "sparse us", "choice us", "attention us"]
+    return markdown_table([*head, "`FlashMLA`, attention us", "dense us"], lines)
+
+
+def sparse_layer_table(docs: Path) -> str:
+    """Milliseconds of a step of whole layers, and the memory of our sparse one."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
+        for row in DSALayerReport.read(docs / "dsa" / name).measured:
+            works = found.setdefault(row.case.tokens, {})
+            for work in row.works:
+                if work.step and not work.error:
+                    works.setdefault(work.name, work)
+
+    def step(name: str, row: tuple[int, dict]) -> str:
+        return f"{row[1][name].step.median * 1e3:.1f}" if name in row[1] else "-"
+
+    columns: dict[str, Callable[[tuple], str]] = {
+        "tokens": lambda row: tokens_text(row[0]),
+        **{f"{name} ms": partial(step, name) for name in ("sparse", "warm-up", "dense")},
+        "Megatron, TileLang ms": partial(step, "megatron-tilelang"),
+        "sparse GiB": lambda row: f"{row[1]['sparse'].peak_bytes / 2**30:.1f}",
+    }
+    return table(sorted(found.items()), columns)
+
+
+def drawing_table(docs: Path) -> str:
+    """Microseconds of our kernels and of PyTorch's functions, a kind of drawing in a line."""
+    file = docs / "generation" / "drawing.json"
+    if not file.exists():
+        return NONE
+    report = DrawingReport.read(file)
+    found = {row.case: report.figures(row) for row in report.measured}
+
+    def time(count: int, name: str, kind: tuple[str, str]) -> str:
+        figures = found.get(DrawingCase(*kind, count), {})
+        return f"{figures[name]:.1f}" if name in figures else "-"
+
+    def drawn(kind: tuple[str, str]) -> str:
+        filters = ", ".join(f"`{name}` {value}" for name, value in DRAWS[kind[0]].items())
+        return kind[0] if kind[0] in ("greedy", "sampled") else filters
+
+    columns = {"drawn": drawn, "logits": lambda kind: kind[1]} | {
+        f"{count}: {called} us": partial(time, count, name)
+        for count in sorted({case.requests for case in found})
+        for called, name in (("ours", "ours_us"), ("PyTorch", "torch_us"))
+    }
+    kinds = dict.fromkeys((case.draws, case.logits) for case in found)
+    return table(kinds, columns, ["drawn", "logits"])
+
+
+def latent_cache_table(docs: Path) -> str:
+    """What a latent cache in FP8 costs in accuracy, with the quickstart's model."""
+
+    def number(form: str, name: str, row: dict) -> str:
+        return form.format(row[name])
+
+    columns: dict[str, Callable[[dict], str]] = {
+        "computed in": lambda row: row["dtype"],
+        "cached in": lambda row: "FP8" if row["cache"] == "fp8" else row["dtype"],
+        "bytes": partial(number, "{}", "row_bytes"),
+        "attention error": partial(number, "{:.1e}", "attention_error"),
+        "same choice": partial(number, "{:.4f}", "same_choice"),
+        "of unseen text": partial(number, "{:.4f}", "same_choice_unseen"),
+        "same texts": partial(number, "{:.2f}", "same_texts"),
+        "perplexity": partial(number, "{:.4f}", "perplexity"),
+    }
+    rows = json.loads((docs / "inference" / "latent-cache.json").read_text())["rows"]
+    return table(rows, columns, ["computed in", "cached in"])
+
+
+LLM_FILE = Path("accuracy") / "llm.json"
+# Whether TransformerEngine is there, and whether steps are CUDA graphs.
+_WAYS = {
+    "local": (False, False),
+    "local, graphs": (False, True),
+    "TransformerEngine": (True, False),
+    "TransformerEngine, graphs": (True, True),
+}
+
+
+def llm_table(docs: Path) -> str:
+    """Models beside transformers: the worst over alone, together, and with a prefix cache."""
+    if not (docs / LLM_FILE).exists():
+        return NONE
+    rows = json.loads((docs / LLM_FILE).read_text())["rows"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        bf16 = [row for row in own if row["dtype"] == "bfloat16"]
+        ways = [
+            _largest(row for row in bf16 if (row["transformer_engine"], row["graphs"]) == way)
+            for way in _WAYS.values()
+        ]
+        theirs = [row["transformers_bf16"] for row in bf16]
+        same = [f"{min(x['same_choice'] for x in some):.3f}" for some in (bf16, theirs)]
+        fp32 = _largest(row for row in own if row["dtype"] == "float32")
+        lines.append([model, *ways, _largest(theirs), *same, fp32])
+    head = ["model", *_WAYS, "transformers", "same tokens", "transformers'", "fp32"]
+    return markdown_table(head, lines, ["model"])
+
+
+def _largest(rows) -> str:
+    """The largest difference and the largest root of a mean square."""
+    pairs = [(row["worst"], row["rms"]) for row in rows]
+    return " / ".join(f"{max(each):.1e}" for each in zip(*pairs)) or "-"
+
+
+def serving_table(docs: Path) -> str:
+    """Every measured row of requests that arrive at once: of ``LLM``, then of the server."""
+    # Several runs, because all rows together take longer than one may.
+    files = [
+        docs / "generation" / name
+        for name in ("serving.json", "serving-server.json", "serving-128x8k.json")
+    ]
+    found = [ServingReport.read(file) for file in files if file.exists()]
+    if not found:
+        return NONE
+
+    def place(row: serving.Row) -> tuple:
+        case = row.case
+        return case.implementation, case.size.prompt, case.size.requests, case.temperature
+
+    rows = sorted((row for one in found for row in one.rows), key=place)
+    return serving.table(ServingReport(found[0].environment, rows))
+
+
+def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[[Path], str]:
+    """Tables of one of serving.py's files."""
+
+    def made(docs: Path) -> str:
+        path = docs / "generation" / file
+        if not path.exists():
+            return NONE
+        found = ServingReport.read(path)
+        return "\n\n".join(filter(None, (one(found) for one in tables))) or NONE
+
+    return made
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "layers": layer_table,
+    "layer ranges": layer_ranges,
+    "context parallel": ring_table,
+    "context parallel ranges": ring_ranges,
+    "accuracy": accuracy_table,
+    "beside transformers": llm_table,
+    "sparse forward": sparse_forward_table,
+    "sparse backward": sparse_backward_table,
+    "indexer": indexer_table,
+    "sparse decode": sparse_decode_table,
+    "sparse layer": sparse_layer_table,
+    "decode": decode_table,
+    "decode lengths": decode_lengths_table,
+    "latent cache": latent_cache_table,
+    "drawing": drawing_table,
+    "beside vllm": serving_table,
+    "traffic beside vllm": _of_serving("traffic.json", serving.traffic_table),
+    "parity mode beside default": _of_serving(
+        "serving-parity.json", serving.parity_table, serving.parity_traffic_table
+    ),
+}
