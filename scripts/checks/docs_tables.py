@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from checks.fuzz import tables as fuzz
+from checks.fuzz import results as fuzz
 from checks.tables import measured, options, performance, plot
 from console.parser import Parser
 from console.script import run_script

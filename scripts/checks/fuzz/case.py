@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import Draw
 from checks.fuzz.family import Family
-from checks.fuzz.launches import recorded_launches
 
 
 class CaseId(NamedTuple):
@@ -58,15 +63,6 @@ class Outcome(NamedTuple):
     launched: tuple[str, ...]
     seconds: float
     fatal: bool = False
-
-
-def poison_new_memory() -> None:
-    """From now on ``torch.empty`` is full of NaN, or the largest integer.
-
-    That is a side effect of deterministic algorithms, which are asked for, but not required.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run_case(
@@ -116,3 +112,28 @@ def _is_broken() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[Counter[str]]:
+    """Counts launches by ``module.function`` below ``absorbed_mla``, in this process."""
+    counts: Counter[str] = Counter()
+
+    def recording(method: Callable, function_of: Callable) -> Callable:
+        def recorded(self, *args, **kwargs):
+            function = function_of(self)
+            counts[f"{function.__module__.removeprefix('absorbed_mla.')}.{function.__name__}"] += 1
+            return method(self, *args, **kwargs)
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for cls, name, function_of in (
+            (JITFunction, "run", lambda kernel: kernel.fn),
+            (InterpretedFunction, "run", lambda kernel: kernel.fn),
+            # Of a kernel that the package has compiled once and launches again.
+            (CompiledKernel, "__getitem__", lambda kernel: kernel.src.fn.fn),
+        ):
+            method = recording(getattr(cls, name), function_of)
+            stack.enter_context(mock.patch.object(cls, name, method))
+        yield counts

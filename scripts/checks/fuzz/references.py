@@ -1,10 +1,11 @@
-"""Attention and products in fp64, each with the noise of ``compare.py``."""
+"""Attention, products and FP8 rows by PyTorch; what is rounded has the noise of ``compare.py``."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # The spacing of fp16 near 0, in which small probabilities and their gradients are rounded.
@@ -51,8 +52,8 @@ def attention(
     scores = _times(q, k.transpose(-1, -2)) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
     if not scores.shape[-1]:
-        scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
-        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        scores = F.pad(scores, (0, 1), value=-torch.inf)
+        v = F.pad(v, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
     probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     out = _times(probs, v)
@@ -69,14 +70,21 @@ class Gradients(NamedTuple):
     k: Exact
     v: Exact
 
+    def latent(self) -> Exact:
+        """Of a latent that is value, and the beginning of the key."""
+        width = self.v.value.shape[-1]
+        value, noise = (x.clone() for x in self.k)
+        value[..., :width] += self.v.value
+        noise[..., :width] = (noise[..., :width].square() + self.v.noise.square()).sqrt()
+        return Exact(value, noise)
+
 
 def attention_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attended: Attended,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
     scale: float,
     dtype: torch.dtype,
 ) -> Gradients:
@@ -87,12 +95,12 @@ def attention_gradients(
         k: As there.
         v: As there.
         attended: What it returned.
-        grad_out: fp64 [S_q, B, N, V].
-        grad_lse: fp64 [S_q, B, N], or None.
+        grads: Of the output [S_q, B, N, V], and of the LSE [S_q, B, N], or None.
         scale: As there.
         dtype: As there.
     """
     shared = k.shape[2] != q.shape[2]
+    grad_out, grad_lse = (x if x is None else x.double() for x in grads)
     q, k, v, grad_out = (x.permute(1, 2, 0, 3) for x in (q, k, v, grad_out))
     probs = attended.probs[..., : k.shape[2]]
     dp = _times(grad_out, v.transpose(-1, -2))
@@ -168,3 +176,35 @@ def rounded_sum(
     eps = fp32 if dtype is None else torch.finfo(dtype).eps
     in_fp32 = squares * (fp32 / eps * (4 + number**0.5)) ** 2
     return (in_fp32 + value.square()).sqrt()
+
+
+# Rows of a latent cache in FP8: C e4m3 values, fp32 scales of 128 of them, k_rope in bf16.
+_GROUP, _ALIGNED = 128, 16
+# The largest number of e4m3, and the least magnitude that a group's scale is computed for.
+_LARGEST, _LEAST = 448, 2.0**-100
+
+
+def fp8_parts(rows: Tensor, content: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values e4m3 [..., C], scales fp32 [..., C / 128] and k_rope bf16 of rows [..., C + R]."""
+    latent, k_rope = rows[..., :content].float(), rows[..., content:]
+    padded = F.pad(latent, (0, -content % _GROUP)).unflatten(-1, (-1, _GROUP))
+    scales = padded.abs().amax(-1).clamp(min=_LEAST) * (1 / _LARGEST)
+    values = (padded / scales[..., None]).clamp(-_LARGEST, _LARGEST)
+    values = values.flatten(-2)[..., :content].to(torch.float8_e4m3fn)
+    return values, scales, k_rope.bfloat16()
+
+
+def fp8_bytes(values: Tensor, scales: Tensor, k_rope: Tensor) -> Tensor:
+    """uint8 rows, whose bytes are a multiple of 16."""
+    parts = [x for x in (values, scales, k_rope) if x.shape[-1]]
+    # Not contiguous(), which leaves the strides of an empty tensor.
+    rows = [x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in parts]
+    rows = torch.cat(rows, -1)
+    return F.pad(rows, (0, -rows.shape[-1] % _ALIGNED), value=0xFF)
+
+
+def fp8_decoded(values: Tensor, scales: Tensor, k_rope: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., C + R] in ``dtype``, which the format is read in."""
+    spread = scales.repeat_interleave(_GROUP, -1)[..., : values.shape[-1]]
+    latent = (values.float() * spread).to(dtype)
+    return torch.cat((latent, k_rope.to(dtype)), -1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from checks.fuzz.case import CaseId, Outcome
-from checks.fuzz.family import Family
 from checks.fuzz.results import Results
 from checks.fuzz.worker import Batch, Started, work
 
@@ -21,38 +20,12 @@ _CASES = 16
 _MOST_SECONDS, _GRACE = 240.0, 20.0
 # What a configuration is expected to take, as long as it is not known.
 _EXPECTED = 8.0
+# Seconds between two reports of how far it is.
+_REPORT = 20.0
 # A process of its own has no CUDA context of its parent's.
 _START = "spawn"
 # Characters of a process's output that a report of its death quotes.
 _QUOTED = 1500
-
-
-@dataclass
-class _Schedule:
-    """Gives every family its share of the workers' time.
-
-    Attributes:
-        families: By name.
-        seed: Of all cases.
-        spent: Seconds, by family, those expected of batches under way included.
-        configurations: How many were given out, by family.
-    """
-
-    families: Mapping[str, Family]
-    seed: int
-    spent: dict[str, float] = field(default_factory=dict)
-    configurations: dict[str, int] = field(default_factory=dict)
-
-    def next(self, deadline: float) -> Batch:
-        """The next configuration of the family that has had the least."""
-        name = min(self.families, key=lambda n: self.spent.get(n, 0.0) / self.families[n].share)
-        number = self.configurations.get(name, 0)
-        self.configurations[name] = number + 1
-        self.add(name, _EXPECTED)
-        return Batch(name, CaseId(self.seed, number, 0), _CASES, deadline)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.spent[name] = self.spent.get(name, 0.0) + seconds
 
 
 class _Worker:
@@ -70,7 +43,7 @@ class _Worker:
         self.case: Started | None = None
         self.since = self.batch_since = time.monotonic()
 
-    def give(self, batch: Batch | None) -> None:
+    def give(self, batch: Batch) -> None:
         self.batch, self.batch_since = batch, time.monotonic()
         self.connection.send(batch)
 
@@ -85,31 +58,31 @@ class _Worker:
 
 
 class Runner:
-    """Runs cases of families until time is over.
+    """Runs cases until time is over; every family gets its share of the workers' time.
 
     Args:
-        families: By name.
         seed: Of all cases.
         seconds: How long cases may begin.
         jobs: Processes.
-        results: Gets what happens.
+        results: Gets what happens, and has the families.
         progress: Called now and then.
     """
 
     def __init__(
         self,
-        families: Mapping[str, Family],
         seed: int,
         seconds: float,
         jobs: int,
         results: Results,
         progress: Callable[[float], None],
     ) -> None:
-        self.schedule = _Schedule(families, seed)
+        self.seed, self.seconds, self.jobs = seed, seconds, jobs
         self.results, self.progress = results, progress
-        self.seconds, self.jobs = seconds, jobs
         self.deadline = time.monotonic() + seconds
         self.started = 0
+        # By family: seconds, those expected of batches under way included, and what was given out.
+        self.spent: Counter[str] = Counter()
+        self.configurations: Counter[str] = Counter()
 
     def run(self) -> None:
         """Until all processes have ended."""
@@ -126,6 +99,15 @@ class Runner:
         self.started += 1
         return _Worker(self.started, self.folder, 0.7 / self.jobs)
 
+    def _next(self) -> Batch:
+        """The next configuration of the family that has had the least."""
+        families = self.results.families
+        name = min(families, key=lambda n: self.spent[n] / families[n].share)
+        number = self.configurations[name]
+        self.configurations[name] += 1
+        self.spent[name] += _EXPECTED
+        return Batch(name, CaseId(self.seed, number, 0), _CASES, self.deadline)
+
     def _serve(self, workers: list[_Worker]) -> None:
         reported = time.monotonic()
         while workers:
@@ -139,7 +121,7 @@ class Runner:
             if now > self.deadline + _GRACE:
                 self.results.unfinished += sum(worker.case is not None for worker in workers)
                 return
-            if now - reported > 20:
+            if now - reported > _REPORT:
                 reported = now
                 self.progress(self.seconds - (self.deadline - now))
 
@@ -156,23 +138,18 @@ class Runner:
             assert worker.case is not None
             self.results.add(*worker.case, message)
             worker.case = None
-        else:
-            self._idle(worker, workers)
-
-    def _idle(self, worker: _Worker, workers: list[_Worker]) -> None:
-        """The worker has done its batch, or has just started."""
-        self._count(worker)
-        if time.monotonic() < self.deadline:
-            worker.give(self.schedule.next(self.deadline))
-            return
-        workers.remove(worker)
-        worker.end()
+        else:  # it has done its batch, or has just started
+            self._count(worker)
+            if time.monotonic() < self.deadline:
+                worker.give(self._next())
+            else:
+                workers.remove(worker)
+                worker.end()
 
     def _count(self, worker: _Worker) -> None:
         """Put the time that the batch took in the place of what was expected."""
         if worker.batch is not None:
-            seconds = time.monotonic() - worker.batch_since
-            self.schedule.add(worker.batch.family, seconds - _EXPECTED)
+            self.spent[worker.batch.family] += time.monotonic() - worker.batch_since - _EXPECTED
             worker.batch = None
 
     def _lost(self, worker: _Worker, workers: list[_Worker], what: str) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from checks.fuzz.case import CaseId, poison_new_memory, run_case
-from checks.fuzz.registry import all_families
+from checks.fuzz.case import CaseId, run_case
+from checks.fuzz.family import Family, all_families
 
 # Seconds for the cases behind the first one of a configuration, which compiles.
 _MOST_SECONDS = 12.0
@@ -57,7 +57,10 @@ def prepare_device(memory_share: float | None = None) -> torch.device:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and memory_share is not None:
         torch.cuda.set_per_process_memory_fraction(memory_share)
-    poison_new_memory()
+    # Then ``torch.empty`` is full of NaN, or the largest integer: a side effect of deterministic
+    # algorithms, which are asked for, but not required.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     return device
 
 
@@ -80,7 +83,7 @@ def work(connection: Connection, log: str, memory_share: float) -> None:
         connection.send(None)
 
 
-def _run_batch(batch: Batch, family, device: torch.device, connection: Connection) -> None:
+def _run_batch(batch: Batch, family: Family, device: torch.device, connection: Connection) -> None:
     failures, end = 0, batch.deadline
     for number in range(batch.first.number, batch.first.number + batch.cases):
         case = batch.first._replace(number=number)

@@ -11,7 +11,7 @@ scripts/checks/fuzz/compare.py
   fuzz_missing_infinities: wrong = torch.isfinite(actual) != finite -> wrong = ~finite & False
 scripts/checks/fuzz/families/cache.py
   fuzz_undeclared_kernel: ("kernels.paged.gather._gather_kernel",) -> ()
-scripts/checks/fuzz/families/choice.py
+scripts/checks/fuzz/families/experts.py
   fuzz_other_experts: unlike | twice | outside -> twice | outside
 scripts/checks/fuzz/families/sampling.py
   fuzz_edges_of_tokens: _EDGE * whole + 1 -> 0.9 * whole + 1

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.norms import expected_norm, expected_rotation
-from checks.fuzz.family import Family
-from checks.fuzz.fp8 import decoded, fp8_parts
+from checks.fuzz.families.rows import expected_norm, expected_rotation
+from checks.fuzz.family import Config, Family, below
+from checks.fuzz.references import fp8_decoded, fp8_parts
 
 
-class Fp8Config(NamedTuple):
-    """Widths of latent and k_rope, and the dtype of what is rounded or read."""
-
-    content: int
-    rope: int
-    dtype: torch.dtype
-
-
-def _fp8_config(draw: Draw) -> Fp8Config:
+def _fp8_config(draw: Draw) -> Config:
     content = draw.choice(4, 16, 64, 128, 132, 256, 512, 512, 4 * draw.integer(1, 160))
-    return Fp8Config(content, draw.choice(0, 1, 16, 24, 64, 64), draw.choice(BF16, FP16, FP32))
+    rope, dtype = draw.choice(0, 1, 16, 24, 64, 64), draw.choice(BF16, FP16, FP32)
+    return Config(content=content, rope=rope, dtype=dtype)
 
 
-def _fp8(config: Fp8Config, draw: Draw, compare: Comparison) -> None:
+def _fp8(config: Config, draw: Draw, compare: Comparison) -> None:
     """Bits of PyTorch's conversions; values half a step from two e4m3 numbers may be either."""
     from absorbed_mla.kernels.fp8_latents import decode, encode
 
-    content, rope, dtype = config
+    content, rope, dtype = config.content, config.rope, config.dtype
     tokens = draw.length(draw.limit(600, 40), 16)
     rows = draw.normal(tokens, content + rope, dtype=dtype, magnitude=draw.often(1.0, 1e-3, 100.0))
     rows[draw.uniform(tokens) < 0.1] = 0
@@ -50,24 +42,17 @@ def _fp8(config: Fp8Config, draw: Draw, compare: Comparison) -> None:
     compare.near("values", found.float(), rows[:, :content].double() / spread, step)
     read = torch.empty(tokens, content + rope, dtype=dtype, device=rows.device)
     decode(*made, read)
-    compare.same("read", read, decoded(found, made[1], k_rope, dtype))
+    compare.same("read", read, fp8_decoded(found, made[1], k_rope, dtype))
 
 
-class GatherConfig(NamedTuple):
-    """Width of a row and its dtype, and tokens of a block."""
-
-    width: int
-    dtype: torch.dtype
-    block_size: int
-
-
-def _gather_config(draw: Draw) -> GatherConfig:
+def _gather_config(draw: Draw) -> Config:
     width = draw.choice(1, 16, 80, 576, 576, 656, draw.integer(1, 700))
     dtype = draw.choice(BF16, FP32, torch.uint8)
-    return GatherConfig(width, dtype, draw.choice(1, 16, 64, 64, draw.integer(1, 130)))
+    block_size = draw.choice(1, 16, 64, 64, draw.integer(1, 130))
+    return Config(width=width, dtype=dtype, block_size=block_size)
 
 
-def _gather(config: GatherConfig, draw: Draw, compare: Comparison) -> None:
+def _gather(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.paged.gather import gather
 
     keys = draw.length(draw.limit(2000, 150), 64, config.block_size)
@@ -83,28 +68,17 @@ def _gather(config: GatherConfig, draw: Draw, compare: Comparison) -> None:
     compare.same("behind the keys", out[:, config.width :], torch.full_like(out[:, :3], 7))
 
 
-class LatentConfig(NamedTuple):
-    """Widths of query latents, latents and k_rope, and options of both norms."""
-
-    query: int
-    content: int
-    rope: int
-    dtype: torch.dtype
-    zero_centered: bool
-    writes: bool
-
-
-def _latent_config(draw: Draw) -> LatentConfig:
+def _latent_config(draw: Draw) -> Config:
+    """Widths of query latents, latents and k_rope; whether the latents are written to a cache."""
     most = draw.limit(2000, 80)
     query = min(most, draw.choice(1, 1536, 512, draw.integer(1, 2000)))
     content = min(most, draw.choice(512, 128, 64, draw.integer(1, 600)))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    return LatentConfig(
-        query, content, draw.choice(2, 8, 32, 64, 64), dtype, draw.flag(0.3), draw.flag()
-    )
+    dtype, rope = draw.choice(BF16, BF16, FP16, FP32), draw.choice(2, 8, 32, 64, 64)
+    options = {"zero_centered": draw.flag(0.3), "writes": draw.flag()}
+    return Config(query=query, content=content, rope=rope, dtype=dtype, **options)
 
 
-def _new_latents(config: LatentConfig, draw: Draw, compare: Comparison) -> None:
+def _new_latents(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.paged.new_latents import Normed, new_latents
 
     most, width = draw.limit(300, 9), config.content + config.rope
@@ -129,7 +103,7 @@ def _new_latents(config: LatentConfig, draw: Draw, compare: Comparison) -> None:
     )
     found = new_latents(*normed, cos, sin, config.zero_centered, slots)
     latent, k_rope = keys.split((config.content, config.rope), -1)
-    norm = partial(expected_norm, zero_centered=config.zero_centered, dtype=config.dtype)
+    norm = partial(expected_norm, zero_centered=config.zero_centered)
     compare.rows("query", found[0], *norm(query, weights[0], 1e-6), config.dtype)
     of_latent, of_rope = found[1].split((config.content, config.rope), -1)
     compare.rows("latent", of_latent, *norm(latent, weights[1], 1e-5), config.dtype)
@@ -140,36 +114,31 @@ def _new_latents(config: LatentConfig, draw: Draw, compare: Comparison) -> None:
         compare.same("cache", cache, wanted)
 
 
-class RopeConfig(NamedTuple):
-    """Widths of k_rope and of a whole key, and heads."""
-
-    rope: int
-    width: int
-    heads: int
-    dtype: torch.dtype
-
-
-def _rope_config(draw: Draw) -> RopeConfig:
+def _broadcast_config(draw: Draw) -> Config:
     rope = draw.choice(1, 16, 32, 64, 64, draw.integer(1, 130))
     width = rope + draw.choice(0, 128, draw.integer(0, 130))
-    return RopeConfig(rope, width, draw.integer(1, 130), draw.choice(BF16, FP16, FP32))
+    dtype = draw.choice(BF16, FP16, FP32)
+    return Config(rope=rope, width=width, heads=draw.integer(1, 130), dtype=dtype)
 
 
-def _broadcast(config: RopeConfig, draw: Draw, compare: Comparison) -> None:
+def _broadcast(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.broadcast_k_rope import broadcast_k_rope
 
-    rope, width, heads, dtype = config
-    k_rope = draw.normal(draw.length(draw.limit(300, 9), 16), rope, dtype=dtype)
-    keys = draw.normal(len(k_rope), heads, width, dtype=dtype)
+    k_rope = draw.normal(draw.length(draw.limit(300, 9), 16), config.rope, dtype=config.dtype)
+    keys = draw.normal(len(k_rope), config.heads, config.width, dtype=config.dtype)
     wanted = keys.clone()
-    wanted[..., width - rope :] = k_rope[:, None]
+    wanted[..., config.width - config.rope :] = k_rope[:, None]
     broadcast_k_rope(draw.amid_nan(k_rope), keys)
     compare.same("keys", keys, wanted)
 
 
-_FP8 = "kernels.fp8_latents"
 FAMILIES = (
-    Family("fp8-latents", (f"{_FP8}._encode_kernel", f"{_FP8}._decode_kernel"), _fp8_config, _fp8),
+    Family(
+        "fp8-latents",
+        below("kernels.fp8_latents", "_encode_kernel", "_decode_kernel"),
+        _fp8_config,
+        _fp8,
+    ),
     Family("gather", ("kernels.paged.gather._gather_kernel",), _gather_config, _gather, share=0.3),
     Family(
         "new-latents",
@@ -181,7 +150,7 @@ FAMILIES = (
     Family(
         "broadcast-k-rope",
         ("kernels.broadcast_k_rope._broadcast_kernel",),
-        _rope_config,
+        _broadcast_config,
         _broadcast,
         share=0.3,
     ),

@@ -1,7 +1,14 @@
-"""Experts: the order of tokens by expert, products of their rows, activation, sums."""
+"""Experts: the router's logits and choice, the order of tokens, their products and sums.
+
+Experts are compared as sets, token by token. Another set than the reference's is right only where
+rounding decides: where the last score that is chosen, or the last group's, and the first that is
+not differ by less than ``_TIE`` of the largest one. Equal logits are no such case: of equal scores
+the expert with the lower number comes first. Scores are compared for the kernel's own experts.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -9,26 +16,148 @@ from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family, below
 from checks.fuzz.references import product, rounded_sum
 
+_TIE = 1e-5
 _NUMBERS = 2**25
 
 
-class OrderConfig(NamedTuple):
+def _choice_config(draw: Draw) -> Config:
+    """Options of ``choose_experts``; ``size`` experts in a group, 0 parts: logits are whole."""
+    groups = draw.choice(None, 2, 3, 4, 8, draw.integer(2, 10))
+    most = draw.limit(512, 40)
+    size = draw.choice(1, 2, 4, 32, 16, 64, draw.integer(1, 60))
+    if groups is None:
+        size = min(most, draw.choice(8, 64, 160, 256, 384, 512, draw.integer(1, 512)))
+    else:
+        size = max(1, min(size, most // groups))
+    group_topk = None if groups is None else draw.integer(1, groups)
+    topk = draw.choice(1, 2, 4, 6, 8, 8, draw.integer(1, 12))
+    topk = min(topk, size * (group_topk or 1))
+    ranked_by = draw.choice(None, 1, 2, draw.integer(1, size)) if group_topk else None
+    if ranked_by is not None:
+        ranked_by = min(ranked_by, size)
+    elif group_topk:
+        topk = max(topk, group_topk)  # a group is ranked by one expert at least
+    most_parts = max(1, 2048 >> (size * (groups or 1) - 1).bit_length())
+    return Config(
+        groups=groups,
+        size=size,
+        group_topk=group_topk,
+        topk=topk,
+        group_score_topk=ranked_by,
+        softmax=draw.flag(),
+        normalize=draw.choice(None, False, True),
+        biased=draw.flag(),
+        parts=draw.choice(0, draw.integer(1, min(most_parts, 40))),
+        dtype=draw.choice(FP32, FP32, BF16, FP16),  # of whole logits; parts are fp32
+    )
+
+
+def _choose(config: Config, logits: Tensor, bias: Tensor | None, scale: float | None):
+    """The one place that calls the kernel."""
+    from absorbed_mla.kernels.moe.choice import choose_experts
+
+    names = "softmax", "groups", "group_topk", "normalize", "group_score_topk"
+    options = {name: getattr(config, name) for name in names}
+    return choose_experts(logits, config.topk, bias=bias, scale=scale, **options)
+
+
+class _Wanted(NamedTuple):
+    """Scores fp64 [T, E], the experts [T, K], and the tokens that rounding decides."""
+
+    scores: Tensor
+    experts: Tensor
+    tied: Tensor
+
+
+def _first(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The first ones of a stable sort, and whether the next one is near, but not equal."""
+    ordered = values.sort(dim=-1, descending=True, stable=True)
+    chosen = ordered.indices[..., :number]
+    if number == values.shape[-1]:
+        return chosen, torch.zeros_like(values[..., 0], dtype=torch.bool)
+    gap = ordered.values[..., number - 1] - ordered.values[..., number]
+    return chosen, (gap > 0) & (gap < _TIE * values.abs().nan_to_num(0, 0, 0).amax(-1))
+
+
+def _expected(config: Config, logits: Tensor, bias: Tensor | None) -> _Wanted:
+    logits = logits.double()
+    scores = logits.softmax(-1) if config.softmax else logits.sigmoid()
+    keys = scores if bias is None else scores + bias.double()
+    tied = torch.zeros_like(keys[..., 0], dtype=torch.bool)
+    if config.group_topk:
+        of_groups = keys.unflatten(-1, (config.groups, config.size))
+        ranked_by = config.group_score_topk or config.topk // config.group_topk
+        totals = of_groups.topk(ranked_by, -1).values.sum(-1)
+        groups, tied = _first(totals, config.group_topk)
+        # Sums of several scores may be equal, or not, by rounding.
+        if ranked_by > 1 and config.group_topk < config.groups:
+            ordered = totals.sort(-1, descending=True).values
+            gap = ordered[..., config.group_topk - 1] - ordered[..., config.group_topk]
+            tied = gap < _TIE * totals.abs().amax(-1)
+        allowed = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, groups, True)
+        keys = keys.masked_fill(~allowed.repeat_interleave(config.size, -1), -torch.inf)
+    experts, last_tied = _first(keys, config.topk)
+    return _Wanted(scores, experts, tied | last_tied)
+
+
+def _choice(config: Config, draw: Draw, compare: Comparison) -> None:
+    experts = config.size * (config.groups or 1)
+    tokens = draw.length(draw.limit(600, 12), 16, least=1)
+    magnitude = draw.often(1.0, 0.1, 5.0)
+    if config.parts:
+        logits = draw.normal(config.parts, tokens, experts, magnitude=magnitude)
+        logits = logits / config.parts**0.5
+        whole = logits.double().sum(0)
+    else:
+        logits = draw.normal(tokens, experts, dtype=config.dtype, magnitude=magnitude)
+        whole = logits
+    bias = draw.normal(experts, magnitude=0.1) if config.biased else None
+    scale = draw.choice(None, 2.5)
+    found, chosen = _choose(config, logits, bias, scale)
+    wanted = _expected(config, whole, bias)
+    ordered = chosen.sort(-1).values
+    unlike = (ordered != wanted.experts.sort(-1).values).any(-1) & ~wanted.tied
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    outside = ((chosen < 0) | (chosen >= experts)).any(-1)
+    compare.holds("experts", unlike | twice | outside, chosen, wanted.experts)
+    weights = wanted.scores.gather(-1, chosen)
+    megatrons = not config.softmax and config.topk > 1
+    if megatrons if config.normalize is None else config.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * (scale or 1.0)
+    # The score of a sum of parts is as exact as fp32's sum.
+    tolerance = torch.finfo(logits.dtype).eps * weights + 1e-5 * weights + 1e-7
+    compare.near("scores", found, weights, tolerance)
+
+
+def _logits_config(draw: Draw) -> Config:
+    most = draw.limit(8000, 600)
+    width = draw.choice(512, 2048, 7168, draw.length(8000, 256, 128, least=1))
+    experts = min(draw.choice(8, 64, 256, draw.integer(1, 300)), draw.limit(512, 40))
+    dtype = draw.choice(BF16, BF16, FP16, FP32)
+    return Config(width=min(width, most), experts=experts, dtype=dtype)
+
+
+def _logits(config: Config, draw: Draw, compare: Comparison) -> None:
+    from absorbed_mla.kernels.moe.logits import partial_logits
+
+    tokens = draw.length(draw.limit(512, 20), 16, 32, 64, 128)
+    x = draw.normal(tokens, config.width, dtype=config.dtype)
+    weight = draw.normal(config.experts, config.width, dtype=config.dtype)
+    found = partial_logits(draw.amid_nan(x), weight)
+    compare.rows("logits", found.double().sum(0), *product(x, weight.T), FP32)
+
+
+def _order_config(draw: Draw) -> Config:
     """Experts of a token, of this rank, and the first of them."""
-
-    topk: int
-    count: int
-    first: int
+    count, topk = draw.choice(1, 8, 64, 256, draw.integer(1, 300)), draw.integer(1, 10)
+    return Config(topk=topk, count=count, first=draw.choice(0, 0, draw.integer(1, 300)))
 
 
-def _order_config(draw: Draw) -> OrderConfig:
-    count = draw.choice(1, 8, 64, 256, draw.integer(1, 300))
-    return OrderConfig(draw.integer(1, 10), count, draw.choice(0, 0, draw.integer(1, 300)))
-
-
-def _order(config: OrderConfig, draw: Draw, compare: Comparison) -> None:
+def _order(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.moe.order import order_by_expert
 
     tokens = draw.length(draw.limit(9000, 120) // config.topk, 16, 64, least=1)
@@ -48,22 +177,14 @@ def _order(config: OrderConfig, draw: Draw, compare: Comparison) -> None:
     compare.same("ends", ends, counts.cumsum(0).int())
 
 
-class SumConfig(NamedTuple):
-    """Width of a row, experts of a token, and how sums are rounded."""
-
-    width: int
-    topk: int
-    one_by_one: bool
-    dtype: torch.dtype
-
-
-def _sum_config(draw: Draw) -> SumConfig:
+def _sum_config(draw: Draw) -> Config:
     width = draw.choice(1, 512, 7168, draw.length(draw.limit(4000, 90), 1024, 64, least=1))
-    width = min(width, draw.limit(8000, 90))
-    return SumConfig(width, draw.integer(1, 10), draw.flag(), draw.choice(BF16, FP16, FP32))
+    width, topk = min(width, draw.limit(8000, 90)), draw.integer(1, 10)
+    dtype = draw.choice(BF16, FP16, FP32)
+    return Config(width=width, topk=topk, one_by_one=draw.flag(), dtype=dtype)
 
 
-def _sums(config: SumConfig, draw: Draw, compare: Comparison) -> None:
+def _sums(config: Config, draw: Draw, compare: Comparison) -> None:
     """In the order of the choices, rounded once; or of the rows, rounded after each."""
     from absorbed_mla.kernels.moe.sums import summed
 
@@ -88,24 +209,14 @@ def _sums(config: SumConfig, draw: Draw, compare: Comparison) -> None:
     compare.rows("sums", found, value, rounded_sum(value, squares, 1, config.dtype), config.dtype)
 
 
-class GateConfig(NamedTuple):
-    """Width of the gate, and how its products are rounded."""
-
-    width: int
-    rounds_each_step: bool
-    routed: bool
-    dtype: torch.dtype
-    probs: torch.dtype
-
-
-def _gate_config(draw: Draw) -> GateConfig:
+def _gate_config(draw: Draw) -> Config:
     width = draw.choice(1, 2048, 1536, draw.length(draw.limit(4000, 90), 1024, 2048, least=1))
-    width = min(width, draw.limit(5000, 90))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    return GateConfig(width, draw.flag(), draw.flag(0.7), dtype, draw.choice(FP32, dtype))
+    width, dtype = min(width, draw.limit(5000, 90)), draw.choice(BF16, BF16, FP16, FP32)
+    options = {"rounds_each_step": draw.flag(), "routed": draw.flag(0.7)}
+    return Config(width=width, dtype=dtype, probs=draw.choice(FP32, dtype), **options)
 
 
-def _gate(config: GateConfig, draw: Draw, compare: Comparison) -> None:
+def _gate(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
     tokens, topk = draw.length(draw.limit(200, 8), 16), draw.integer(1, 8)
@@ -127,74 +238,64 @@ def _gate(config: GateConfig, draw: Draw, compare: Comparison) -> None:
     compare.rows("rows", found[:last], wanted, wanted.abs() * roundings, config.dtype)
 
 
-class ProductConfig(NamedTuple):
-    """Experts, columns and summands of a product, and whether rows are taken from others."""
-
-    experts: int
-    columns: int
-    summands: int
-    taken: bool
-    dtype: torch.dtype
-
-
-def _product_config(draw: Draw) -> ProductConfig:
+def _product_config(draw: Draw) -> Config:
+    """Sizes of an expert's product, and whether its rows are taken from others."""
     most = draw.limit(4096, 90)
     columns = draw.choice(64, 512, 2048, draw.length(2048, 64, 128, least=1))
     summands = draw.choice(64, 512, 2048, 4096, draw.length(4500, 64, 128, 2048, least=1))
-    experts = draw.choice(1, 3, 8, 16, draw.integer(1, 40))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
     columns, summands = min(columns, most), min(summands, most)
+    experts = draw.choice(1, 3, 8, 16, draw.integer(1, 40))
     experts = max(1, min(experts, _NUMBERS // (columns * summands), draw.limit(64, 4)))
-    return ProductConfig(experts, columns, summands, draw.flag(), dtype)
+    sizes = {"experts": experts, "columns": columns, "summands": summands}
+    return Config(**sizes, taken=draw.flag(), dtype=draw.choice(BF16, BF16, FP16, FP32))
 
 
 class _Rows(NamedTuple):
-    """What a grouped product is called with, and rows with their weights for the reference."""
+    """What a grouped product is called with, and rows and their ends for the reference."""
 
     x: Tensor
     weights: Tensor
     ends: Tensor
     tokens: Tensor | None
     rows: Tensor
-    ends_list: list[int]
+    bounds: list[int]
 
 
-def _draw_rows(config: ProductConfig, draw: Draw) -> _Rows:
+def _draw_rows(config: Config, draw: Draw) -> _Rows:
     most = draw.limit(300, 12)
     lengths = [draw.choice(0, draw.length(most, 16, 64), 1) for _ in range(config.experts)]
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    count = ends[-1] + draw.choice(0, draw.integer(0, 5))
+    bounds = list(accumulate(lengths, initial=0))
+    ends = draw.integer_tensor(bounds[1:])
+    count = bounds[-1] + draw.choice(0, draw.integer(0, 5))
     weights = draw.normal(config.experts, config.columns, config.summands, dtype=config.dtype)
     if config.taken:
         source = draw.normal(max(1, count // 2), config.summands, dtype=config.dtype)
         tokens = draw.integers(len(source), count)
-        return _Rows(source, weights, draw.integer_tensor(ends), tokens, source[tokens], ends)
+        return _Rows(source, weights, ends, tokens, source[tokens], bounds)
     rows = draw.normal(count, config.summands, dtype=config.dtype)
-    return _Rows(rows, weights, draw.integer_tensor(ends), None, rows, ends)
+    return _Rows(rows, weights, ends, None, rows, bounds)
 
 
-def _compare_products(config, found: Tensor, drawn: _Rows, compare: Comparison) -> None:
-    for expert, (begin, end) in enumerate(zip([0, *drawn.ends_list], drawn.ends_list)):
-        if begin == end:
-            continue
-        exact = product(drawn.rows[begin:end], drawn.weights[expert].T, config.dtype)
-        compare.rows(f"rows of expert {expert}", found[begin:end], *exact, config.dtype)
-    compare.same("shape", torch.tensor(found.shape), torch.tensor(
-        [len(drawn.rows), config.columns]
-    ))  # fmt: skip
+def _compare_products(config: Config, found: Tensor, drawn: _Rows, compare: Comparison) -> None:
+    for expert, (begin, end) in enumerate(pairwise(drawn.bounds)):
+        if begin < end:
+            exact = product(drawn.rows[begin:end], drawn.weights[expert].T, config.dtype)
+            compare.rows(f"rows of expert {expert}", found[begin:end], *exact, config.dtype)
+    shape = len(drawn.rows), config.columns
+    compare.same("shape", torch.tensor(found.shape), torch.tensor(shape))
 
 
-def _few_rows(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
+def _few_rows(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
 
     drawn = _draw_rows(config, draw)
     if not len(drawn.rows):
-        drawn = _draw_rows(config._replace(experts=1), draw)
+        drawn = _draw_rows(config.but(experts=1), draw)
     found = few_rows_product(*drawn[:4])
     _compare_products(config, found, drawn, compare)
 
 
-def _grouped(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
+def _grouped(config: Config, draw: Draw, compare: Comparison) -> None:
     """Also, an expert's rows get the bits of a matrix product of their own."""
     from absorbed_mla.kernels.invariant.grouped_product import grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
@@ -203,29 +304,30 @@ def _grouped(config: ProductConfig, draw: Draw, compare: Comparison) -> None:
     found = grouped_product(*drawn[:4])
     _compare_products(config, found, drawn, compare)
     expert = draw.integer(0, config.experts - 1)
-    begin, end = [0, *drawn.ends_list][expert : expert + 2]
-    alone = matrix_product(drawn.rows[begin:end], drawn.weights[expert].T)
-    compare.same("rows of an expert alone", found[begin:end], alone)
+    own = slice(*drawn.bounds[expert : expert + 2])
+    alone = matrix_product(drawn.rows[own], drawn.weights[expert].T)
+    compare.same("rows of an expert alone", found[own], alone)
 
 
-_EXPERTS = "kernels.moe"
-_INVARIANT = "kernels.invariant"
+_MOE = "kernels.moe"
 FAMILIES = (
-    Family("expert-order", (f"{_EXPERTS}.order._order_kernel",), _order_config, _order, share=0.5),
-    Family("expert-sums", (f"{_EXPERTS}.sums._sums_kernel",), _sum_config, _sums, share=0.5),
-    Family("swiglu", (f"{_EXPERTS}.swiglu._swiglu_kernel",), _gate_config, _gate, share=0.5),
     Family(
-        "few-rows-product",
-        (f"{_EXPERTS}.skinny_gemm._few_rows_kernel",),
-        _product_config,
-        _few_rows,
+        "choose-experts", (f"{_MOE}.choice._choice_kernel",), _choice_config, _choice, share=1.5
+    ),
+    Family("router-logits", (f"{_MOE}.logits._logits_kernel",), _logits_config, _logits),
+    Family("expert-order", (f"{_MOE}.order._order_kernel",), _order_config, _order, share=0.5),
+    Family("expert-sums", (f"{_MOE}.sums._sums_kernel",), _sum_config, _sums, share=0.5),
+    Family("swiglu", (f"{_MOE}.swiglu._swiglu_kernel",), _gate_config, _gate, share=0.5),
+    Family(
+        "few-rows-product", (f"{_MOE}.skinny_gemm._few_rows_kernel",), _product_config, _few_rows
     ),
     Family(
         "grouped-product",
-        (
-            f"{_INVARIANT}.grouped_product._grouped_kernel",
-            f"{_INVARIANT}.matrix_product._product_kernel",
-            f"{_INVARIANT}.matrix_product._add_kernel",
+        below(
+            "kernels.invariant",
+            "grouped_product._grouped_kernel",
+            "matrix_product._product_kernel",
+            "matrix_product._add_kernel",
         ),
         _product_config,
         _grouped,

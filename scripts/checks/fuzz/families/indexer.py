@@ -1,47 +1,26 @@
-"""DSA's indexer: scores, also over a cache, and their gradients."""
+"""DSA's indexer: scores, also over a cache, their gradients, and the choice of the best keys."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.paged import Config as PagedConfig
 from checks.fuzz.families.paged import Requests, draw_cache, draw_requests
-from checks.fuzz.families.sparse import draw_chosen
-from checks.fuzz.family import Family
+from checks.fuzz.families.sparse import SUMS, draw_chosen
+from checks.fuzz.family import Config, Family, below
 from checks.fuzz.references import rounded_sum
 
 _NUMBERS = 2**23
 _E4M3 = torch.float8_e4m3fn
 
 
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        width: Di.
-        heads: Hi.
-        dtype: Of queries and keys; of queries in FP8, that of keys.
-        relu: Whether products pass a ReLU.
-        fp8: Whether queries are in e4m3, and keys are rounded to it.
-        block_size: Tokens of a block of a cache.
-        deterministic: Whether gradients of keys are added in a fixed order.
-    """
-
-    width: int
-    heads: int
-    dtype: torch.dtype
-    relu: bool
-    fp8: bool
-    block_size: int
-    deterministic: bool
-
-
 def _config(draw: Draw) -> Config:
+    """In FP8 queries are e4m3, and keys, of ``dtype``, are rounded to it."""
     gpu = draw.device.type == "cuda"
     fp8 = draw.flag(0.3)
     width = draw.choice(32, 64, 128, 128, 256) if fp8 else draw.choice(16, 32, 64, 128, 128, 256)
@@ -52,11 +31,12 @@ def _config(draw: Draw) -> Config:
     if not gpu:
         width, heads = min(width, 32), min(heads, 5)
     block_size = draw.choice(1, 16, 64, 64, draw.integer(1, 100))
-    return Config(width, heads, dtype, draw.flag(0.7), fp8, block_size, draw.flag())
+    sizes = {"width": width, "heads": heads, "dtype": dtype, "block_size": block_size}
+    return Config(**sizes, relu=draw.flag(0.7), fp8=fp8, deterministic=draw.flag())
 
 
 def _plain_config(draw: Draw) -> Config:
-    return _config(draw)._replace(fp8=False)
+    return _config(draw).but(fp8=False)
 
 
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,9 +133,10 @@ def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of new tokens and the keys in the blocks of their requests."""
     from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
 
-    requests, paged = draw_requests(draw, config.heads, draw.limit(3000, 40)), _paged(config)
+    requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
     tokens = requests.tokens
-    cached = draw_cache(paged, draw, requests.keys)
+    # A cache of index keys is one of latents without k_rope.
+    cached = draw_cache(config.but(content=config.width, rope=0, fp8=False), draw, requests.keys)
     query = draw.normal(tokens, config.heads, config.width, dtype=config.dtype)
     weights = draw.normal(tokens, config.heads)
     lists = requests.starts, requests.queries, requests.keys
@@ -179,12 +160,6 @@ def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
         _compare_scores(f"scores of request {row}", config, part, vectors, seen, compare)
 
 
-def _paged(config: Config) -> PagedConfig:
-    """A cache of index keys is one of latents without k_rope."""
-    sizes = config.width, 0, config.heads, config.dtype, config.block_size
-    return PagedConfig(*sizes, fp8=False, invariant=False)
-
-
 def _located(requests: Requests, device: torch.device) -> Tensor:
     """Row, keys that are seen and end of the row of each token, int32 [3, T]; -1 for none."""
     rows = torch.full((3, requests.tokens), -1, dtype=torch.int32, device=device)
@@ -196,9 +171,23 @@ def _located(requests: Requests, device: torch.device) -> Tensor:
     return rows
 
 
-def _quarters(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Multiples of 1/4 up to 2, of which products of rows are exact: a ReLU's side is no matter."""
-    return ((draw.integers(17, *shape) - 8) / 4).to(dtype)
+def _quarters(
+    config: Config, draw: Draw, queries: int, keys: int, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and weights; multiples of 1/4 up to 2, of which products of rows are exact.
+
+    So a ReLU's side is no matter of rounding.
+    """
+    shapes = (queries, batch, config.heads, config.width), (keys, batch, config.width)
+    query, key = (((draw.integers(17, *shape) - 8) / 4).to(config.dtype) for shape in shapes)
+    return query, key, draw.normal(queries, batch, config.heads)
+
+
+def _made(query: Tensor, weights: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients that a kernel adds to, and what that of the keys had before."""
+    kept = torch.float32 if query.dtype != BF16 else BF16
+    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    return made, before
 
 
 def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
@@ -209,9 +198,7 @@ def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
     keys = draw.length(draw.limit(1500, 60), 64, topk, least=1)
     most = _NUMBERS // (config.heads * batch * max(keys, topk))
     queries = draw.length(max(1, min(most, draw.limit(300, 6))), 16)
-    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
-    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
-    weights, chosen = draw.normal(queries, batch, config.heads), None
+    query, key, weights = _quarters(config, draw, queries, keys, batch)
     chosen = draw_chosen(draw, queries, batch, keys, topk)
     place, there = chosen.transpose(0, 1), (chosen >= 0).transpose(0, 1)
     index = place.clamp(min=0).long()
@@ -223,9 +210,7 @@ def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
         "scores", found.where(there, 0.0)[..., None], value[..., None], noise[..., None], FP32
     )
     grad = draw.normal(batch, queries, topk).where(there, 0.0)
-    kept = torch.float32 if config.dtype != BF16 else BF16
-    before = draw.normal(keys, batch, config.width)
-    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    made, before = _made(query, weights, draw.normal(keys, batch, config.width))
     add_chosen_gradient(made, grad, *given, config.relu, config.deterministic)
     wide = torch.zeros(batch, queries, keys, dtype=torch.float64, device=key.device)
     wide.scatter_add_(-1, index, grad.double())
@@ -239,15 +224,11 @@ def _visible(config: Config, draw: Draw, compare: Comparison) -> None:
     batch, keys = draw.choice(1, 1, 2), draw.length(draw.limit(1000, 70), 64, least=1)
     most = _NUMBERS // (config.heads * batch * keys)
     queries = draw.length(max(1, min(most, draw.limit(300, 20))), 64, least=1)
-    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
-    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
-    weights = draw.normal(queries, batch, config.heads)
+    query, key, weights = _quarters(config, draw, queries, keys, batch)
     offset = draw.choice(None, 0, keys - queries, draw.integer(-queries, keys))
     grad = draw.normal(batch, queries, keys)
     grad = grad if offset is None else grad.tril(offset)
-    kept = torch.float32 if config.dtype != BF16 else BF16
-    before = draw.normal(keys, batch, config.width)
-    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    made, before = _made(query, weights, draw.normal(keys, batch, config.width))
     given = draw.amid_nan(query), draw.amid_nan(key), weights
     add_visible_gradient(made, grad, *given, offset, config.relu)
     vectors = _vectors(config, query, key, weights)
@@ -285,22 +266,76 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
     compare.rows("dweights", made[2], *(x.permute(2, 0, 1) for x in (dw, dw_noise)), FP32)
 
 
+def _select_config(draw: Draw) -> Config:
+    """``counted``: rows have lengths of their own."""
+    topk = draw.choice(1, 64, 512, 2048, 2048, 4096, 8192, draw.length(4096, 64, least=1))
+    return Config(topk=min(topk, draw.limit(8192, 40)), counted=draw.flag())
+
+
+def _select(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Exactly the first keys of a stable sort, for scores with ties, infinities, NaN and -0."""
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    batch = 1 if config.counted else draw.choice(1, 1, 2)
+    most = draw.limit(40000, 300)
+    keys = draw.length(most, config.topk, 4096, 1024)
+    queries = draw.length(max(1, min(draw.limit(300, 6), 2**22 // max(keys, 1))), 132, 16)
+    scores = draw.normal(batch, queries, keys, magnitude=draw.often(1.0, 1e-3, 1e30))
+    kind = draw.choice("any", "ties", "few values", "equal", "special")
+    if kind == "ties":
+        scores = (scores * 8).round() / 8
+    elif kind == "few values":
+        scores = scores.sign()
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    elif kind == "special":
+        for value, share in ((torch.nan, 0.02), (torch.inf, 0.02), (-torch.inf, 0.2), (-0.0, 0.1)):
+            scores[draw.uniform(*scores.shape) < share] = value
+    padded = torch.full((batch, queries, keys + 5), torch.nan, device=scores.device)
+    padded[..., :keys] = scores
+    key_start, offset, seen = draw.integer(0, 100), None, None
+    count = torch.full((queries,), keys, device=scores.device)
+    if config.counted:
+        key_start, seen = 0, draw.integers(keys + 1, queries, dtype=torch.int32)
+        count = seen
+    elif draw.flag():
+        offset = draw.choice(0, keys - queries, draw.integer(-queries, keys))
+        count = (torch.arange(queries, device=scores.device) + offset + 1).clamp(0, keys)
+    found = radix_select(padded[..., :keys], config.topk, key_start, offset, seen=seen)
+    compare.same("keys", found, _best(scores, count, config.topk, key_start).int())
+
+
+def _best(scores: Tensor, count: Tensor, topk: int, key_start: int) -> Tensor:
+    """[Q, B, topk], ascending, then -1."""
+    keys = scores.shape[-1]
+    place = torch.arange(keys, device=scores.device)
+    seen = place < count[:, None]
+    wide = scores.double().nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0
+    # What is not seen comes behind the lowest score.
+    order = wide.where(seen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # Of scores of -inf the seen ones come first: they have lower numbers.
+    order = order[..., :topk]
+    chosen = order.where(torch.arange(order.shape[-1], device=place.device) < count[:, None], keys)
+    chosen = F.pad(chosen, (0, topk - chosen.shape[-1]), value=keys)
+    chosen = chosen.sort(-1).values
+    return (chosen + key_start).where(chosen < keys, -1).transpose(0, 1)
+
+
 _DSA = "kernels.dsa"
-_CACHE = f"{_DSA}.cached_scores"
-_SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
 FAMILIES = (
     Family("index-scores", (f"{_DSA}.index_scores._scores_kernel",), _config, _scores),
     Family(
         "index-scores-cached",
-        tuple(f"{_CACHE}._{name}_kernel" for name in ("locate", "token", "tile")),
+        below(f"{_DSA}.cached_scores", "_locate_kernel", "_token_kernel", "_tile_kernel"),
         _config,
         _cached,
     ),
     Family(
         "index-chosen",
-        (f"{_DSA}.index_chosen._chosen_kernel", f"{_DSA}.key_lists._count_kernel", *_SUMS),
+        below(_DSA, "index_chosen._chosen_kernel", "key_lists._count_kernel") + SUMS,
         _plain_config,
         _chosen,
     ),
     Family("index-gradient", (f"{_DSA}.index_gradient._gradient_kernel",), _plain_config, _visible),
+    Family("select-keys", (f"{_DSA}.radix_select._select_kernel",), _select_config, _select),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -14,7 +13,7 @@ from absorbed_mla.core_attention.max_logits_search import query_tile_table
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family, below
 from checks.fuzz.references import attention, attention_gradients
 from checks.fuzz.spans import draw_spans, hide_unseen, visible
 
@@ -22,28 +21,10 @@ _PAIRS = 2**22
 _TILE = 128
 
 
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        width: Of queries and keys.
-        values: Width of the values.
-        heads: N.
-        dtype: Of the operands.
-        record: Whether the largest scores are recorded.
-    """
-
-    width: int
-    values: int
-    heads: int
-    dtype: torch.dtype
-    record: bool
-
-
 def _config(draw: Draw, *widths: int) -> Config:
     values, heads = draw.choice(64, 128), draw.choice(1, 2, 3, 5, 8, 16, draw.integer(1, 40))
-    dtype = draw.choice(BF16, BF16, FP16)
-    return Config(draw.choice(*widths), values, heads, dtype, draw.flag(0.3))
+    sizes = {"width": draw.choice(*widths), "values": values, "heads": heads}
+    return Config(**sizes, dtype=draw.choice(BF16, BF16, FP16), record=draw.flag(0.3))
 
 
 def _operands(config: Config, draw: Draw):
@@ -86,33 +67,24 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     given = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
     tables = key_tile_table(spans, _TILE, len(k), k.device)
     found = operators.multi_head_attention_backward(*given, out, lse, *hidden, *tables, scale)
-    grads = [x if x is None else x.double() for x in (grad, grad_lse)]
-    wanted = attention_gradients(*exact, attended, *grads, scale, config.dtype)
+    wanted = attention_gradients(*exact, attended, (grad, grad_lse), scale, config.dtype)
     for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
         compare.rows(name, result, *each, config.dtype)
 
 
-class SearchConfig(NamedTuple):
-    """Of the search: any widths."""
-
-    width: int
-    heads: int
-    dtype: torch.dtype
-
-
-def _search_config(draw: Draw) -> SearchConfig:
+def _search_config(draw: Draw) -> Config:
     most = draw.limit(256, 48)
     width = min(most, draw.choice(16, 24, 64, 96, 128, 192, 192, 256, draw.integer(1, 256)))
-    return SearchConfig(width, draw.integer(1, draw.limit(20, 3)), draw.choice(BF16, FP16))
+    heads, dtype = draw.integer(1, draw.limit(20, 3)), draw.choice(BF16, FP16)
+    return Config(width=width, values=16, heads=heads, dtype=dtype)
 
 
-def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
+def _search(config: Config, draw: Draw, compare: Comparison) -> None:
     """Exact above the threshold; elsewhere a bound that is not above it, or what was there."""
     # Loaded where it runs: it imports Triton.
     from absorbed_mla.kernels.max_logits import QUERIES, largest_scores
 
-    multi_head = Config(config.width, 16, config.heads, config.dtype, False)
-    spans, (q, k, _), (given_q, given_k, _) = _operands(multi_head, draw)
+    spans, (q, k, _), (given_q, given_k, _) = _operands(config, draw)
     scale = draw.often(1.0, 0.3) * config.width**-0.5
     seen = visible(spans, len(q), len(k), q.device)
     operands = q.double(), k.double(), k.double()
@@ -135,15 +107,16 @@ def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
 
 
 _HOPPER = "kernels.hopper"
-_FORWARD = (f"{_HOPPER}.multi_head_kernel.attend_multi_head",)
+_FORWARD = f"{_HOPPER}.multi_head_kernel.attend_multi_head"
 FAMILIES = (
     Family(
         "expanded-hopper",
         (
-            *_FORWARD,
+            _FORWARD,
             f"{_HOPPER}.multi_head_backward_kernel.attend_multi_head_backward",
-            f"{_HOPPER}.multi_head_backward_rows._starts_kernel",
-            f"{_HOPPER}.multi_head_backward_rows._query_gradient_kernel",
+            *below(
+                f"{_HOPPER}.multi_head_backward_rows", "_starts_kernel", "_query_gradient_kernel"
+            ),
         ),
         lambda draw: _config(draw, 96, 128, 192, 192),
         partial(_run, backward=True),
@@ -152,7 +125,7 @@ FAMILIES = (
     ),
     Family(
         "expanded-hopper-forward",
-        _FORWARD,
+        (_FORWARD,),
         lambda draw: _config(draw, 64),
         partial(_run, backward=False),
         hopper=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,10 +14,8 @@ from absorbed_mla.kernels import operators
 from absorbed_mla.kernels.paged.call import PagedCall
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.latent import draw_heads
-from checks.fuzz.family import Family
-from checks.fuzz.fp8 import decoded, fp8_bytes, fp8_parts
-from checks.fuzz.references import attention
+from checks.fuzz.family import Config, Family, below
+from checks.fuzz.references import attention, fp8_bytes, fp8_decoded, fp8_parts
 
 # Pairs of a new token and a key, times heads.
 _PAIRS = 2**22
@@ -24,28 +23,6 @@ _PAIRS = 2**22
 _KEYS = 60_000
 # A block that there is not, where the table of blocks is not to be read.
 _NO_BLOCK = 2**31 - 648
-
-
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        content: C.
-        rope: R.
-        heads: N.
-        dtype: Of the queries.
-        block_size: Tokens of a block of the cache.
-        fp8: Whether the cache has FP8 rows.
-        invariant: Whether a token's bits must not depend on the tokens beside it.
-    """
-
-    content: int
-    rope: int
-    heads: int
-    dtype: torch.dtype
-    block_size: int
-    fp8: bool
-    invariant: bool
 
 
 class Requests(NamedTuple):
@@ -57,16 +34,26 @@ class Requests(NamedTuple):
     tokens: int
 
 
+def draw_heads(draw: Draw) -> int:
+    """Any number up to 130, odd ones and powers of two often."""
+    most = draw.limit(130, 6)
+    if draw.flag():
+        return min(most, 2 ** draw.integer(0, 7))
+    return draw.integer(1, most)
+
+
 def _triton_config(draw: Draw) -> Config:
     gpu, fp8 = draw.device.type == "cuda", draw.flag()
     content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else draw.choice(16, 32)
     rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
     dtype = draw.choice(BF16, BF16, FP16) if fp8 or content > 128 else draw.choice(BF16, FP16, FP32)
     block_size = draw.choice(1, 7, 16, 64, 64, 256, draw.integer(1, 100))
-    return Config(content, rope, draw_heads(draw), dtype, block_size, fp8, draw.flag(0.3))
+    options = {"block_size": block_size, "fp8": fp8, "invariant": draw.flag(0.3)}
+    return Config(content=content, rope=rope, heads=draw_heads(draw), dtype=dtype, **options)
 
 
 def _hopper_config(draw: Draw, *, fp8: bool, invariant: bool) -> Config:
+    """Of a cache with FP8 rows or not; a token's bits may not depend on those beside it, or may."""
     content, rope = draw.choice(128, 256, 512, 512), draw.choice(32, 64, 64)
     heads = draw_heads(draw)
     if fp8 and not invariant and draw.flag():
@@ -74,8 +61,9 @@ def _hopper_config(draw: Draw, *, fp8: bool, invariant: bool) -> Config:
     block_size = 16 * draw.choice(1, 2, 3, 4, 4, 4, 8, 16)
     if fp8 and draw.flag(0.3):
         block_size = draw.choice(1, 7, 48, 65, draw.integer(1, 100))
+    sizes = {"content": content, "rope": rope, "heads": heads, "block_size": block_size}
     dtype = draw.choice(BF16, BF16, FP16)
-    return Config(content, rope, heads, dtype, block_size, fp8, invariant)
+    return Config(**sizes, dtype=dtype, fp8=fp8, invariant=invariant)
 
 
 def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
@@ -117,7 +105,7 @@ def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
     rows = draw.normal(sum(held), width, dtype=config.dtype)
     if config.fp8:
         parts = fp8_parts(rows, config.content)
-        rows, stored = decoded(*parts, config.dtype), fp8_bytes(*parts)
+        rows, stored = fp8_decoded(*parts, config.dtype), fp8_bytes(*parts)
     else:
         stored = rows
     nothing = 0xFF if config.fp8 else torch.nan
@@ -140,57 +128,69 @@ def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
     return Cached(cache, table, keys)
 
 
-def _expected(config, q, cached: Cached, requests: Requests, scale, window):
-    """Output with its noise, and LSE, of every token; nothing for those in no request."""
-    first, end = window
+def expected(
+    config: Config, q: Tensor, cached: Cached, requests: Requests, scale: float, seen_by: Callable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output with its noise, and LSE, of every token; nothing for those in no request.
+
+    Args:
+        config: The configuration.
+        q: Queries of all tokens.
+        cached: With the requests' keys.
+        requests: Whose new tokens the queries are.
+        scale: Multiplies the scores.
+        seen_by: Of the request's number, a slice of its tokens and its keys: who sees whom, bool.
+    """
     out = torch.zeros(*q.shape[:2], config.content, dtype=torch.float64, device=q.device)
-    noise = torch.zeros_like(out)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-    for keys, length, count, start in zip(
-        cached.keys, requests.keys, requests.queries, requests.starts
+    noise, lse = torch.zeros_like(out), torch.full_like(out[..., 0], -torch.inf)
+    for number, (keys, count, start) in enumerate(
+        zip(cached.keys, requests.queries, requests.starts)
     ):
         if not count:
             continue
-        k = keys.double()[:, None, None]
-        place = torch.arange(len(keys), device=q.device)[None, :] + first
-        last = length - count + torch.arange(count, device=q.device)[:, None]
-        seen = place <= last
-        if end is not None:
-            seen &= place < end
-        own = slice(start, start + count)
+        own, k = slice(start, start + count), keys.double()[:, None, None]
         operands = q[own].double()[:, None], k, k[..., : config.content]
-        found = attention(*operands, scale, seen, config.dtype)
+        found = attention(*operands, scale, seen_by(number, own, keys), config.dtype)
         out[own], noise[own] = (x[:, 0] for x in found.out)
         lse[own] = found.lse[:, 0]
     return out, noise, lse
 
 
+def draw_queries(config: Config, draw: Draw, requests: Requests) -> tuple[Tensor, float]:
+    """Queries of all tokens, and what multiplies the scores."""
+    width, magnitude = config.content + config.rope, draw.often(1.0, 2.0, 4.0)
+    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+    return q, draw.often(1.0, 0.3) * width**-0.5
+
+
 def _run(
     kernel: str, config: Config, draw: Draw, compare: Comparison, *, long: bool = False
 ) -> None:
-    content, width = config.content, config.content + config.rope
     requests = draw_requests(draw, config.heads, draw.limit(9000 if long else 3000, 40))
-    window = (0, None)
+    first, end = 0, None
     if not config.invariant and draw.flag(0.2):
         first = draw.integer(0, max(requests.keys, default=0))
-        window = first, draw.choice(None, first + draw.integer(0, 500))
-    held = [
-        max(0, min(length, length if window[1] is None else window[1]) - window[0])
-        for length in requests.keys
-    ]
+        end = draw.choice(None, first + draw.integer(0, 500))
+    ends = [length if end is None else min(length, end) for length in requests.keys]
+    held = [max(0, length - first) for length in ends]
     cached = draw_cache(config, draw, held)
-    magnitude = draw.often(1.0, 2.0, 4.0)
-    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+    q, scale = draw_queries(config, draw, requests)
+
+    def seen(number: int, own: slice, keys: Tensor) -> Tensor:
+        place = torch.arange(len(keys), device=q.device)[None, :] + first
+        count = own.stop - own.start
+        last = requests.keys[number] - count + torch.arange(count, device=q.device)[:, None]
+        return (place <= last) if end is None else (place <= last) & (place < end)
+
     in_none = torch.ones(len(q), dtype=torch.bool, device=q.device)
     for start, count in zip(requests.starts, requests.queries):
         in_none[start : start + count] = False
     hidden = q.clone()
     hidden[in_none] = torch.nan
-    query = [draw.amid_nan(x) for x in hidden.split((content, config.rope), -1)]
-    scale = draw.often(1.0, 0.3) * width**-0.5
-    call = partial(_attend, kernel, config, draw, cached, scale, window)
+    query = [draw.amid_nan(x) for x in hidden.split((config.content, config.rope), -1)]
+    call = partial(_attend, kernel, config, draw, cached, scale, (first, end))
     out, lse = call(query, requests, slice(0, len(requests.keys)))
-    wanted, noise, wanted_lse = _expected(config, q, cached, requests, scale, window)
+    wanted, noise, wanted_lse = expected(config, q, cached, requests, scale, seen)
     compare.rows("out", out, wanted, noise, config.dtype)
     compare.lse(lse, wanted_lse, config.dtype)
     alone = [i for i, count in enumerate(requests.queries) if count]
@@ -228,60 +228,39 @@ def _check_alone(call, query, requests: Requests, which: int, whole, compare: Co
     compare.same("lse of a request alone", lse, whole[1][tokens])
 
 
-_STEP = (
-    "kernels.paged.schedule._schedule_kernel",
-    "kernels.paged.combine._combine_kernel",
-    "kernels.paged.padding._padding_kernel",
+STEP = below(
+    "kernels.paged",
+    "schedule._schedule_kernel",
+    "combine._combine_kernel",
+    "padding._padding_kernel",
 )
-_HOPPER = "kernels.hopper"
+
+
+def _hopper(name: str, *kernels: str, invariant: bool = False, share: float = 1.0) -> Family:
+    """A family of the kernels for Hopper; with invariant bits, requests may be long."""
+    return Family(
+        name,
+        below("kernels.hopper", *kernels) + STEP,
+        partial(_hopper_config, fp8="fp8" in name, invariant=invariant),
+        partial(_run, "hopper", long=invariant),
+        hopper=True,
+        share=share,
+    )
+
+
+_DECODE, _FP8 = "decode_kernel.attend_decode", "fp8_rows.attend_fp8_decode"
+_PIECES = "decode_pieces_kernel.attend_decode_pieces"
+_FP8_PIECES = "fp8_decode_pieces_kernel.attend_fp8_decode_pieces"
 FAMILIES = (
     Family(
         "paged-triton",
-        ("kernels.paged.forward._paged_kernel", *_STEP),
+        ("kernels.paged.forward._paged_kernel", *STEP),
         _triton_config,
         partial(_run, "triton"),
         share=1.5,
     ),
-    Family(
-        "paged-hopper",
-        (f"{_HOPPER}.decode_kernel.attend_decode", *_STEP),
-        partial(_hopper_config, fp8=False, invariant=False),
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "paged-hopper-fp8",
-        (
-            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
-            f"{_HOPPER}.few_rows_kernel.attend_few_rows",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=True, invariant=False),
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "paged-hopper-invariant",
-        (
-            f"{_HOPPER}.decode_kernel.attend_decode",
-            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=False, invariant=True),
-        partial(_run, "hopper", long=True),
-        hopper=True,
-    ),
-    Family(
-        "paged-hopper-fp8-invariant",
-        (
-            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
-            f"{_HOPPER}.fp8_decode_pieces_kernel.attend_fp8_decode_pieces",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=True, invariant=True),
-        partial(_run, "hopper", long=True),
-        hopper=True,
-    ),
+    _hopper("paged-hopper", _DECODE, share=1.5),
+    _hopper("paged-hopper-fp8", _FP8, "few_rows_kernel.attend_few_rows", share=1.5),
+    _hopper("paged-hopper-invariant", _DECODE, _PIECES, invariant=True),
+    _hopper("paged-hopper-fp8-invariant", _FP8, _FP8_PIECES, invariant=True),
 )

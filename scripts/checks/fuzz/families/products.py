@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family
 from checks.fuzz.references import product
-
-
-class Config(NamedTuple):
-    """Columns and summands of a product, its dtypes, and how its operands lie."""
-
-    columns: int
-    summands: int
-    dtype: torch.dtype
-    result: torch.dtype
-    bias: bool
-    left_turned: bool
-    right_turned: bool
 
 
 def _config(draw: Draw) -> Config:
@@ -31,8 +17,15 @@ def _config(draw: Draw) -> Config:
     summands = draw.choice(1, 512, 7168, 2048, draw.length(7168, 64, 2048, least=1))
     dtype = draw.choice(BF16, BF16, FP16, FP32)
     result = draw.often(dtype, FP32)
-    sizes = min(columns, most), min(summands, most)
-    return Config(*sizes, dtype, result, draw.flag(0.4), draw.flag(0.3), draw.flag())
+    return _laid(draw, min(columns, most), min(summands, most), dtype, result)
+
+
+def _laid(
+    draw: Draw, columns: int, summands: int, dtype: torch.dtype, result: torch.dtype
+) -> Config:
+    """With or without a bias, and with operands whose columns lie side by side or whose rows do."""
+    options = {"bias": draw.flag(0.4), "left_turned": draw.flag(0.3), "right_turned": draw.flag()}
+    return Config(columns=columns, summands=summands, dtype=dtype, result=result, **options)
 
 
 def _hopper_config(draw: Draw) -> Config:
@@ -40,7 +33,7 @@ def _hopper_config(draw: Draw) -> Config:
     columns = 8 * draw.length(512, 32, 16, least=1)
     summands = 8 * draw.choice(64, 256, 896, draw.length(896, 8, 256, least=1))
     dtype = draw.choice(BF16, BF16, FP16)
-    return Config(columns, summands, dtype, dtype, draw.flag(0.4), draw.flag(0.3), draw.flag())
+    return _laid(draw, columns, summands, dtype, dtype)
 
 
 def _turned(x: Tensor, *, turned: bool) -> Tensor:
@@ -95,33 +88,22 @@ def _wide(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.same("as other tiles", matrix_product(left, right, bias, split=False), found)
 
 
-class HeadConfig(NamedTuple):
-    """Heads, and widths of their matrices."""
-
-    heads: int
-    summands: int
-    outputs: int
-    dtype: torch.dtype
-
-
-def _head_config(draw: Draw) -> HeadConfig:
+def _head_config(draw: Draw) -> Config:
     most = draw.limit(600, 70)
     summands, outputs = (
         min(most, draw.choice(128, 512, draw.length(600, 32, 64, least=1))) for _ in range(2)
     )
-    heads = draw.choice(1, 16, draw.integer(1, draw.limit(130, 4)))
-    return HeadConfig(
-        min(heads, draw.limit(130, 4)), summands, outputs, draw.choice(BF16, FP16, FP32)
-    )
+    heads = min(draw.choice(1, 16, draw.integer(1, 130)), draw.limit(130, 4))
+    dtype = draw.choice(BF16, FP16, FP32)
+    return Config(heads=heads, summands=summands, outputs=outputs, dtype=dtype)
 
 
-def _heads(config: HeadConfig, draw: Draw, compare: Comparison) -> None:
+def _heads(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.invariant.product import head_product
 
-    heads, summands, outputs, dtype = config
-    tokens = draw.length(draw.limit(300, 70), 64)
-    x = draw.normal(tokens, heads, summands, dtype=dtype)
-    weight = draw.normal(heads, summands, outputs, dtype=dtype)
+    tokens, dtype = draw.length(draw.limit(300, 70), 64), config.dtype
+    x = draw.normal(tokens, config.heads, config.summands, dtype=dtype)
+    weight = draw.normal(config.heads, config.summands, config.outputs, dtype=dtype)
     exact = product(x.transpose(0, 1), weight, dtype)
     given = draw.amid_nan(x)
     if draw.flag():
@@ -134,23 +116,15 @@ def _heads(config: HeadConfig, draw: Draw, compare: Comparison) -> None:
         compare.same("a token alone", head_product(given[own], weight), found[own])
 
 
-class TopkConfig(NamedTuple):
-    """Columns of a row, how many are found, and which."""
-
-    columns: int
-    number: int
-    largest: bool
-    dtype: torch.dtype
-
-
-def _topk_config(draw: Draw) -> TopkConfig:
+def _topk_config(draw: Draw) -> Config:
     columns = draw.choice(1, 8, 64, 256, 512, draw.integer(1, 512))
     columns = min(columns, draw.limit(512, 40))
     number = min(columns, draw.choice(1, 2, 8, 32, draw.integer(1, 32)))
-    return TopkConfig(columns, number, draw.flag(0.8), draw.choice(BF16, FP16, FP32))
+    dtype = draw.choice(BF16, FP16, FP32)
+    return Config(columns=columns, number=number, largest=draw.flag(0.8), dtype=dtype)
 
 
-def _topk(config: TopkConfig, draw: Draw, compare: Comparison) -> None:
+def _topk(config: Config, draw: Draw, compare: Comparison) -> None:
     """Exactly, with ties, infinities, NaN and -0."""
     from absorbed_mla.kernels.invariant.row_topk import row_topk
 
@@ -169,22 +143,25 @@ def _topk(config: TopkConfig, draw: Draw, compare: Comparison) -> None:
     compare.same("values", values, x.gather(-1, ordered.indices[..., : config.number]))
 
 
-_INVARIANT = "kernels.invariant"
-_MATRIX = f"{_INVARIANT}.matrix_product"
+_PRODUCT = "kernels.invariant.matrix_product._product_kernel"
 FAMILIES = (
     Family(
         "matrix-product",
-        (f"{_MATRIX}._product_kernel", f"{_MATRIX}._add_kernel"),
+        (_PRODUCT, "kernels.invariant.matrix_product._add_kernel"),
         _config,
         _run,
     ),
     Family(
         "matrix-product-hopper",
-        ("kernels.hopper.product_kernel.multiply_rows", f"{_MATRIX}._product_kernel"),
+        ("kernels.hopper.product_kernel.multiply_rows", _PRODUCT),
         _hopper_config,
         _wide,
         hopper=True,
     ),
-    Family("head-product", (f"{_INVARIANT}.product._head_product_kernel",), _head_config, _heads),
-    Family("row-topk", (f"{_INVARIANT}.row_topk._topk_kernel",), _topk_config, _topk, share=0.5),
+    Family(
+        "head-product", ("kernels.invariant.product._head_product_kernel",), _head_config, _heads
+    ),
+    Family(
+        "row-topk", ("kernels.invariant.row_topk._topk_kernel",), _topk_config, _topk, share=0.5
+    ),
 )

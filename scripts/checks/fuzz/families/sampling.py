@@ -1,43 +1,38 @@
 """The token of each row of logits: the most likely one, or drawn by temperature and filters.
 
-A drawn token is right if the row's random number falls into the token's part of the probabilities
-that the filters leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the
-whole, ``min_p`` and ``top_p`` by as much. ``top_k`` and the order of equal logits are exact.
+With penalties it is the token of a request, by the sampler that an engine calls. A drawn token is
+right if the row's random number falls into the token's part of the probabilities that the filters
+leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the whole, ``min_p``
+and ``top_p`` by as much. ``top_k`` and the order of equal logits are exact. With penalties, the
+most likely token is right if no other's logit is larger by more than rounding.
 """
 
 from __future__ import annotations
 
 from itertools import product as combinations
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family, below
 
 # fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
 _EDGE = 1e-5
+# Of penalties: fp32's products and sums.
+_TIE = 1e-6
 _SCALE = 2.0**40
 # Logits of a case.
 _NUMBERS = 2**22
-
-
-class Config(NamedTuple):
-    """Size of the vocabulary, dtype of logits, filters, and tokens of a program."""
-
-    vocabulary: int
-    dtype: torch.dtype
-    filters: bool
-    block: int
 
 
 def _config(draw: Draw) -> Config:
     most = draw.limit(130000, 300)
     block = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
     vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, block, least=1))
-    return Config(min(vocabulary, most), draw.choice(BF16, BF16, FP16, FP32), draw.flag(0.7), block)
+    dtype, vocabulary = draw.choice(BF16, BF16, FP16, FP32), min(vocabulary, most)
+    return Config(vocabulary=vocabulary, dtype=dtype, filters=draw.flag(0.7), block=block)
 
 
 def _logits(config: Config, draw: Draw, rows: int) -> Tensor:
@@ -97,7 +92,7 @@ def _numbers(config: Config, draw: Draw, rows: int) -> Tensor:
     return draw.integer_tensor(columns, torch.float64).T
 
 
-def _run(config: Config, draw: Draw, compare: Comparison) -> None:
+def _drawn(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.sampling.draw import draw_tokens
 
     rows = draw.length(draw.limit(64, 6), 16, least=1)
@@ -173,26 +168,93 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.holds("weights", (error > tolerance) & ~near_min_p, found, wanted)
 
 
+def _penalised_config(draw: Draw) -> Config:
+    vocabulary = draw.choice(2, 100, 32000, draw.integer(2, 20000))
+    vocabulary = min(vocabulary, draw.limit(130000, 300))
+    return Config(vocabulary=vocabulary, dtype=draw.choice(BF16, FP16, FP32))
+
+
+def _params(draw: Draw, vocabulary: int):
+    from absorbed_mla.serving.sampling.parameters import SamplingParams
+
+    stops = [draw.integer(0, vocabulary - 1) for _ in range(draw.choice(0, 0, 2))]
+    return SamplingParams(
+        temperature=draw.choice(0.0, 1.0, 0.7),
+        top_k=draw.choice(0, 0, draw.integer(1, vocabulary)),
+        top_p=draw.choice(1.0, 0.9),
+        min_p=draw.choice(0.0, 0.05),
+        repetition_penalty=draw.choice(1.0, 1.3, 0.8),
+        presence_penalty=draw.choice(0.0, 0.5, -0.5),
+        frequency_penalty=draw.choice(0.0, 0.25, -0.1),
+        min_tokens=draw.choice(0, 5),
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+    )
+
+
+def _penalised(logits: Tensor, params, prompt: list[int], output: list[int]) -> Tensor:
+    """fp64 [vocabulary], token by token."""
+    logits = logits.double().clone()
+    if len(output) < params.min_tokens:
+        logits[list(params.stop_token_ids)] = -torch.inf
+    for token in {*prompt, *output}:
+        greater = logits[token] > 0
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if greater else logits[token] * factor
+    for token in output:
+        logits[token] -= params.frequency_penalty
+    for token in set(output):
+        logits[token] -= params.presence_penalty
+    return logits
+
+
+def _penalties(config: Config, draw: Draw, compare: Comparison) -> None:
+    from absorbed_mla.serving.sampling import sampler
+
+    rows = draw.integer(1, draw.limit(16, 4))
+    logits = draw.normal(rows, config.vocabulary, dtype=config.dtype, magnitude=3.0)
+    requests, wanted, numbers = [], [], []
+    for row in range(rows):
+        prompt, generated, drafts = (
+            [draw.integer(0, config.vocabulary - 1) for _ in range(draw.integer(least, 40))]
+            for least in (1, 0, 0)
+        )
+        drafts = drafts[: draw.choice(0, 0, 3)]
+        params = _params(draw, config.vocabulary)
+        request = sampler.SampledRequest(params, draw.integer(0, 2**60), prompt, generated)
+        position = len(prompt) + len(generated) + len(drafts)
+        requests.append(sampler._Row(request, position, drafts))
+        wanted.append(_penalised(logits[row], params, prompt, [*generated, *drafts]))
+        numbers.append(sampler.draw_numbers(request, position, config.vocabulary))
+    found = sampler.draw(logits, requests)
+    wide, table = torch.stack(wanted), draw.integer_tensor(numbers, torch.float64).T
+    best = wide.amax(-1)
+    own = wide.gather(-1, found[:, None])[:, 0]
+    right = (table[5] == 0) & (best - own <= _TIE * best.abs())
+    for signs in combinations((-1, 1), repeat=2):
+        right |= (table[5] > 0) & may_be_drawn(wide, table, found, *signs)
+    compare.holds("tokens", ~right, found, wide.argmax(-1))
+
+
 _SAMPLING = "kernels.sampling"
-_BLOCK_ARGMAX = f"{_SAMPLING}.argmax._block_argmax_kernel"
 FAMILIES = (
     Family(
         "most-likely",
-        (_BLOCK_ARGMAX, f"{_SAMPLING}.argmax._argmax_kernel"),
+        below(_SAMPLING, "argmax._block_argmax_kernel", "argmax._argmax_kernel"),
         _config,
         _argmax,
         share=0.5,
     ),
     Family(
         "draw-tokens",
-        (
-            _BLOCK_ARGMAX,
-            f"{_SAMPLING}.softmax_weights._softmax_weights_kernel",
-            f"{_SAMPLING}.thresholds._threshold_kernel",
-            f"{_SAMPLING}.inverse_cdf._inverse_cdf_kernel",
+        below(
+            _SAMPLING,
+            "argmax._block_argmax_kernel",
+            "softmax_weights._softmax_weights_kernel",
+            "thresholds._threshold_kernel",
+            "inverse_cdf._inverse_cdf_kernel",
         ),
         _config,
-        _run,
+        _drawn,
     ),
     Family(
         "token-weights",
@@ -201,4 +263,5 @@ FAMILIES = (
         _weights,
         share=0.3,
     ),
+    Family("penalties", (), _penalised_config, _penalties, share=0.3),
 )

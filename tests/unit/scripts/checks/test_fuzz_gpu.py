@@ -21,12 +21,11 @@ from tests.support.quick_interpreter import quicken
 pytest.importorskip("triton.experimental.gluon")
 
 from checks import fuzz_gpu
-from checks.fuzz import runner, tables, worker
+from checks.fuzz import runner, worker
 from checks.fuzz.case import CaseId, run_case
 from checks.fuzz.compare import Comparison, Mismatch
-from checks.fuzz.family import Family
-from checks.fuzz.registry import all_families, named
-from checks.fuzz.results import Results
+from checks.fuzz.family import Family, all_families, named
+from checks.fuzz.results import Results, page
 
 FAMILIES = all_families()
 CPU = torch.device("cpu")
@@ -153,12 +152,12 @@ def test_other_choices_are_found(name, small, monkeypatch):
 @pytest.mark.no_cover
 def test_other_experts_are_found(small, monkeypatch):
     """With their own scores, as where a bias of the choice is wrong."""
-    choice = importlib.import_module("checks.fuzz.families.choice")
+    choice = importlib.import_module("checks.fuzz.families.experts")
     right = choice._choose
 
     def wrong(config, logits, bias, scale):
         other = torch.arange(logits.shape[-1]) * 0.1
-        config = config._replace(biased=True)
+        config = config.but(biased=True)
         return right(config, logits, other if bias is None else bias + other, scale)
 
     monkeypatch.setattr(choice, "_choose", wrong)
@@ -273,7 +272,7 @@ class TestProcesses:
         monkeypatch.setattr(worker, "all_families", lambda: families)
         monkeypatch.setattr(worker, "prepare_device", lambda share: CPU)
         results = Results(families, [], {})
-        run = runner.Runner(families, 0, 300.0, 2, results, lambda seconds: None)
+        run = runner.Runner(0, 300.0, 2, results, lambda seconds: None)
         add = results.add
 
         def add_until_all(*outcome):
@@ -304,7 +303,7 @@ class TestProcesses:
         assert json.loads(file.read_text())["not launched"] == ["no.kernel"]
         assert fuzz_gpu.main(["--render", str(file)]) == 0
         text = capsys.readouterr().out
-        assert text == f"{tables.page(tmp_path)}\n"
+        assert text == f"{page(tmp_path)}\n"
         assert "1 cases in 12 s with seed 5 on a GPU (3 processes; torch 1; " in text
         assert "`python scripts/checks/fuzz_gpu.py --only wrong --case 5.1.2`: Mismatch" in text
         assert "| `wrong` | 1 | 1 | 1 | 0.00 |" in text

@@ -1,45 +1,29 @@
-"""RMSNorm, forward and backward and behind a residual connection; rotary embeddings."""
+"""RMSNorm, also backward and behind a residual connection; rotary embeddings; merging by LSE."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family, below
 from checks.fuzz.references import Exact
 
 
-class Config(NamedTuple):
-    """What kernels are compiled for."""
-
-    width: int
-    dtype: torch.dtype
-    weight: torch.dtype
-    zero_centered: bool
-
-
-def _config(draw: Draw) -> Config:
+def _norm_config(draw: Draw) -> Config:
     most = draw.limit(8192, 100)
     width = min(most, draw.choice(1, 128, 512, 1536, 7168, draw.length(8192, 64, 1024, least=1)))
     dtype = draw.choice(BF16, BF16, FP16, FP32)
-    return Config(width, dtype, draw.often(dtype, FP32), draw.flag(0.3))
+    weight, zero_centered = draw.often(dtype, FP32), draw.flag(0.3)
+    return Config(width=width, dtype=dtype, weight=weight, zero_centered=zero_centered)
 
 
-def _weight(weight: Tensor, zero_centered: bool) -> Tensor:
-    return weight.double() + 1 if zero_centered else weight.double()
-
-
-def expected_norm(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, dtype: torch.dtype
-) -> Exact:
-    """RMSNorm of rows, whose result is rounded to ``dtype``."""
+def expected_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Exact:
+    """RMSNorm of rows."""
     x = x.double()
     value = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    value = value * _weight(weight, zero_centered)
+    value = value * (weight.double() + zero_centered)
     return Exact(value, value.abs())
 
 
@@ -71,7 +55,7 @@ def _norm(config: Config, draw: Draw, compare: Comparison) -> None:
     weight = draw.normal(config.width, dtype=config.weight)
     eps, zero_centered = draw.choice(1e-6, 1e-5), config.zero_centered
     found, scale = rms_norm_forward(draw.amid_nan(x), weight, eps, zero_centered, config.dtype)
-    exact = expected_norm(x, weight, eps, zero_centered, config.dtype)
+    exact = expected_norm(x, weight, eps, zero_centered)
     compare.rows("result", found, *exact, config.dtype)
     inverse = torch.rsqrt(x.double().square().mean(-1) + eps)
     compare.near("scale", scale, inverse, inverse * 1e-5)
@@ -79,7 +63,8 @@ def _norm(config: Config, draw: Draw, compare: Comparison) -> None:
         return
     grad = draw.normal(rows, config.width, dtype=config.dtype)
     grads = rms_norm_backward(grad, x, weight, scale, zero_centered)
-    normed, weighted = x.double() * inverse[:, None], grad.double() * _weight(weight, zero_centered)
+    normed = x.double() * inverse[:, None]
+    weighted = grad.double() * (weight.double() + zero_centered)
     inner = (weighted * normed).mean(-1, keepdim=True)
     value = (weighted - normed * inner) * inverse[:, None]
     # The difference of two terms, each rounded in fp32.
@@ -100,28 +85,19 @@ def _added(config: Config, draw: Draw, compare: Comparison) -> None:
     weight = draw.normal(config.width, dtype=config.dtype)
     total, normed = added_norm(x, residual, weight, 1e-6, config.zero_centered)
     compare.same("sum", total, (x.float() + residual.float()).to(config.dtype))
-    exact = expected_norm(total, weight, 1e-6, config.zero_centered, config.dtype)
+    exact = expected_norm(total, weight, 1e-6, config.zero_centered)
     compare.rows("normed", normed, *exact, config.dtype)
 
 
-class RopeConfig(NamedTuple):
-    """What the rotation is compiled for."""
-
-    half: int
-    before: int
-    heads: int
-    dtype: torch.dtype
-    back: bool
-
-
-def _rope_config(draw: Draw) -> RopeConfig:
-    half = 2 ** draw.integer(0, 6)
+def _rope_config(draw: Draw) -> Config:
+    """Half of the rotated width, the channels before it, and whether it is rotated back."""
     before = draw.choice(0, 128, 512, draw.integer(0, 130))
     heads = draw.choice(1, draw.integer(1, draw.limit(130, 9)))
-    return RopeConfig(half, before, heads, draw.choice(BF16, FP16, FP32), draw.flag())
+    sizes = {"half": 2 ** draw.integer(0, 6), "before": before, "heads": heads}
+    return Config(**sizes, dtype=draw.choice(BF16, FP16, FP32), back=draw.flag())
 
 
-def _rotate(config: RopeConfig, draw: Draw, compare: Comparison) -> None:
+def _rotate(config: Config, draw: Draw, compare: Comparison) -> None:
     from absorbed_mla.kernels.rotation import rotate
 
     shape = draw.length(draw.limit(200, 5), 16), draw.integer(1, 3), config.heads
@@ -138,9 +114,49 @@ def _rotate(config: RopeConfig, draw: Draw, compare: Comparison) -> None:
     compare.rows("rotated", found[..., config.before :], *exact, config.dtype)
 
 
-_NORM = "kernels.invariant.rms_norm"
+def _merge_config(draw: Draw) -> Config:
+    """Width of a row, and dtypes of the second set's output and of the result."""
+    width = draw.choice(1, 16, 64, 100, 128, 512, draw.integer(1, draw.limit(1000, 70)))
+    return Config(width=width, part=draw.choice(FP32, BF16, FP16), merged=draw.choice(FP32, BF16))
+
+
+def _merge(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Attention over two sets of keys."""
+    from absorbed_mla.kernels.merging import merge, merge_into
+
+    shape = draw.length(draw.limit(300, 9), 16), draw.integer(1, 3), draw.integer(1, 40)
+    out = draw.amid_nan(draw.normal(*shape, config.width))
+    part = draw.amid_nan(draw.normal(*shape, config.width, dtype=config.part))
+    lse = [draw.normal(*shape, magnitude=draw.often(1.0, 30.0)) for _ in range(2)]
+    for each in lse:
+        each[draw.uniform(*shape) < 0.2] = -torch.inf
+    if draw.flag():
+        dtype, (merged, total) = FP32, merge(out, lse[0], part, lse[1])
+    else:
+        dtype = config.merged
+        merged, total = torch.empty_like(part, dtype=dtype), torch.empty_like(lse[0])
+        merge_into(merged, total, out, lse[0], part, lse[1])
+    both = torch.stack([x.double() for x in lse])
+    expected = both.logsumexp(0)
+    weights = torch.exp(both - expected.masked_fill(expected == -torch.inf, 0.0))[..., None]
+    terms = weights * torch.stack([out.double(), part.double()])
+    value, noise = terms.sum(0), terms.square().sum(0).sqrt()
+    # The weights' errors grow with the LSE that they are computed from.
+    noise = noise * (1 + both.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)[..., None] / 30)
+    compare.rows("merged", merged, value, noise, dtype)
+    compare.lse(total, expected, FP32)
+
+
 FAMILIES = (
-    Family("rms-norm", (f"{_NORM}._forward_kernel", f"{_NORM}._backward_kernel"), _config, _norm),
-    Family("added-norm", ("kernels.added_norm._added_norm_kernel",), _config, _added, share=0.5),
+    Family(
+        "rms-norm",
+        below("kernels.invariant.rms_norm", "_forward_kernel", "_backward_kernel"),
+        _norm_config,
+        _norm,
+    ),
+    Family(
+        "added-norm", ("kernels.added_norm._added_norm_kernel",), _norm_config, _added, share=0.5
+    ),
     Family("rope", ("kernels.rotation._rotate_kernel",), _rope_config, _rotate, share=0.5),
+    Family("merge", ("kernels.merging._merge_kernel",), _merge_config, _merge, share=0.3),
 )
