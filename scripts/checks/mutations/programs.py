@@ -21,12 +21,10 @@ scripts/checks/fuzz/runner.py
   fuzz_dead_process: self.results.add(*worker.case, Outcome( -> print(Outcome(
   fuzz_case_that_hangs: now - worker.since > _MOST_SECONDS -> now < worker.since
 scripts/checks/gpu_tests/plan.py
-  gpu_tests_in_no_job: return [rest, *(replace(whole, tests=(test,)) for test in divided)]
-    -> return [rest]
+  gpu_tests_in_no_job: equal, tests=(test,)) for test in divided] -> equal) for test in ()]
 scripts/checks/gpu_tests/processes.py
   gpu_tests_run_twice: f"--deselect={test}" for test in job.left_out
     -> f"--deselect={test}" for test in ()
-scripts/checks/gpu_tests/results.py
   gpu_test_results_that_json_refuses: skips: dict[str, int] = field(default_factory=dict)
     -> skips: dict[str, int] = field(default_factory=__import__("collections").Counter)
 scripts/generation/arguments.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import replace
@@ -11,10 +10,16 @@ from pathlib import Path
 import pytest
 
 from checks import run_gpu_tests
-from checks.gpu_tests import plan, selection
+from checks.gpu_tests import plan
 from checks.gpu_tests.plan import Job, jobs_of, shard_of
-from checks.gpu_tests.processes import Limits, environment_of, exit_code, run_jobs
-from checks.gpu_tests.results import results_of, seconds_by_file
+from checks.gpu_tests.processes import (
+    Limits,
+    environment_of,
+    exit_code,
+    results_of,
+    run_jobs,
+    seconds_by_file,
+)
 
 ROOT = Path(run_gpu_tests.__file__).resolve().parents[2]
 LIMITS = Limits(jobs=3, job_seconds=60, seconds=60, memory_gib=0)
@@ -146,8 +151,7 @@ def test_tests_in_jobs_of_their_own(run, tmp_path):
 def test_written_results(run):
     """summary.json has the reasons of skipped tests, too."""
     found, folder = run(job_of("good", "skipped"))
-    args = argparse.Namespace(shard=(1, 1))
-    run_gpu_tests._write(folder, args, {"gpus": 1}, 1, 2.0, list(found.values()))
+    run_gpu_tests._write(folder, (1, 1), {"gpus": 1}, 1, 2.0, list(found.values()))
     report = json.loads((folder / "summary.json").read_text())
     assert (report["passed"], report["skipped"]) == (1, 1)
     [skipped] = [one for one in report["files"] if one["skipped"]]
@@ -166,27 +170,27 @@ def test_half_a_line_of_a_report(tmp_path):
 
 def test_selected_files():
     """Nothing in the lists is missing, and no test for a GPU is left out."""
-    for name in selection.CPU_ONLY:
+    for name in plan.CPU_ONLY:
         assert (ROOT / "tests/unit" / name).exists(), name
-    selected = selection.unit_files(ROOT)
-    assert {*selection.ALONE, *selection.DIVIDED} <= set(selected)
-    tests = [f"{name}::{test}" for name, tests in selection.DIVIDED.items() for test in tests]
-    for test in (*selection.LARGE, *tests):
+    selected = plan.unit_files(ROOT)
+    assert {*plan.ALONE, *plan.DIVIDED} <= set(selected)
+    tests = [f"{name}::{test}" for name, tests in plan.DIVIDED.items() for test in tests]
+    for test in (*plan.LARGE, *tests):
         name, _, function = test.partition("[")[0].partition("::")
         assert f"\ndef {function}(" in (ROOT / name).read_text(), test
     mark = re.compile(r"needs\.(gpu|hopper|gpu_with)\b|NEEDS_(GPU|HOPPER)\b")
     for path in {*(ROOT / "tests/unit").rglob("test_*.py")} - {Path(__file__).resolve()}:
         if mark.search(path.read_text()):
             assert path.relative_to(ROOT).as_posix() in selected, path
-    assert selection.unit_files_of_several_gpus(ROOT) == ["tests/unit/serving/test_llm_gpu.py"]
+    assert plan.unit_files_of_several_gpus(ROOT) == ["tests/unit/serving/test_llm_gpu.py"]
 
 
 def test_numbers_of_processes():
-    counts = selection.process_counts
+    counts = plan.process_counts
     assert counts("pytestmark = needs.processes(2, 4)") == {2, 4}
     assert counts("pytestmark = [needs.gpu, needs.processes(1)]\nx = 1") == {1}
     assert counts("@needs.processes(2)\ndef test_a(): ...\npytestmark = needs.gpu") == set()
-    names = {count: selection.distributed_files(ROOT, count) for count in (1, 2, 4)}
+    names = {count: plan.distributed_files(ROOT, count) for count in (1, 2, 4)}
     only_two = "tests/distributed/test_fully_shard.py"
     assert [only_two in names[count] for count in (1, 2, 4)] == [False, True, False]
 
@@ -196,7 +200,7 @@ def test_every_file_is_in_one_job_of_one_shard(gpus):
     jobs = jobs_of(ROOT, gpus, {})
     files = [name for job in jobs for name in job.files]
     assert jobs == sorted(jobs, key=lambda job: (job.alone, -job.seconds)), "longest first"
-    expected = selection.distributed_files(ROOT, gpus)
+    expected = plan.distributed_files(ROOT, gpus)
     assert set(expected) <= set(files)
     # A file of several jobs has one that runs all that the others do not.
     whole = [name for job in jobs if not job.tests for name in job.files]
@@ -210,11 +214,11 @@ def test_every_file_is_in_one_job_of_one_shard(gpus):
 
 
 def test_short_files_share_a_process():
-    names = selection.unit_files(ROOT)
+    names = plan.unit_files(ROOT)
     jobs = jobs_of(ROOT, 1, dict.fromkeys(names, 1.0))
     unit = [job for job in jobs if not (job.processes or job.tests)]
     assert sum(len(job.files) for job in unit) == len(names) > 5 * len(unit)
-    assert all(job.seconds <= plan.START + plan._TOGETHER for job in unit)
+    assert all(job.seconds <= plan.START + plan.TOGETHER for job in unit)
 
 
 @pytest.mark.parametrize(
