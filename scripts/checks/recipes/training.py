@@ -1,10 +1,10 @@
-"""Five steps of Megatron's schedule and optimizer on the same tokens for every recipe."""
+"""What recipes run: five steps of Megatron's schedule and optimizer, export, generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor, nn
 
+from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.export import hf_weights
 from benchmarks.kit.report import reason
 from checks.recipes import wrappers
@@ -26,14 +27,8 @@ from tests.support import world
 STEPS, MICROBATCHES = 5, 4
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """One sequence.
-
-    Attributes:
-        number: Of all microbatches of the run.
-        tokens: [1, S].
-    """
+class Microbatch(NamedTuple):
+    """One sequence: its number in the run, and tokens [1, S]."""
 
     number: int
     tokens: Tensor
@@ -140,3 +135,56 @@ def _loss(number: int, output: Tensor) -> tuple[Tensor, dict[str, object]]:
     loss = output.float().mean()
     # A copy: the schedule divides the loss by the number of microbatches in place.
     return loss, {"loss": loss.detach().clone(), "number": number}
+
+
+def export(recipe: Recipe) -> Outcome:
+    """The whole weights that every rank gets, by Hugging Face name."""
+    with world.parallel(**recipe.layout.sizes):
+        return Outcome([], {}, dict(hf_weights(recipe.build(recipe))))
+
+
+def generate(recipe: Recipe) -> Outcome:
+    """Greedy tokens of the live model, whose ranks all get the same prompts."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (5, 70, 1, 33)
+    ]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with world.parallel(**recipe.layout.sizes):
+        [model] = recipe.build(recipe)
+        with LLM.from_model(model, max_model_len=128, max_num_seqs=4, cache_tokens=2048) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+    tokens = {
+        f"tokens {i}": torch.tensor(one.outputs[0].token_ids) for i, one in enumerate(outputs)
+    }
+    return Outcome([], {}, tokens)
+
+
+# Notes: that a recipe has done what its name says.
+
+
+def offloaded(chunks: Sequence[nn.Module]) -> str:
+    """Bytes that were sent to the host, of every module that was asked for."""
+    sent = PipelineOffloadManager.get_instance().offload_summary_bytes
+    idle = [name for name in chunks[0].config.offload_modules if not sent.get(name)]
+    if idle:
+        raise RuntimeError(f"nothing was offloaded of {', '.join(idle)}; of others: {sent}")
+    return ", ".join(f"{name} {count / 2**20:.2f} MiB" for name, count in sent.items())
+
+
+def layers_offloaded(chunks: Sequence[nn.Module]) -> str:
+    """What TransformerEngine has sent to the host of all layers."""
+    context = chunks[0].decoder.offload_context
+    sent = context.offload_synchronizer.get_offloaded_total_size_mb()
+    if not sent:
+        raise RuntimeError("no layer was offloaded")
+    return f"{sent:.2f} MiB"
+
+
+def fused(chunks: Sequence[nn.Module]) -> str:
+    """How many layers accumulate their weight gradients themselves."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    found = sum(bool(getattr(m, "fuse_wgrad_accumulation", False)) for m in modules)
+    if not found:
+        raise RuntimeError("no layer accumulates weight gradients itself")
+    return f"{found} layers accumulate themselves"

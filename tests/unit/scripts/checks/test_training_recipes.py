@@ -17,8 +17,7 @@ import torch
 from checks import training_recipes
 from checks.recipes import table
 from checks.recipes.compare import Comparison, differences
-from checks.recipes.recipe import EXACT, ROUNDING, Outcome
-from checks.recipes.row import Row
+from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Row
 from tests.support import world
 from tests.support.environment import without_launcher
 
