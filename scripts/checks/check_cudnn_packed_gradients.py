@@ -7,21 +7,20 @@ Megatron's standard MLA pads its values from 128 to 192 numbers in packs, and cu
 wrong gradients for values that wide. This builds Megatron's MLASelfAttention of TransformerEngine's
 layers and ours with the same weights, runs both forwards and backwards on one sequence and on packs
 of 1, 2 and 5 documents, and compares output, input gradient and the gradient of every parameter
-with a float64 evaluation of the equations; then TransformerEngine's attention alone, with heads of
-several widths. Every number goes into a JSON file. It needs a GPU and TransformerEngine, and takes
-about a minute. The exit code is 1 if ours is wrong, and 0 otherwise, whatever Megatron's gradients
-are; 2 after wrong input. To try another cuDNN, let CUDNN_HOME, CUDNN_PATH and LD_LIBRARY_PATH point
-at it (docs/megatron.md).
+with a float64 evaluation of the equations. Every number goes into a JSON file. It needs a GPU and
+TransformerEngine, and takes about a minute. The exit code is 1 if ours is wrong, and 0 otherwise,
+whatever Megatron's gradients are; 2 after wrong input. To try another cuDNN, let CUDNN_HOME,
+CUDNN_PATH and LD_LIBRARY_PATH point at it (docs/megatron.md).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from absorbed_mla.core_attention.backend import AttentionBackend
-    from absorbed_mla.core_attention.masks.scores import ScoreRules
     from tests.oracle import OracleMLA, OracleResult
     from tests.support.layouts import Layout
 
@@ -51,32 +48,21 @@ TOKENS, HEADS = 2048, 16
 MEGATRON = "megatron"
 # By the name of the row -> core_attention_backend.
 OURS = {"ours": "auto", "ours, transformer_engine": "transformer_engine"}
-# Widths of key and value: Megatron pads the value of packs to the key's width.
-WIDTHS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 # Where the documents of a pack end, in sixteenths of it.
 _PACKS = {1: (16,), 2: (11, 16), 5: (1, 4, 5, 12, 16)}
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer on one layout.
-
-    Attributes:
-        implementation: Whose layer.
-        layout: Name of the layout.
-        ran: Form and backend of ours.
-        errors: Relative Frobenius error of the output and every gradient, by name.
-        bounds: Three times the error of a plain evaluation of the equations in this precision, by
-            the same names.
-        error: Empty, or why there are no figures.
-    """
+    """One layer on one layout: relative Frobenius errors of output and gradients, by name."""
 
     implementation: str
     layout: str
-    ran: str
-    errors: dict[str, float]
-    bounds: dict[str, float]
-    error: str
+    ran: str = ""  # form and backend of ours
+    errors: dict[str, float] = field(default_factory=dict)
+    # Three times the error of a plain evaluation of the equations in this precision.
+    bounds: dict[str, float] = field(default_factory=dict)
+    error: str = ""  # why there are no figures
 
     @property
     def out_of_bounds(self) -> list[str]:
@@ -90,30 +76,6 @@ class LayerRow:
         worst = max(self.errors, key=lambda name: self.errors[name] / self.bounds[name])
         figures = f"{self.errors[worst]:.1e}, bound {self.bounds[worst]:.1e}"
         return f"{self.implementation}, {self.layout}: {verdict} (worst: {worst} {figures})"
-
-
-@dataclass(frozen=True)
-class WidthRow:
-    """TransformerEngine's fused attention alone, as our backend calls it.
-
-    Attributes:
-        key_width: Of query and key.
-        value_width: Of the value.
-        layout: As in TransformerEngine, ``"sbhd"`` or ``"thd"``.
-        errors: Relative Frobenius error of the output and of the gradients, by name.
-        error: Empty, or why there are no figures.
-    """
-
-    key_width: int
-    value_width: int
-    layout: str
-    errors: dict[str, float]
-    error: str
-
-    def __str__(self) -> str:
-        figures = ", ".join(f"{name} {x:.1e}" for name, x in self.errors.items())
-        widths = f"{self.key_width}/{self.value_width}"
-        return f"attention alone, widths {widths}, {self.layout}: {self.error or figures}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,26 +100,19 @@ def _run(argv: Sequence[str] | None) -> int:
     for file in sorted({line.split()[-1] for line in maps if "/libcudnn.so" in line}):
         print(f"cuDNN {cudnn}: {file}")
     world.start()
-    content: dict = {"environment": _environment(), "layers": [], "widths": []}
-    path = folder / f"packed_gradients-cudnn-{cudnn}.json"
-    layers = []
+    rows = []
     for row in measure_layers(_dimensions(), TOKENS, torch.bfloat16):
-        layers.append(row)
-        content["layers"].append(asdict(row))
+        rows.append(row)
         print(row, flush=True)
-    write_json(path, content)
-    # Last: a kernel's fault takes the device away.
-    for width in measure_widths(HEADS, TOKENS, world.device(), torch.bfloat16):
-        content["widths"].append(asdict(width))
-        print(width, flush=True)
-    write_json(path, content)
+    content = {"environment": _environment(), "layers": [asdict(row) for row in rows]}
+    write_json(folder / f"packed_gradients-cudnn-{cudnn}.json", content)
     world.stop()
-    return int(ours_is_wrong(layers))
+    return int(ours_is_wrong(rows))
 
 
 def ours_is_wrong(rows: Sequence[LayerRow]) -> bool:
     """Whether any layer of ours is above its bound, or none of ours ran."""
-    ours = [row for row in rows if row.implementation.startswith("ours")]
+    ours = [row for row in rows if row.implementation in OURS]
     return any(row.out_of_bounds for row in ours) or all(row.error for row in ours)
 
 
@@ -185,15 +140,8 @@ def _dimensions() -> OracleMLA:
     """DeepSeek-V3's, with fewer heads."""
     from tests.oracle import OracleMLA
 
-    return OracleMLA(
-        hidden=DIMS["hidden-size"],
-        heads=HEADS,
-        q_lora_rank=DIMS["q-lora-rank"],
-        kv_lora_rank=DIMS["kv-lora-rank"],
-        nope=DIMS["qk-head-dim"],
-        rope=DIMS["qk-pos-emb-head-dim"],
-        v=DIMS["v-head-dim"],
-    )
+    names = ("hidden", "q_lora_rank", "kv_lora_rank", "nope", "rope", "v")
+    return OracleMLA(heads=HEADS, **dict(zip(names, DIMS.values(), strict=True)))
 
 
 def layouts(tokens: int) -> dict[str, Layout]:
@@ -202,8 +150,7 @@ def layouts(tokens: int) -> dict[str, Layout]:
 
     found = {"sbhd": dense(tokens, 1)}
     for documents, ends in _PACKS.items():
-        bounds = [0, *(tokens * end // 16 for end in ends)]
-        lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+        lengths = [tokens * end // 16 - tokens * start // 16 for start, end in pairwise((0, *ends))]
         found[f"thd, {documents} document{'s' if documents > 1 else ''}"] = packed(lengths)
     return found
 
@@ -213,7 +160,7 @@ def measure_layers(
     tokens: int,
     dtype: torch.dtype,
     layers: str = "transformer_engine",
-    only: Callable[[], AbstractContextManager] = only_fused,
+    only=only_fused,
 ) -> Iterator[LayerRow]:
     """Every layer on every layout, with the same weights and tokens.
 
@@ -232,22 +179,21 @@ def measure_layers(
 
     weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
     for name, layout in layouts(tokens).items():
-        x, output_grad = (layout.random_rows(mla.hidden, seed).to(dtype) for seed in (1, 2))
+        rows = tuple(layout.random_rows(mla.hidden, seed).to(dtype) for seed in (1, 2))
         exact, eager = (
-            named_tensors(mla, _evaluate(mla, weights, x, output_grad, layout, precision))
+            named_tensors(mla, _evaluate(mla, weights, rows, layout, precision))
             for precision in (torch.float64, dtype)
         )
         bounds = bounds_from_eager(eager, exact, dtype)
         for implementation in (MEGATRON, *OURS):
-            run = partial(_run_layer, implementation, mla, layers, weights)
             try:
                 with only() if implementation == MEGATRON else nullcontext():
-                    ran, result = run(layout, x, output_grad)
+                    ran, result = _run_layer(implementation, mla, layers, weights, layout, rows)
             except Exception as error:
-                yield LayerRow(implementation, name, "", {}, {}, reason(error))
+                yield LayerRow(implementation, name, error=reason(error))
                 continue
             found = compare(named_tensors(mla, result), exact, bounds)
-            yield LayerRow(implementation, name, ran, found.errors, found.bounds, "")
+            yield LayerRow(implementation, name, ran, found.errors, found.bounds)
 
 
 def _run_layer(
@@ -256,10 +202,9 @@ def _run_layer(
     layers: str,
     weights: dict[str, Tensor],
     layout: Layout,
-    x: Tensor,
-    output_grad: Tensor,
+    rows: tuple[Tensor, Tensor],
 ) -> tuple[str, OracleResult]:
-    """What the layer ran, and its output and gradients."""
+    """What the layer ran, and its output and gradients of the tokens and the output's gradient."""
     from absorbed_mla import AbsorbedMLAOptions
     from benchmarks.kit.chosen_backends import ChosenBackends
     from tests.support.harness import Setup, build_attention, load_weights, run
@@ -269,7 +214,7 @@ def _run_layer(
     options = AbsorbedMLAOptions()
     setup = Setup(
         form="auto",
-        dtype=x.dtype,
+        dtype=rows[0].dtype,
         backend=layers,
         core_attention_backend=OURS.get(implementation, "auto"),
         query_chunk_size=options.query_chunk_size,
@@ -278,19 +223,18 @@ def _run_layer(
     if implementation == MEGATRON:
         standard = build_standard(mla, setup)
         load_standard(standard, mla, setup, weights)
-        return "", run_standard(standard, mla, layout, x, output_grad)
+        return "", run_standard(standard, mla, layout, *rows)
     ours = build_attention(mla, setup)
     load_weights(ours, mla, setup, weights)
     ran = ChosenBackends(ours)
-    result = run(ours, mla, setup, layout, x, output_grad)
+    result = run(ours, mla, setup, layout, *rows)
     return str(ran), result
 
 
 def _evaluate(
     mla: OracleMLA,
     weights: dict[str, Tensor],
-    x: Tensor,
-    output_grad: Tensor,
+    rows: tuple[Tensor, Tensor],
     layout: Layout,
     dtype: torch.dtype,
 ) -> OracleResult:
@@ -302,74 +246,12 @@ def _evaluate(
     sequences = [
         oracle.TokenSequence(s.rows.to(device), s.visible.to(device)) for s in layout.sequences
     ]
-    cos, sin = mla.rotary_table(layout.tokens)
-    rows = [t.to(device).flatten(0, 1) for t in (x, output_grad)]
-    found = oracle.evaluate(
-        mla,
-        {name: weight.to(device) for name, weight in weights.items()},
-        *rows,
-        sequences,
-        (cos.to(device), sin.to(device)),
-        dtype,
-    )
+    table = tuple(part.to(device) for part in mla.rotary_table(layout.tokens))
+    weights = {name: weight.to(device) for name, weight in weights.items()}
+    flat = (x.to(device).flatten(0, 1) for x in rows)
+    found = oracle.evaluate(mla, weights, *flat, sequences, table, dtype)
     gradients = {name: gradient.cpu() for name, gradient in found.weight_grads.items()}
     return oracle.OracleResult(found.output.cpu(), found.input_grad.cpu(), gradients)
-
-
-def measure_widths(
-    heads: int, tokens: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[WidthRow]:
-    """One sequence (``sbhd``) and a pack of two (``thd``), causal, beside float64."""
-    from absorbed_mla.core_attention.backends.reference import ReferenceBackend
-    from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
-    from absorbed_mla.core_attention.masks.scores import ScoreRules
-    from absorbed_mla.core_attention.masks.spans import Span
-    from tests.support.numerics import relative_error
-
-    cut = tokens * 5 // 16
-    spans = {
-        "sbhd": (Span(0, tokens, 0, tokens, 0),),
-        "thd": (Span(0, cut, 0, cut, 0), Span(cut, tokens, cut, tokens, 0)),
-    }
-    for key_width, value_width in WIDTHS:
-        for layout, seen in spans.items():
-            rules = ScoreRules(key_width**-0.5, seen)
-            inputs = _inputs(tokens, heads, key_width, value_width, device, dtype)
-            exact = _outcome(ReferenceBackend(), [x.double() for x in inputs], rules)
-            errors: dict[str, float] = {}
-            error = ""
-            try:
-                found = _outcome(TransformerEngineBackend(), inputs, rules)
-                errors = {name: relative_error(found[name], exact[name]) for name in exact}
-            except Exception as problem:
-                error = reason(problem)
-            yield WidthRow(key_width, value_width, layout, errors, error)
-
-
-def _inputs(
-    tokens: int, heads: int, key: int, value: int, device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
-    """Query, key, value and the output's gradient [S, 1, N, width], normal values."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(tokens, 1, heads, width) for width in (key, key, value, value)]
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-
-
-def _outcome(
-    backend: AttentionBackend, inputs: list[Tensor], rules: ScoreRules
-) -> dict[str, Tensor]:
-    """Output and gradients by name."""
-    from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-
-    q, k, v, grad_out = inputs
-    joined = AttentionInputs.multi_head(q, k, v)
-    attended = backend.forward(joined, rules)
-    attended = AttentionOutput(attended.out.to(q.dtype), attended.lse)
-    found = backend.backward(OutputGradient(grad_out, None), attended, joined, rules)
-    gradients = found.as_multi_head()
-    return dict(zip(("output", "dq", "dk", "dv"), (attended.out, *gradients)))
 
 
 if __name__ == "__main__":

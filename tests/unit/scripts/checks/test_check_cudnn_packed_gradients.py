@@ -15,9 +15,10 @@ from checks import check_cudnn_packed_gradients as check
 from checks.check_cudnn_packed_gradients import LayerRow
 from tests.support import world
 from tests.support.cases import TINY
-from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 PACKS = ["thd, 1 document", "thd, 2 documents", "thd, 5 documents"]
+# Layers without TransformerEngine.
+LOCAL = partial(check.measure_layers, layers="local", only=contextlib.nullcontext)
 
 
 class _Scaled(torch.autograd.Function):
@@ -30,14 +31,6 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 1.3 * grad
-
-
-@pytest.fixture
-def measured():
-    """Rows of layers without TransformerEngine, on a CPU."""
-    return lambda: list(
-        check.measure_layers(TINY, 48, torch.bfloat16, "local", contextlib.nullcontext)
-    )
 
 
 @pytest.fixture
@@ -54,71 +47,38 @@ def wrong_packs(monkeypatch):
     monkeypatch.setattr(standard_mla.PlainCoreAttention, "forward", spoiled)
 
 
-def of(rows, implementation: str) -> dict[str, LayerRow]:
-    return {row.layout: row for row in rows if row.implementation == implementation}
+def measured() -> dict[str, dict[str, LayerRow]]:
+    found: dict[str, dict[str, LayerRow]] = {}
+    for row in LOCAL(TINY, 48, torch.bfloat16):
+        found.setdefault(row.implementation, {})[row.layout] = row
+    return found
 
 
-def test_layers_that_are_right(measured):
-    rows = measured()
+def test_layers_that_are_right():
+    found = measured()
     for name in ("megatron", "ours"):
-        found = of(rows, name)
-        assert list(found) == ["sbhd", *PACKS]
-        for row in found.values():
+        assert list(found[name]) == ["sbhd", *PACKS]
+        for row in found[name].values():
             assert not row.error and not row.out_of_bounds
             # Every tensor was compared, and none with itself.
             assert {"output", "input gradient", "linear_v_up_proj.weight"} < set(row.errors)
             assert all(1e-4 < x < 2e-2 for x in row.errors.values())
-    assert of(rows, "ours")["sbhd"].ran
-    refused = of(rows, "ours, transformer_engine").values()
+    assert found["ours"]["sbhd"].ran
+    refused = found["ours, transformer_engine"].values()
     assert all("transformer_engine" in row.error and not row.errors for row in refused)
 
 
-def test_a_wrong_gradient_of_packs_is_found(wrong_packs, measured):
+def test_a_wrong_gradient_of_packs_is_found(wrong_packs):
     rows = measured()
-    found = of(rows, "megatron")
+    found = rows["megatron"]
     assert not found["sbhd"].out_of_bounds
     for layout in PACKS:
         assert found[layout].errors["linear_v_up_proj.weight"] == pytest.approx(0.3, abs=0.01)
         assert "input gradient" in found[layout].out_of_bounds
         assert "output" not in found[layout].out_of_bounds
-    assert not any(row.out_of_bounds for row in of(rows, "ours").values())
+    assert not any(row.out_of_bounds for row in rows["ours"].values())
     assert str(found["sbhd"]).startswith("megatron, sbhd: right (worst: ")
     assert str(found[PACKS[0]]).startswith("megatron, thd, 1 document: WRONG (worst: ")
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    return fake_transformer_engine.install(monkeypatch, cudnn=91400)
-
-
-def test_widths(fused, monkeypatch):
-    """Padded values in packs have wrong gradients here, as with cuDNN 9.14; nothing else has."""
-    backward = fused.fused_attn_bwd
-
-    def spoiled(*args, **kwargs):
-        found = backward(*args, **kwargs)
-        if kwargs["qkv_layout"] == "thd_thd_thd" and args[6].shape[-1] == 192:
-            found[2] = found[2] * 1.2
-        return found
-
-    monkeypatch.setattr(fused, "fused_attn_bwd", spoiled)
-    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
-    assert len(rows) == 2 * len(check.WIDTHS) and not any(row.error for row in rows)
-    for row in rows:
-        wrong = row.layout == "thd" and row.value_width == 192
-        assert (row.errors["dv"] > 0.1) == wrong
-        assert row.errors["output"] < 1e-2 and row.errors["dq"] < 1e-2
-
-
-def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch):
-    def fails(*args, **kwargs):
-        raise RuntimeError("cuDNN has no plan")
-
-    monkeypatch.setattr(fused, "fused_attn_bwd", fails)
-    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
-    expected = "attention alone, widths 64/64, sbhd: RuntimeError: cuDNN has no plan"
-    assert str(rows[0]) == expected
-    assert all(row.error == "RuntimeError: cuDNN has no plan" for row in rows)
 
 
 def row(implementation="ours", error="", **errors) -> LayerRow:
@@ -126,15 +86,18 @@ def row(implementation="ours", error="", **errors) -> LayerRow:
     return LayerRow(implementation, "sbhd", "expanded, cudnn", errors, bounds, error)
 
 
+TE = "ours, transformer_engine"
+
+
 @pytest.mark.parametrize(
     ("rows", "off"),
     [
         ([row(output=0.01), row("megatron", output=0.3)], False),
-        ([row(output=0.01), row("ours, transformer_engine", "refused")], False),
+        ([row(output=0.01), row(TE, "refused")], False),
         ([row(output=0.031)], True),
         ([row(output=float("inf"))], True),
         ([row(output=float("nan"))], True),
-        ([row(output=0.01), row("ours, transformer_engine", output=0.2)], True),
+        ([row(output=0.01), row(TE, output=0.2)], True),
         ([row(error="no")], True),
     ],
 )
@@ -142,36 +105,25 @@ def test_when_ours_is_off(rows, off):
     assert check.ours_is_wrong(rows) is off
 
 
-class TestCommand:
-    @pytest.fixture
-    def runs(self, monkeypatch, fused):
-        """As on a GPU, whose work a CPU does."""
-        monkeypatch.setattr(check, "_require_machine", lambda: "9.14.0")
-        monkeypatch.setattr(check, "_environment", lambda: {"device": "a device"})
-        monkeypatch.setattr(check, "_dimensions", lambda: TINY)
-        monkeypatch.setattr(world, "start", lambda: None)
-        monkeypatch.setattr(world, "stop", lambda: None)
-        for name, value in {"WIDTHS": ((192, 128),), "TOKENS": 32, "HEADS": 2}.items():
-            monkeypatch.setattr(check, name, value)
-        small = partial(check.measure_layers, layers="local", only=contextlib.nullcontext)
-        monkeypatch.setattr(check, "measure_layers", small)
-        return lambda folder: check.main([str(folder)])
-
-    def test_megatrons_fault_is_no_failure(self, runs, wrong_packs, tmp_path, capsys):
-        assert runs(tmp_path / "new") == 0
-        file = tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json"
-        found = json.loads(file.read_text())
-        assert {row["implementation"] for row in found["layers"]} == {"megatron", *check.OURS}
-        assert len(found["widths"]) == 2
-        out = capsys.readouterr().out
-        assert "megatron, sbhd: right" in out and "megatron, thd, 2 documents: WRONG" in out
-
-    def test_ours_being_off_is(self, runs, monkeypatch, tmp_path):
-        def off(self):
-            return ["output"] if self.implementation == "ours" else []
-
-        monkeypatch.setattr(LayerRow, "out_of_bounds", property(off))
-        assert runs(tmp_path) == 1
+@pytest.mark.parametrize("off", [False, True])
+def test_command(off, wrong_packs, monkeypatch, tmp_path, capsys):
+    """As on a GPU, whose work a CPU does: Megatron's fault is no failure, ours being off is."""
+    monkeypatch.setattr(check, "_require_machine", lambda: "9.14.0")
+    monkeypatch.setattr(check, "_environment", lambda: {"device": "a device"})
+    monkeypatch.setattr(check, "_dimensions", lambda: TINY)
+    monkeypatch.setattr(world, "start", lambda: None)
+    monkeypatch.setattr(world, "stop", lambda: None)
+    monkeypatch.setattr(check, "TOKENS", 32)
+    monkeypatch.setattr(check, "measure_layers", LOCAL)
+    if off:
+        found = property(lambda row: ["output"] if row.implementation == "ours" else [])
+        monkeypatch.setattr(LayerRow, "out_of_bounds", found)
+    assert check.main([str(tmp_path / "new")]) == off
+    content = json.loads((tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json").read_text())
+    assert {row["implementation"] for row in content["layers"]} == {"megatron", *check.OURS}
+    out = capsys.readouterr().out
+    assert "megatron, sbhd: right" in out
+    assert ("megatron, thd, 2 documents: WRONG" in out) is not off
 
 
 @pytest.mark.parametrize(
