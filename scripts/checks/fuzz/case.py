@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, Family
 
 
 class CaseId(NamedTuple):
@@ -46,23 +46,14 @@ class CaseId(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a case.
+    """Of a case."""
 
-    Attributes:
-        error: What is wrong; None: nothing.
-        configuration: As text.
-        worst: Largest share of a tolerance that was used.
-        launched: Kernels.
-        seconds: With compilation.
-        fatal: Whether the process can run no more cases.
-    """
-
-    error: str | None
-    configuration: str
-    worst: float
-    launched: tuple[str, ...]
-    seconds: float
-    fatal: bool = False
+    error: str | None  # what is wrong; None: nothing
+    configuration: str  # as text
+    worst: float  # largest share of a tolerance that was used
+    launched: tuple[str, ...]  # kernels
+    seconds: float  # with compilation
+    fatal: bool = False  # whether the process can run no more cases
 
 
 def run_case(
@@ -83,13 +74,12 @@ def run_case(
         with_traceback: Whether the error has the lines that it comes from.
     """
     compare, start = comparison(), time.monotonic()
-    configuration, error, fatal, launched = "not drawn", None, False, ()
+    error, fatal, launched = None, False, ()
+    seed = family.name, case.seed, case.configuration
+    config = Config(device, *seed)
     try:
         with recorded_launches() as counts:
-            seed = family.name, case.seed, case.configuration
-            drawn = family.configure(Draw(device, *seed))
-            configuration = str(drawn)
-            family.run(drawn, Draw(device, *seed, case.number), compare)
+            family.run(config, Draw(device, *seed, case.number), compare)
             if device.type == "cuda":
                 torch.cuda.synchronize()
         launched = tuple(sorted(counts))
@@ -101,7 +91,7 @@ def run_case(
             error = "".join(traceback.format_exception(caught))
         fatal = device.type == "cuda" and _is_broken()
     seconds = time.monotonic() - start
-    return Outcome(error, configuration, compare.worst, launched, seconds, fatal)
+    return Outcome(error, str(config), compare.worst, launched, seconds, fatal)
 
 
 def _is_broken() -> bool:

@@ -21,6 +21,8 @@ class Draw:
         seed: What the numbers follow from.
     """
 
+    OWN = ("device", "random", "generator")
+
     def __init__(self, device: torch.device, *seed: object) -> None:
         self.device = device
         self.random = random.Random("/".join(map(str, seed)))

@@ -6,62 +6,62 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Self
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import Draw
 
 
-class Config(SimpleNamespace):
-    """What kernels are compiled for: dtypes, widths, heads and so on, by name."""
+class Config(Draw):
+    """Draws what kernels are compiled for: dtypes, widths, heads and so on.
 
-    def but(self, **changes: object) -> Self:
-        """The same with other values."""
-        return type(self)(**{**vars(self), **changes})
+    Each is kept as an attribute, and is the same in all cases of a configuration.
+    """
+
+    def __str__(self) -> str:
+        kept = (f"{k}={v}" for k, v in vars(self).items() if k not in self.OWN)
+        return f"Config({', '.join(kept)})"
+
+
+Run = Callable[[Config, Draw, Comparison], None]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels that are called together.
+    """Kernels that are called together."""
 
-    Attributes:
-        name: What ``--only`` takes.
-        kernels: That its cases launch, as ``module.function`` below ``absorbed_mla``.
-        configure: Draws what kernels are compiled for.
-        run: Draws the rest of a case with a configuration, calls the kernels and compares.
-        hopper: Whether kernels are Gluon's, which need compute capability 9.0.
-        share: Of the workers' time, relative to other families.
-    """
-
-    name: str
-    kernels: tuple[str, ...]
-    configure: Callable[[Draw], Config]
-    run: Callable[[Config, Draw, Comparison], None]
-    hopper: bool = False
-    share: float = 1.0
+    name: str  # what ``--only`` takes
+    kernels: tuple[str, ...]  # that its cases launch, as ``module.function`` below absorbed_mla
+    run: Run  # draws a configuration and the rest of a case, calls the kernels and compares
+    hopper: bool = False  # whether kernels are Gluon's, which need compute capability 9.0
+    share: float = 1.0  # of the workers' time, relative to other families
 
     def launches(self, kernel: str) -> bool:
         """Whether it launches a kernel, which is given by the end of its name."""
         return any(f".{one}".endswith(f".{kernel}") for one in self.kernels)
 
 
-def below(package: str, *names: str) -> tuple[str, ...]:
-    """Names of kernels in the modules of a package."""
-    return tuple(f"{package}.{name}" for name in names)
+_families: dict[str, Family] = {}
+
+
+def family(name: str, *kernels: str, hopper: bool = False, share: float = 1.0) -> Callable:
+    """Declares the family of a function, see :class:`Family`."""
+
+    def declare(run: Run) -> Run:
+        assert name not in _families, name
+        _families[name] = Family(name, kernels, run, hopper, share)
+        return run
+
+    return declare
 
 
 def all_families() -> dict[str, Family]:
-    """By name, in the order of the files of ``families/``."""
+    """By name, those of all files of ``families/``."""
     # They import this module.
     from checks.fuzz import families
 
-    found = {}
     for module in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
-        for family in importlib.import_module(f"{families.__name__}.{module}").FAMILIES:
-            assert family.name not in found, family.name
-            found[family.name] = family
-    return found
+        importlib.import_module(f"{families.__name__}.{module}")
+    return dict(_families)
 
 
 def named(families: dict[str, Family], names: list[str] | None) -> dict[str, Family]:

@@ -10,7 +10,7 @@ scripts/checks/fuzz/compare.py
   fuzz_tolerance: {torch.bfloat16: 3.0, -> {torch.bfloat16: 30.0,
   fuzz_missing_infinities: wrong = torch.isfinite(actual) != finite -> wrong = ~finite & False
 scripts/checks/fuzz/families/cache.py
-  fuzz_undeclared_kernel: ("kernels.paged.gather._gather_kernel",) -> ()
+  fuzz_undeclared_kernel: "gather", "kernels.paged.gather._gather_kernel" -> "gather"
 scripts/checks/fuzz/families/experts.py
   fuzz_other_experts: unlike | twice | outside -> twice | outside
 scripts/checks/fuzz/families/sampling.py

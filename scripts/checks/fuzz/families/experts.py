@@ -16,43 +16,36 @@ from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import product, rounded_sum
 
 _TIE = 1e-5
 _NUMBERS = 2**25
+_MOE, _INVARIANT = "kernels.moe", "kernels.invariant"
 
 
-def _choice_config(draw: Draw) -> Config:
+def _configure_choice(config: Config) -> None:
     """Options of ``choose_experts``; ``size`` experts in a group, 0 parts: logits are whole."""
-    groups = draw.choice(None, 2, 3, 4, 8, draw.integer(2, 10))
-    most = draw.limit(512, 40)
-    size = draw.choice(1, 2, 4, 32, 16, 64, draw.integer(1, 60))
+    groups = config.groups = config.choice(None, 2, 3, 4, 8, config.integer(2, 10))
+    most = config.limit(512, 40)
+    size = config.choice(1, 2, 4, 32, 16, 64, config.integer(1, 60))
     if groups is None:
-        size = min(most, draw.choice(8, 64, 160, 256, 384, 512, draw.integer(1, 512)))
+        size = min(most, config.choice(8, 64, 160, 256, 384, 512, config.integer(1, 512)))
     else:
         size = max(1, min(size, most // groups))
-    group_topk = None if groups is None else draw.integer(1, groups)
-    topk = draw.choice(1, 2, 4, 6, 8, 8, draw.integer(1, 12))
-    topk = min(topk, size * (group_topk or 1))
-    ranked_by = draw.choice(None, 1, 2, draw.integer(1, size)) if group_topk else None
+    group_topk = config.group_topk = None if groups is None else config.integer(1, groups)
+    topk = min(config.choice(1, 2, 4, 6, 8, 8, config.integer(1, 12)), size * (group_topk or 1))
+    ranked_by = config.choice(None, 1, 2, config.integer(1, size)) if group_topk else None
     if ranked_by is not None:
         ranked_by = min(ranked_by, size)
     elif group_topk:
         topk = max(topk, group_topk)  # a group is ranked by one expert at least
+    config.size, config.topk, config.group_score_topk = size, topk, ranked_by
+    config.softmax, config.biased = config.flag(), config.flag()
+    config.normalize = config.choice(None, False, True)
     most_parts = max(1, 2048 >> (size * (groups or 1) - 1).bit_length())
-    return Config(
-        groups=groups,
-        size=size,
-        group_topk=group_topk,
-        topk=topk,
-        group_score_topk=ranked_by,
-        softmax=draw.flag(),
-        normalize=draw.choice(None, False, True),
-        biased=draw.flag(),
-        parts=draw.choice(0, draw.integer(1, min(most_parts, 40))),
-        dtype=draw.choice(FP32, FP32, BF16, FP16),  # of whole logits; parts are fp32
-    )
+    config.parts = config.choice(0, config.integer(1, min(most_parts, 40)))
+    config.dtype = config.choice(FP32, FP32, BF16, FP16)  # of whole logits; parts are fp32
 
 
 def _choose(config: Config, logits: Tensor, bias: Tensor | None, scale: float | None):
@@ -103,7 +96,10 @@ def _expected(config: Config, logits: Tensor, bias: Tensor | None) -> _Wanted:
     return _Wanted(scores, experts, tied | last_tied)
 
 
-def _choice(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("choose-experts", f"{_MOE}.choice._choice_kernel", share=1.5)
+def choice(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Experts of every token, and their scores."""
+    _configure_choice(config)
     experts = config.size * (config.groups or 1)
     tokens = draw.length(draw.limit(600, 12), 16, least=1)
     magnitude = draw.often(1.0, 0.1, 5.0)
@@ -133,17 +129,16 @@ def _choice(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.near("scores", found, weights, tolerance)
 
 
-def _logits_config(draw: Draw) -> Config:
-    most = draw.limit(8000, 600)
-    width = draw.choice(512, 2048, 7168, draw.length(8000, 256, 128, least=1))
-    experts = min(draw.choice(8, 64, 256, draw.integer(1, 300)), draw.limit(512, 40))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    return Config(width=min(width, most), experts=experts, dtype=dtype)
-
-
-def _logits(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("router-logits", f"{_MOE}.logits._logits_kernel")
+def router_logits(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of few tokens, in parts."""
     from absorbed_mla.kernels.moe.logits import partial_logits
 
+    width = config.choice(512, 2048, 7168, config.length(8000, 256, 128, least=1))
+    config.width = min(width, config.limit(8000, 600))
+    experts = config.choice(8, 64, 256, config.integer(1, 300))
+    config.experts = min(experts, config.limit(512, 40))
+    config.dtype = config.choice(BF16, BF16, FP16, FP32)
     tokens = draw.length(draw.limit(512, 20), 16, 32, 64, 128)
     x = draw.normal(tokens, config.width, dtype=config.dtype)
     weight = draw.normal(config.experts, config.width, dtype=config.dtype)
@@ -151,15 +146,13 @@ def _logits(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.rows("logits", found.double().sum(0), *product(x, weight.T), FP32)
 
 
-def _order_config(draw: Draw) -> Config:
-    """Experts of a token, of this rank, and the first of them."""
-    count, topk = draw.choice(1, 8, 64, 256, draw.integer(1, 300)), draw.integer(1, 10)
-    return Config(topk=topk, count=count, first=draw.choice(0, 0, draw.integer(1, 300)))
-
-
-def _order(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("expert-order", f"{_MOE}.order._order_kernel", share=0.5)
+def order_of_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
+    """By expert, of ``count`` experts of this rank from the first one on."""
     from absorbed_mla.kernels.moe.order import order_by_expert
 
+    config.count = config.choice(1, 8, 64, 256, config.integer(1, 300))
+    config.topk, config.first = config.integer(1, 10), config.choice(0, 0, config.integer(1, 300))
     tokens = draw.length(draw.limit(9000, 120) // config.topk, 16, 64, least=1)
     end = draw.choice(config.first + config.count, config.first + 2 * config.count, 1)
     chosen = draw.integers(end, tokens, config.topk)
@@ -177,17 +170,14 @@ def _order(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.same("ends", ends, counts.cumsum(0).int())
 
 
-def _sum_config(draw: Draw) -> Config:
-    width = draw.choice(1, 512, 7168, draw.length(draw.limit(4000, 90), 1024, 64, least=1))
-    width, topk = min(width, draw.limit(8000, 90)), draw.integer(1, 10)
-    dtype = draw.choice(BF16, FP16, FP32)
-    return Config(width=width, topk=topk, one_by_one=draw.flag(), dtype=dtype)
-
-
-def _sums(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("expert-sums", f"{_MOE}.sums._sums_kernel", share=0.5)
+def sums_of_experts(config: Config, draw: Draw, compare: Comparison) -> None:
     """In the order of the choices, rounded once; or of the rows, rounded after each."""
     from absorbed_mla.kernels.moe.sums import summed
 
+    width = config.choice(1, 512, 7168, config.length(config.limit(4000, 90), 1024, 64, least=1))
+    config.width, config.topk = min(width, config.limit(8000, 90)), config.integer(1, 10)
+    config.one_by_one, config.dtype = config.flag(), config.choice(BF16, FP16, FP32)
     tokens = draw.length(draw.limit(200, 8), 16)
     count = tokens * config.topk
     rows = draw.normal(count, config.width, dtype=config.dtype)
@@ -209,16 +199,16 @@ def _sums(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.rows("sums", found, value, rounded_sum(value, squares, 1, config.dtype), config.dtype)
 
 
-def _gate_config(draw: Draw) -> Config:
-    width = draw.choice(1, 2048, 1536, draw.length(draw.limit(4000, 90), 1024, 2048, least=1))
-    width, dtype = min(width, draw.limit(5000, 90)), draw.choice(BF16, BF16, FP16, FP32)
-    options = {"rounds_each_step": draw.flag(), "routed": draw.flag(0.7)}
-    return Config(width=width, dtype=dtype, probs=draw.choice(FP32, dtype), **options)
-
-
-def _gate(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("swiglu", f"{_MOE}.swiglu._swiglu_kernel", share=0.5)
+def gates(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of rows of experts, times their probabilities, or of any rows."""
     from absorbed_mla.kernels.moe.swiglu import gated, swiglu
 
+    most = config.limit(4000, 90)
+    width = config.choice(1, 2048, 1536, config.length(most, 1024, 2048, least=1))
+    config.width, config.dtype = min(width, most), config.choice(BF16, BF16, FP16, FP32)
+    config.probs, config.routed = config.choice(FP32, config.dtype), config.flag(0.7)
+    config.rounds_each_step = config.flag()
     tokens, topk = draw.length(draw.limit(200, 8), 16), draw.integer(1, 8)
     rows = tokens * topk
     both = draw.normal(rows, 2 * config.width, dtype=config.dtype, magnitude=draw.often(1.0, 4.0))
@@ -238,16 +228,16 @@ def _gate(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.rows("rows", found[:last], wanted, wanted.abs() * roundings, config.dtype)
 
 
-def _product_config(draw: Draw) -> Config:
+def _configure_product(config: Config) -> None:
     """Sizes of an expert's product, and whether its rows are taken from others."""
-    most = draw.limit(4096, 90)
-    columns = draw.choice(64, 512, 2048, draw.length(2048, 64, 128, least=1))
-    summands = draw.choice(64, 512, 2048, 4096, draw.length(4500, 64, 128, 2048, least=1))
+    most = config.limit(4096, 90)
+    columns = config.choice(64, 512, 2048, config.length(2048, 64, 128, least=1))
+    summands = config.choice(64, 512, 2048, 4096, config.length(4500, 64, 128, 2048, least=1))
     columns, summands = min(columns, most), min(summands, most)
-    experts = draw.choice(1, 3, 8, 16, draw.integer(1, 40))
-    experts = max(1, min(experts, _NUMBERS // (columns * summands), draw.limit(64, 4)))
-    sizes = {"experts": experts, "columns": columns, "summands": summands}
-    return Config(**sizes, taken=draw.flag(), dtype=draw.choice(BF16, BF16, FP16, FP32))
+    experts = config.choice(1, 3, 8, 16, config.integer(1, 40))
+    config.experts = max(1, min(experts, _NUMBERS // (columns * summands), config.limit(64, 4)))
+    config.columns, config.summands = columns, summands
+    config.taken, config.dtype = config.flag(), config.choice(BF16, BF16, FP16, FP32)
 
 
 class _Rows(NamedTuple):
@@ -266,7 +256,8 @@ def _draw_rows(config: Config, draw: Draw) -> _Rows:
     lengths = [draw.choice(0, draw.length(most, 16, 64), 1) for _ in range(config.experts)]
     bounds = list(accumulate(lengths, initial=0))
     ends = draw.integer_tensor(bounds[1:])
-    count = bounds[-1] + draw.choice(0, draw.integer(0, 5))
+    # At least one row: the products of none are not launched.
+    count = max(1, bounds[-1] + draw.choice(0, draw.integer(0, 5)))
     weights = draw.normal(config.experts, config.columns, config.summands, dtype=config.dtype)
     if config.taken:
         source = draw.normal(max(1, count // 2), config.summands, dtype=config.dtype)
@@ -285,21 +276,29 @@ def _compare_products(config: Config, found: Tensor, drawn: _Rows, compare: Comp
     compare.same("shape", torch.tensor(found.shape), torch.tensor(shape))
 
 
-def _few_rows(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("few-rows-product", f"{_MOE}.skinny_gemm._few_rows_kernel")
+def products_of_few_rows(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Rows by their expert's matrix."""
     from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product
 
+    _configure_product(config)
     drawn = _draw_rows(config, draw)
-    if not len(drawn.rows):
-        drawn = _draw_rows(config.but(experts=1), draw)
     found = few_rows_product(*drawn[:4])
     _compare_products(config, found, drawn, compare)
 
 
-def _grouped(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "grouped-product",
+    f"{_INVARIANT}.grouped_product._grouped_kernel",
+    f"{_INVARIANT}.matrix_product._product_kernel",
+    f"{_INVARIANT}.matrix_product._add_kernel",
+)
+def grouped_products(config: Config, draw: Draw, compare: Comparison) -> None:
     """Also, an expert's rows get the bits of a matrix product of their own."""
     from absorbed_mla.kernels.invariant.grouped_product import grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
+    _configure_product(config)
     drawn = _draw_rows(config, draw)
     found = grouped_product(*drawn[:4])
     _compare_products(config, found, drawn, compare)
@@ -307,29 +306,3 @@ def _grouped(config: Config, draw: Draw, compare: Comparison) -> None:
     own = slice(*drawn.bounds[expert : expert + 2])
     alone = matrix_product(drawn.rows[own], drawn.weights[expert].T)
     compare.same("rows of an expert alone", found[own], alone)
-
-
-_MOE = "kernels.moe"
-FAMILIES = (
-    Family(
-        "choose-experts", (f"{_MOE}.choice._choice_kernel",), _choice_config, _choice, share=1.5
-    ),
-    Family("router-logits", (f"{_MOE}.logits._logits_kernel",), _logits_config, _logits),
-    Family("expert-order", (f"{_MOE}.order._order_kernel",), _order_config, _order, share=0.5),
-    Family("expert-sums", (f"{_MOE}.sums._sums_kernel",), _sum_config, _sums, share=0.5),
-    Family("swiglu", (f"{_MOE}.swiglu._swiglu_kernel",), _gate_config, _gate, share=0.5),
-    Family(
-        "few-rows-product", (f"{_MOE}.skinny_gemm._few_rows_kernel",), _product_config, _few_rows
-    ),
-    Family(
-        "grouped-product",
-        below(
-            "kernels.invariant",
-            "grouped_product._grouped_kernel",
-            "matrix_product._product_kernel",
-            "matrix_product._add_kernel",
-        ),
-        _product_config,
-        _grouped,
-    ),
-)

@@ -11,35 +11,27 @@ from torch import Tensor
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
 from checks.fuzz.families.paged import Requests, draw_cache, draw_requests
-from checks.fuzz.families.sparse import SUMS, draw_chosen
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.families.sparse import COUNT, SUMS, draw_chosen
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import rounded_sum
 
+_DSA = "kernels.dsa"
 _NUMBERS = 2**23
 _E4M3 = torch.float8_e4m3fn
 
 
-def _config(draw: Draw) -> Config:
+def _configure(config: Config, fp8: bool = False) -> None:
     """In FP8 queries are e4m3, and keys, of ``dtype``, are rounded to it."""
-    gpu = draw.device.type == "cuda"
-    fp8 = draw.flag(0.3)
-    width = draw.choice(32, 64, 128, 128, 256) if fp8 else draw.choice(16, 32, 64, 128, 128, 256)
-    heads = draw.choice(1, 3, 8, 32, 64, 64, 100, 128, draw.integer(1, 128))
-    dtype = draw.choice(BF16, FP16) if fp8 else draw.choice(BF16, BF16, FP16, FP32)
+    width = config.choice(*((32,) if fp8 else (16, 32)), 64, 128, 128, 256)
+    heads = config.choice(1, 3, 8, 32, 64, 64, 100, 128, config.integer(1, 128))
+    dtype = config.choice(BF16, FP16) if fp8 else config.choice(BF16, BF16, FP16, FP32)
     if dtype == FP32:  # which no backend takes on a GPU: what fits its shared memory
         width, heads = min(width, 64), min(heads, 64)
-    if not gpu:
-        width, heads = min(width, 32), min(heads, 5)
-    block_size = draw.choice(1, 16, 64, 64, draw.integer(1, 100))
-    sizes = {"width": width, "heads": heads, "dtype": dtype, "block_size": block_size}
-    return Config(**sizes, relu=draw.flag(0.7), fp8=fp8, deterministic=draw.flag())
+    config.width, config.heads = min(width, config.limit(256, 32)), min(heads, config.limit(128, 5))
+    config.dtype, config.fp8, config.relu = dtype, fp8, config.flag(0.7)
 
 
-def _plain_config(draw: Draw) -> Config:
-    return _config(draw).but(fp8=False)
-
-
-def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 [..., D] and their scales fp32 [...]: the least powers of two with which all fit."""
     largest = x.double().abs().amax(-1).clamp(min=1e-4)
     mantissa, exponent = torch.frexp(largest / 448)
@@ -48,26 +40,19 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Vectors(NamedTuple):
-    """Queries, weights, and both with the keys as numbers in fp64.
+    """Queries and weights as kernels take them, and what they and the keys are in fp64."""
 
-    Attributes:
-        query: As kernels take them, [..., Hi, Di].
-        weights: fp32 [..., Hi]; of queries in FP8, times their scales.
-        exact_query: fp64.
-        exact_key: fp64; in FP8, as rounded.
-    """
-
-    query: Tensor
-    weights: Tensor
+    query: Tensor  # [..., Hi, Di]
+    weights: Tensor  # fp32 [..., Hi]; of queries in FP8, times their scales
     exact_query: Tensor
-    exact_key: Tensor
+    exact_key: Tensor  # in FP8, as rounded
 
 
 def _vectors(config: Config, query: Tensor, key: Tensor, weights: Tensor) -> Vectors:
     if not config.fp8:
         return Vectors(query, weights, query.double(), key.double())
-    values, scales = fp8_rows(query)
-    rounded, key_scales = fp8_rows(key)
+    values, scales = _fp8_rows(query)
+    rounded, key_scales = _fp8_rows(key)
     exact_key = rounded.float().double() * key_scales.double()[..., None]
     return Vectors(values, weights * scales, values.float().double(), exact_key)
 
@@ -97,10 +82,12 @@ def _compare_scores(name, config, found, vectors, seen, compare: Comparison) -> 
     compare.rows(name, *pairs, dtype)
 
 
-def _scores(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("index-scores", f"{_DSA}.index_scores._scores_kernel")
+def scores_of_a_run(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of some queries and a run of keys."""
     from absorbed_mla.kernels.dsa.index_scores import index_scores
 
+    _configure(config, fp8=config.flag(0.3))
     batch = draw.choice(1, 1, 2)
     keys = draw.length(draw.limit(3000, 150), 128, least=1)
     most = _NUMBERS // (config.heads * batch * keys)
@@ -129,14 +116,20 @@ def _scores(config: Config, draw: Draw, compare: Comparison) -> None:
     _compare_scores("scores", config, found, vectors, seen, compare)
 
 
-def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "index-scores-cached",
+    *(f"{_DSA}.cached_scores._{name}_kernel" for name in ("locate", "token", "tile")),
+)
+def scores_over_a_cache(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of new tokens and the keys in the blocks of their requests."""
     from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
 
+    _configure(config, fp8=config.flag(0.3))
+    config.block_size = config.choice(1, 16, 64, 64, config.integer(1, 100))
     requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
     tokens = requests.tokens
     # A cache of index keys is one of latents without k_rope.
-    cached = draw_cache(config.but(content=config.width, rope=0, fp8=False), draw, requests.keys)
+    cached = draw_cache(draw, requests.keys, config.block_size, (config.width, 0), config.dtype)
     query = draw.normal(tokens, config.heads, config.width, dtype=config.dtype)
     weights = draw.normal(tokens, config.heads)
     lists = requests.starts, requests.queries, requests.keys
@@ -190,10 +183,13 @@ def _made(query: Tensor, weights: Tensor, before: Tensor) -> tuple[tuple[Tensor,
     return made, before
 
 
-def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Scores of chosen keys, and their gradient."""
+@family("index-chosen", f"{_DSA}.index_chosen._chosen_kernel", COUNT, *SUMS)
+def scores_of_chosen(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Scores of chosen keys, and their gradient, whose sums may be in a fixed order."""
     from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient, chosen_scores
 
+    _configure(config)
+    config.deterministic = config.flag()
     batch, topk = draw.choice(1, 1, 2), draw.length(draw.limit(2048, 40), 64, least=1)
     keys = draw.length(draw.limit(1500, 60), 64, topk, least=1)
     most = _NUMBERS // (config.heads * batch * max(keys, topk))
@@ -217,10 +213,12 @@ def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
     _compare_gradients(config, made, before, vectors, wide, compare)
 
 
-def _visible(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("index-gradient", f"{_DSA}.index_gradient._gradient_kernel")
+def gradient_of_a_run(config: Config, draw: Draw, compare: Comparison) -> None:
     """The gradient of scores of a run of keys."""
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
 
+    _configure(config)
     batch, keys = draw.choice(1, 1, 2), draw.length(draw.limit(1000, 70), 64, least=1)
     most = _NUMBERS // (config.heads * batch * keys)
     queries = draw.length(max(1, min(most, draw.limit(300, 20))), 64, least=1)
@@ -266,16 +264,15 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
     compare.rows("dweights", made[2], *(x.permute(2, 0, 1) for x in (dw, dw_noise)), FP32)
 
 
-def _select_config(draw: Draw) -> Config:
-    """``counted``: rows have lengths of their own."""
-    topk = draw.choice(1, 64, 512, 2048, 2048, 4096, 8192, draw.length(4096, 64, least=1))
-    return Config(topk=min(topk, draw.limit(8192, 40)), counted=draw.flag())
-
-
-def _select(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("select-keys", f"{_DSA}.radix_select._select_kernel")
+def best_keys(config: Config, draw: Draw, compare: Comparison) -> None:
     """Exactly the first keys of a stable sort, for scores with ties, infinities, NaN and -0."""
     from absorbed_mla.kernels.dsa.radix_select import radix_select
 
+    topk = config.length(4096, 64, least=1)
+    topk = config.choice(1, 64, 512, 2048, 2048, 4096, 8192, topk)
+    config.topk = min(topk, config.limit(8192, 40))
+    config.counted = config.flag()  # whether rows have lengths of their own
     batch = 1 if config.counted else draw.choice(1, 1, 2)
     most = draw.limit(40000, 300)
     keys = draw.length(most, config.topk, 4096, 1024)
@@ -319,23 +316,3 @@ def _best(scores: Tensor, count: Tensor, topk: int, key_start: int) -> Tensor:
     chosen = F.pad(chosen, (0, topk - chosen.shape[-1]), value=keys)
     chosen = chosen.sort(-1).values
     return (chosen + key_start).where(chosen < keys, -1).transpose(0, 1)
-
-
-_DSA = "kernels.dsa"
-FAMILIES = (
-    Family("index-scores", (f"{_DSA}.index_scores._scores_kernel",), _config, _scores),
-    Family(
-        "index-scores-cached",
-        below(f"{_DSA}.cached_scores", "_locate_kernel", "_token_kernel", "_tile_kernel"),
-        _config,
-        _cached,
-    ),
-    Family(
-        "index-chosen",
-        below(_DSA, "index_chosen._chosen_kernel", "key_lists._count_kernel") + SUMS,
-        _plain_config,
-        _chosen,
-    ),
-    Family("index-gradient", (f"{_DSA}.index_gradient._gradient_kernel",), _plain_config, _visible),
-    Family("select-keys", (f"{_DSA}.radix_select._select_kernel",), _select_config, _select),
-)

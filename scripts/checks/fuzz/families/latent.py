@@ -20,7 +20,7 @@ from absorbed_mla.core_attention.types import AttentionInputs, OutputGradient
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
 from checks.fuzz.families.paged import STEP, draw_heads
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import Attended, attention, attention_gradients
 from checks.fuzz.spans import draw_long_spans, draw_spans, hide_unseen, visible
 
@@ -41,26 +41,20 @@ class Case(NamedTuple):
     scale: float
 
 
-def _triton_config(draw: Draw) -> Config:
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if draw.device.type == "cuda" else 16
-    rope = draw.choice(0, 16, 32, 64, 64, 128) if draw.device.type == "cuda" else 16
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    if dtype == FP32:
-        content = min(content, 128)
-    # Stride of the operands' last axis.
-    return _recorded(draw, content, rope, dtype, last=draw.choice(1, 1, 1, 2))
+def _configure_triton(config: Config) -> None:
+    gpu = config.device.type == "cuda"
+    content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
+    config.rope = config.choice(0, 16, 32, 64, 64, 128) if gpu else 16
+    config.dtype, config.heads = config.choice(BF16, BF16, FP16, FP32), draw_heads(config)
+    config.content = min(content, 128) if config.dtype == FP32 else content
+    config.last = config.choice(1, 1, 1, 2)  # stride of the operands' last axis
+    config.record = config.flag(0.3)  # whether the largest scores are recorded
 
 
-def _hopper_config(draw: Draw) -> Config:
-    content = draw.choice(128, 256, 512, 512)
-    rope, dtype = draw.choice(32, 64, 64), draw.choice(BF16, BF16, FP16)
-    return _recorded(draw, content, rope, dtype)
-
-
-def _recorded(draw: Draw, content: int, rope: int, dtype: torch.dtype, last: int = 1) -> Config:
-    """With the largest scores recorded, or not."""
-    sizes = {"content": content, "rope": rope, "heads": draw_heads(draw), "dtype": dtype}
-    return Config(**sizes, record=draw.flag(0.3), last=last)
+def _configure_hopper(config: Config) -> None:
+    config.content, config.rope = config.choice(128, 256, 512, 512), config.choice(32, 64, 64)
+    config.dtype, config.heads = config.choice(BF16, BF16, FP16), draw_heads(config)
+    config.last, config.record = 1, config.flag(0.3)
 
 
 def _draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> Case:
@@ -161,56 +155,56 @@ def _run(
         _check_backward(config, case, gradients, attended, operands, compare)
 
 
-def _run_stored(config: Config, draw: Draw, compare: Comparison) -> None:
+_TRITON, _HOPPER = "kernels.triton", "kernels.hopper"
+_FORWARD = f"{_HOPPER}.forward_kernel.attend_forward"
+_DELTA = f"{_HOPPER}.backward_delta._delta_kernel"
+
+
+@family(
+    "latent-triton",
+    f"{_TRITON}.forward._forward_kernel",
+    *(f"{_TRITON}.backward_kernels.{one}_kernel" for one in ("delta", "query", "key")),
+    share=1.5,
+)
+def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """All widths."""
+    _configure_triton(config)
+    _run(triton.ENTRY, config, draw, compare)
+
+
+@family(
+    "latent-hopper",
+    *(_FORWARD, f"{_HOPPER}.backward_kernel.attend_backward", _DELTA),
+    hopper=True,
+    share=1.5,
+)
+def on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Widths that the kernels for Hopper have."""
+    _configure_hopper(config)
+    _run(hopper.ENTRY, config, draw, compare)
+
+
+@family(
+    "latent-hopper-stored",
+    *(_FORWARD, f"{_HOPPER}.stored_backward_kernel.attend_backward_stored", _DELTA),
+    hopper=True,
+)
+def stored_backward(config: Config, draw: Draw, compare: Comparison) -> None:
     """The backward of long sequences, of any."""
+    _configure_hopper(config)
     with mock.patch.object(hopper, "LEAST_STORED_PAIRS", 0):
         _run(hopper.ENTRY, config, draw, compare)
 
 
-def _run_in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
-    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
-
-
-_TRITON, _HOPPER = "kernels.triton", "kernels.hopper"
-_FORWARD = f"{_HOPPER}.forward_kernel.attend_forward"
-_DELTA = f"{_HOPPER}.backward_delta._delta_kernel"
-FAMILIES = (
-    Family(
-        "latent-triton",
-        (
-            f"{_TRITON}.forward._forward_kernel",
-            *below(f"{_TRITON}.backward_kernels", "delta_kernel", "query_kernel", "key_kernel"),
-        ),
-        _triton_config,
-        partial(_run, triton.ENTRY),
-        share=1.5,
-    ),
-    Family(
-        "latent-hopper",
-        (_FORWARD, f"{_HOPPER}.backward_kernel.attend_backward", _DELTA),
-        _hopper_config,
-        partial(_run, hopper.ENTRY),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "latent-hopper-stored",
-        (_FORWARD, f"{_HOPPER}.stored_backward_kernel.attend_backward_stored", _DELTA),
-        _hopper_config,
-        _run_stored,
-        hopper=True,
-    ),
-    Family(
-        "latent-hopper-pieces",
-        (
-            _FORWARD,
-            f"{_HOPPER}.decode_kernel.attend_decode",
-            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
-            *STEP,
-        ),
-        _hopper_config,
-        _run_in_pieces,
-        hopper=True,
-    ),
+@family(
+    "latent-hopper-pieces",
+    _FORWARD,
+    f"{_HOPPER}.decode_kernel.attend_decode",
+    f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
+    *STEP,
+    hopper=True,
 )
+def in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
+    _configure_hopper(config)
+    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)

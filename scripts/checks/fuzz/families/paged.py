@@ -14,13 +14,15 @@ from absorbed_mla.kernels import operators
 from absorbed_mla.kernels.paged.call import PagedCall
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import attention, fp8_bytes, fp8_decoded, fp8_parts
 
 # Pairs of a new token and a key, times heads.
 _PAIRS = 2**22
 # Of all requests of a case.
 _KEYS = 60_000
+# Kernels of every step over a cache.
+STEP = tuple(f"kernels.paged.{one}._{one}_kernel" for one in ("schedule", "combine", "padding"))
 # A block that there is not, where the table of blocks is not to be read.
 _NO_BLOCK = 2**31 - 648
 
@@ -42,28 +44,26 @@ def draw_heads(draw: Draw) -> int:
     return draw.integer(1, most)
 
 
-def _triton_config(draw: Draw) -> Config:
-    gpu, fp8 = draw.device.type == "cuda", draw.flag()
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else draw.choice(16, 32)
-    rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
-    dtype = draw.choice(BF16, BF16, FP16) if fp8 or content > 128 else draw.choice(BF16, FP16, FP32)
-    block_size = draw.choice(1, 7, 16, 64, 64, 256, draw.integer(1, 100))
-    options = {"block_size": block_size, "fp8": fp8, "invariant": draw.flag(0.3)}
-    return Config(content=content, rope=rope, heads=draw_heads(draw), dtype=dtype, **options)
+def _configure_triton(config: Config) -> None:
+    gpu, fp8 = config.device.type == "cuda", config.flag()
+    content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else config.choice(16, 32)
+    config.content, config.heads, config.fp8 = content, draw_heads(config), fp8
+    config.rope = config.choice(0, 16, 32, 64, 64) if gpu else config.choice(0, 16)
+    dtypes = (BF16, BF16, FP16) if fp8 or content > 128 else (BF16, FP16, FP32)
+    config.dtype, config.invariant = config.choice(*dtypes), config.flag(0.3)
+    config.block_size = config.choice(1, 7, 16, 64, 64, 256, config.integer(1, 100))
 
 
-def _hopper_config(draw: Draw, *, fp8: bool, invariant: bool) -> Config:
-    """Of a cache with FP8 rows or not; a token's bits may not depend on those beside it, or may."""
-    content, rope = draw.choice(128, 256, 512, 512), draw.choice(32, 64, 64)
-    heads = draw_heads(draw)
-    if fp8 and not invariant and draw.flag():
-        heads = draw.integer(1, 32)  # tiles of few rows
-    block_size = 16 * draw.choice(1, 2, 3, 4, 4, 4, 8, 16)
-    if fp8 and draw.flag(0.3):
-        block_size = draw.choice(1, 7, 48, 65, draw.integer(1, 100))
-    sizes = {"content": content, "rope": rope, "heads": heads, "block_size": block_size}
-    dtype = draw.choice(BF16, BF16, FP16)
-    return Config(**sizes, dtype=dtype, fp8=fp8, invariant=invariant)
+def _configure_hopper(config: Config, *, fp8: bool, invariant: bool) -> None:
+    """A cache with FP8 rows or not; a token's bits may not depend on those beside it, or may."""
+    config.fp8, config.invariant = fp8, invariant
+    config.content, config.rope = config.choice(128, 256, 512, 512), config.choice(32, 64, 64)
+    config.heads, config.dtype = draw_heads(config), config.choice(BF16, BF16, FP16)
+    if fp8 and not invariant and config.flag():
+        config.heads = config.integer(1, 32)  # tiles of few rows
+    config.block_size = 16 * config.choice(1, 2, 3, 4, 4, 4, 8, 16)
+    if fp8 and config.flag(0.3):
+        config.block_size = config.choice(1, 7, 48, 65, config.integer(1, 100))
 
 
 def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
@@ -91,24 +91,32 @@ class Cached(NamedTuple):
     keys: list[Tensor]
 
 
-def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
+def draw_cache(
+    draw: Draw,
+    held: list[int],
+    size: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    fp8: bool = False,
+) -> Cached:
     """Blocks in any order, with NaN where there is no key.
 
     Args:
-        config: The configuration.
         draw: The case's.
         held: Keys of each request that are in the cache.
+        size: Tokens of a block.
+        widths: C and R.
+        dtype: Of the keys as they are read.
+        fp8: Whether rows are kept in FP8.
     """
-    size, width = config.block_size, config.content + config.rope
     blocks = [-(-length // size) for length in held]
     order = draw.sample(range(2 * sum(blocks) + 2), sum(blocks))
-    rows = draw.normal(sum(held), width, dtype=config.dtype)
-    if config.fp8:
-        parts = fp8_parts(rows, config.content)
-        rows, stored = fp8_decoded(*parts, config.dtype), fp8_bytes(*parts)
-    else:
-        stored = rows
-    nothing = 0xFF if config.fp8 else torch.nan
+    rows = stored = draw.normal(sum(held), sum(widths), dtype=dtype)
+    if fp8:
+        parts = fp8_parts(rows, widths[0])
+        rows, stored = fp8_decoded(*parts, dtype), fp8_bytes(*parts)
+    nothing = 0xFF if fp8 else torch.nan
     extra = draw.choice(0, 16)  # a row more of each block, and columns behind each row
     shape = 2 * sum(blocks) + 2, size + bool(extra), stored.shape[-1] + extra
     cache = stored.new_full(shape, nothing)[:, :size, : stored.shape[-1]]
@@ -156,6 +164,12 @@ def expected(
     return out, noise, lse
 
 
+def draw_latents(config: Config, draw: Draw, held: list[int]) -> Cached:
+    """A cache of latents, see :func:`draw_cache`."""
+    widths = config.content, config.rope
+    return draw_cache(draw, held, config.block_size, widths, config.dtype, fp8=config.fp8)
+
+
 def draw_queries(config: Config, draw: Draw, requests: Requests) -> tuple[Tensor, float]:
     """Queries of all tokens, and what multiplies the scores."""
     width, magnitude = config.content + config.rope, draw.often(1.0, 2.0, 4.0)
@@ -173,7 +187,7 @@ def _run(
         end = draw.choice(None, first + draw.integer(0, 500))
     ends = [length if end is None else min(length, end) for length in requests.keys]
     held = [max(0, length - first) for length in ends]
-    cached = draw_cache(config, draw, held)
+    cached = draw_latents(config, draw, held)
     q, scale = draw_queries(config, draw, requests)
 
     def seen(number: int, own: slice, keys: Tensor) -> Tensor:
@@ -228,39 +242,27 @@ def _check_alone(call, query, requests: Requests, which: int, whole, compare: Co
     compare.same("lse of a request alone", lse, whole[1][tokens])
 
 
-STEP = below(
-    "kernels.paged",
-    "schedule._schedule_kernel",
-    "combine._combine_kernel",
-    "padding._padding_kernel",
-)
+@family("paged-triton", "kernels.paged.forward._paged_kernel", *STEP, share=1.5)
+def triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Caches of all kinds."""
+    _configure_triton(config)
+    _run("triton", config, draw, compare)
 
 
-def _hopper(name: str, *kernels: str, invariant: bool = False, share: float = 1.0) -> Family:
-    """A family of the kernels for Hopper; with invariant bits, requests may be long."""
-    return Family(
-        name,
-        below("kernels.hopper", *kernels) + STEP,
-        partial(_hopper_config, fp8="fp8" in name, invariant=invariant),
-        partial(_run, "hopper", long=invariant),
-        hopper=True,
-        share=share,
-    )
+def _hopper(name: str, *kernels: str, share: float = 1.0) -> None:
+    """A family of the kernels for Hopper; where bits are invariant, requests may be long."""
+    fp8, invariant = "fp8" in name, name.endswith("invariant")
+
+    @family(name, *(f"kernels.hopper.{one}" for one in kernels), *STEP, hopper=True, share=share)
+    def run(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure_hopper(config, fp8=fp8, invariant=invariant)
+        _run("hopper", config, draw, compare, long=invariant)
 
 
 _DECODE, _FP8 = "decode_kernel.attend_decode", "fp8_rows.attend_fp8_decode"
 _PIECES = "decode_pieces_kernel.attend_decode_pieces"
 _FP8_PIECES = "fp8_decode_pieces_kernel.attend_fp8_decode_pieces"
-FAMILIES = (
-    Family(
-        "paged-triton",
-        ("kernels.paged.forward._paged_kernel", *STEP),
-        _triton_config,
-        partial(_run, "triton"),
-        share=1.5,
-    ),
-    _hopper("paged-hopper", _DECODE, share=1.5),
-    _hopper("paged-hopper-fp8", _FP8, "few_rows_kernel.attend_few_rows", share=1.5),
-    _hopper("paged-hopper-invariant", _DECODE, _PIECES, invariant=True),
-    _hopper("paged-hopper-fp8-invariant", _FP8, _FP8_PIECES, invariant=True),
-)
+_hopper("paged-hopper", _DECODE, share=1.5)
+_hopper("paged-hopper-fp8", _FP8, "few_rows_kernel.attend_few_rows", share=1.5)
+_hopper("paged-hopper-invariant", _DECODE, _PIECES)
+_hopper("paged-hopper-fp8-invariant", _FP8, _FP8_PIECES)

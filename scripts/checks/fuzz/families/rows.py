@@ -7,16 +7,17 @@ from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import Exact
 
+_NORM = "kernels.invariant.rms_norm"
 
-def _norm_config(draw: Draw) -> Config:
-    most = draw.limit(8192, 100)
-    width = min(most, draw.choice(1, 128, 512, 1536, 7168, draw.length(8192, 64, 1024, least=1)))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    weight, zero_centered = draw.often(dtype, FP32), draw.flag(0.3)
-    return Config(width=width, dtype=dtype, weight=weight, zero_centered=zero_centered)
+
+def _configure_norm(config: Config) -> None:
+    most = config.limit(8192, 100)
+    width = config.choice(1, 128, 512, 1536, 7168, config.length(8192, 64, 1024, least=1))
+    config.width, config.dtype = min(most, width), config.choice(BF16, BF16, FP16, FP32)
+    config.weight, config.zero_centered = config.often(config.dtype, FP32), config.flag(0.3)
 
 
 def expected_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Exact:
@@ -47,13 +48,15 @@ def expected_rotation(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
     return Exact(found, found.abs() + 1e-4 * x.abs())
 
 
-def _norm(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("rms-norm", f"{_NORM}._forward_kernel", f"{_NORM}._backward_kernel")
+def norm(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Forward and backward."""
     from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
 
-    rows = draw.length(draw.limit(600, 9), 264, 16)
+    _configure_norm(config)
+    rows, zero_centered = draw.length(draw.limit(600, 9), 264, 16), config.zero_centered
     x = draw.normal(rows, config.width, dtype=config.dtype, magnitude=draw.often(1.0, 1e-3, 30.0))
-    weight = draw.normal(config.width, dtype=config.weight)
-    eps, zero_centered = draw.choice(1e-6, 1e-5), config.zero_centered
+    weight, eps = draw.normal(config.width, dtype=config.weight), draw.choice(1e-6, 1e-5)
     found, scale = rms_norm_forward(draw.amid_nan(x), weight, eps, zero_centered, config.dtype)
     exact = expected_norm(x, weight, eps, zero_centered)
     compare.rows("result", found, *exact, config.dtype)
@@ -77,9 +80,12 @@ def _norm(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.rows("dweight", grads[1], terms.sum(0), noise, config.weight)
 
 
-def _added(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("added-norm", "kernels.added_norm._added_norm_kernel", share=0.5)
+def norm_of_a_sum(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Behind a residual connection."""
     from absorbed_mla.kernels.added_norm import added_norm
 
+    _configure_norm(config)
     shape = draw.length(draw.limit(300, 9), 16), draw.integer(1, 3), config.width
     x, residual = (draw.normal(*shape, dtype=config.dtype) for _ in range(2))
     weight = draw.normal(config.width, dtype=config.dtype)
@@ -89,41 +95,35 @@ def _added(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.rows("normed", normed, *exact, config.dtype)
 
 
-def _rope_config(draw: Draw) -> Config:
-    """Half of the rotated width, the channels before it, and whether it is rotated back."""
-    before = draw.choice(0, 128, 512, draw.integer(0, 130))
-    heads = draw.choice(1, draw.integer(1, draw.limit(130, 9)))
-    sizes = {"half": 2 ** draw.integer(0, 6), "before": before, "heads": heads}
-    return Config(**sizes, dtype=draw.choice(BF16, FP16, FP32), back=draw.flag())
-
-
-def _rotate(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("rope", "kernels.rotation._rotate_kernel", share=0.5)
+def rotation(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of the last channels, in place."""
     from absorbed_mla.kernels.rotation import rotate
 
+    half, before = 2 ** config.integer(0, 6), config.choice(0, 128, 512, config.integer(0, 130))
+    config.half, config.before = half, before
+    config.heads = config.choice(1, config.integer(1, config.limit(130, 9)))
+    config.dtype, config.back = config.choice(BF16, FP16, FP32), config.flag()
     shape = draw.length(draw.limit(200, 5), 16), draw.integer(1, 3), config.heads
-    width = config.before + 2 * config.half
-    x = draw.normal(*shape, width, dtype=config.dtype)
-    angles = draw.uniform(shape[0], config.half) * 6.3
+    x = draw.normal(*shape, before + 2 * half, dtype=config.dtype)
+    angles = draw.uniform(shape[0], half) * 6.3
     cos, sin = angles.cos().float(), angles.sin().float()
-    exact = expected_rotation(
-        x[..., config.before :], cos[:, None, None], sin[:, None, None], back=config.back
-    )
+    table = cos[:, None, None], sin[:, None, None]
+    exact = expected_rotation(x[..., before:], *table, back=config.back)
     found = draw.amid_nan(x.clone())
     rotate(found, cos, sin, config.back)
-    compare.same("channels before", found[..., : config.before], x[..., : config.before])
-    compare.rows("rotated", found[..., config.before :], *exact, config.dtype)
+    compare.same("channels before", found[..., :before], x[..., :before])
+    compare.rows("rotated", found[..., before:], *exact, config.dtype)
 
 
-def _merge_config(draw: Draw) -> Config:
-    """Width of a row, and dtypes of the second set's output and of the result."""
-    width = draw.choice(1, 16, 64, 100, 128, 512, draw.integer(1, draw.limit(1000, 70)))
-    return Config(width=width, part=draw.choice(FP32, BF16, FP16), merged=draw.choice(FP32, BF16))
-
-
-def _merge(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Attention over two sets of keys."""
+@family("merge", "kernels.merging._merge_kernel", share=0.3)
+def merged_attention(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Attention over two sets of keys; the second one's output and the result in other dtypes."""
     from absorbed_mla.kernels.merging import merge, merge_into
 
+    widths = 1, 16, 64, 100, 128, 512, config.integer(1, config.limit(1000, 70))
+    config.width, config.part = config.choice(*widths), config.choice(FP32, BF16, FP16)
+    config.merged = config.choice(FP32, BF16)
     shape = draw.length(draw.limit(300, 9), 16), draw.integer(1, 3), draw.integer(1, 40)
     out = draw.amid_nan(draw.normal(*shape, config.width))
     part = draw.amid_nan(draw.normal(*shape, config.width, dtype=config.part))
@@ -145,18 +145,3 @@ def _merge(config: Config, draw: Draw, compare: Comparison) -> None:
     noise = noise * (1 + both.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)[..., None] / 30)
     compare.rows("merged", merged, value, noise, dtype)
     compare.lse(total, expected, FP32)
-
-
-FAMILIES = (
-    Family(
-        "rms-norm",
-        below("kernels.invariant.rms_norm", "_forward_kernel", "_backward_kernel"),
-        _norm_config,
-        _norm,
-    ),
-    Family(
-        "added-norm", ("kernels.added_norm._added_norm_kernel",), _norm_config, _added, share=0.5
-    ),
-    Family("rope", ("kernels.rotation._rotate_kernel",), _rope_config, _rotate, share=0.5),
-    Family("merge", ("kernels.merging._merge_kernel",), _merge_config, _merge, share=0.3),
-)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.family import Config, family
 
 # fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
 _EDGE = 1e-5
@@ -25,14 +25,16 @@ _TIE = 1e-6
 _SCALE = 2.0**40
 # Logits of a case.
 _NUMBERS = 2**22
+_SAMPLING = "kernels.sampling"
+_BLOCK_ARGMAX = f"{_SAMPLING}.argmax._block_argmax_kernel"
 
 
-def _config(draw: Draw) -> Config:
-    most = draw.limit(130000, 300)
-    block = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
-    vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, block, least=1))
-    dtype, vocabulary = draw.choice(BF16, BF16, FP16, FP32), min(vocabulary, most)
-    return Config(vocabulary=vocabulary, dtype=dtype, filters=draw.flag(0.7), block=block)
+def _configure(config: Config) -> None:
+    """Tokens of the vocabulary and of a program, and whether filters are in use."""
+    block = config.often(2048, 256, 1024) if config.device.type == "cuda" else 64
+    vocabulary = config.choice(1, 2, 32000, 129280, config.length(20000, block, least=1))
+    config.vocabulary, config.block = min(vocabulary, config.limit(130000, 300)), block
+    config.dtype, config.filters = config.choice(BF16, BF16, FP16, FP32), config.flag(0.7)
 
 
 def _logits(config: Config, draw: Draw, rows: int) -> Tensor:
@@ -67,9 +69,12 @@ def _most_likely(logits: Tensor) -> Tensor:
     return first.where(largest.squeeze(-1).isfinite(), -1)
 
 
-def _argmax(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("most-likely", _BLOCK_ARGMAX, f"{_SAMPLING}.argmax._argmax_kernel", share=0.5)
+def most_likely_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of every row."""
     from absorbed_mla.kernels.sampling.argmax import find_most_likely
 
+    _configure(config)
     rows = draw.length(draw.limit(300, 9), 16, least=1)
     logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))
     found = find_most_likely(_given(logits, draw), config.block)
@@ -92,9 +97,18 @@ def _numbers(config: Config, draw: Draw, rows: int) -> Tensor:
     return draw.integer_tensor(columns, torch.float64).T
 
 
-def _drawn(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "draw-tokens",
+    _BLOCK_ARGMAX,
+    f"{_SAMPLING}.softmax_weights._softmax_weights_kernel",
+    f"{_SAMPLING}.thresholds._threshold_kernel",
+    f"{_SAMPLING}.inverse_cdf._inverse_cdf_kernel",
+)
+def drawn_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Some rows are not sampled, some have logits that no token can be drawn by."""
     from absorbed_mla.kernels.sampling.draw import draw_tokens
 
+    _configure(config)
     rows = draw.length(draw.limit(64, 6), 16, least=1)
     rows = max(1, min(rows, _NUMBERS // config.vocabulary))
     logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
@@ -150,10 +164,12 @@ def may_be_drawn(
     return fits[:, 0]
 
 
-def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("token-weights", "testing.token_probabilities._weights_kernel", share=0.3)
+def weights_of_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
     """What the kernels keep for themselves: shares of the most likely token's probability."""
     from absorbed_mla.testing.token_probabilities import kernel_weights
 
+    _configure(config)
     rows = max(1, min(draw.length(draw.limit(64, 6), 16), _NUMBERS // config.vocabulary))
     logits = _logits(config, draw, rows).nan_to_num(0.0, 1.0, -5.0)
     numbers = _numbers(config, draw, rows)
@@ -166,12 +182,6 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
     error = (found.double() - wanted.where(share >= min_p, 0.0)).abs()
     near_min_p = (share - min_p).abs() <= _EDGE * (1 + relative.abs() / 10) * share
     compare.holds("weights", (error > tolerance) & ~near_min_p, found, wanted)
-
-
-def _penalised_config(draw: Draw) -> Config:
-    vocabulary = draw.choice(2, 100, 32000, draw.integer(2, 20000))
-    vocabulary = min(vocabulary, draw.limit(130000, 300))
-    return Config(vocabulary=vocabulary, dtype=draw.choice(BF16, FP16, FP32))
 
 
 def _params(draw: Draw, vocabulary: int):
@@ -207,9 +217,14 @@ def _penalised(logits: Tensor, params, prompt: list[int], output: list[int]) -> 
     return logits
 
 
-def _penalties(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("penalties", share=0.3)
+def penalties(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of requests with prompts, generated tokens and drafts."""
     from absorbed_mla.serving.sampling import sampler
 
+    vocabulary = config.choice(2, 100, 32000, config.integer(2, 20000))
+    config.vocabulary = min(vocabulary, config.limit(130000, 300))
+    config.dtype = config.choice(BF16, FP16, FP32)
     rows = draw.integer(1, draw.limit(16, 4))
     logits = draw.normal(rows, config.vocabulary, dtype=config.dtype, magnitude=3.0)
     requests, wanted, numbers = [], [], []
@@ -233,35 +248,3 @@ def _penalties(config: Config, draw: Draw, compare: Comparison) -> None:
     for signs in combinations((-1, 1), repeat=2):
         right |= (table[5] > 0) & may_be_drawn(wide, table, found, *signs)
     compare.holds("tokens", ~right, found, wide.argmax(-1))
-
-
-_SAMPLING = "kernels.sampling"
-FAMILIES = (
-    Family(
-        "most-likely",
-        below(_SAMPLING, "argmax._block_argmax_kernel", "argmax._argmax_kernel"),
-        _config,
-        _argmax,
-        share=0.5,
-    ),
-    Family(
-        "draw-tokens",
-        below(
-            _SAMPLING,
-            "argmax._block_argmax_kernel",
-            "softmax_weights._softmax_weights_kernel",
-            "thresholds._threshold_kernel",
-            "inverse_cdf._inverse_cdf_kernel",
-        ),
-        _config,
-        _drawn,
-    ),
-    Family(
-        "token-weights",
-        ("testing.token_probabilities._weights_kernel",),
-        _config,
-        _weights,
-        share=0.3,
-    ),
-    Family("penalties", (), _penalised_config, _penalties, share=0.3),
-)

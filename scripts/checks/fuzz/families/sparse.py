@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,14 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.paged import draw_cache, draw_heads, draw_queries, draw_requests, expected
-from checks.fuzz.family import Config, Family, below
+from checks.fuzz.families.paged import (
+    draw_heads,
+    draw_latents,
+    draw_queries,
+    draw_requests,
+    expected,
+)
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import attention, attention_gradients
 
 _PAIRS = 2**22
@@ -23,38 +28,35 @@ _PAIRS = 2**22
 _MANY = 1024
 
 
-def _config(
-    draw: Draw, many: bool, content: int, rope: int, dtype: torch.dtype, block_size: int, fp8=False
-) -> Config:
+_DSA, _HOPPER, _TRITON = "kernels.dsa", "kernels.hopper", "kernels.triton"
+SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
+COUNT, _MERGE = f"{_DSA}.key_lists._count_kernel", f"{_DSA}.splits._merge_kernel"
+_LISTS = (COUNT, f"{_DSA}.key_lists._unite_kernel", _MERGE)
+_BACKWARD = (f"{_TRITON}.backward_kernels.delta_kernel", *_LISTS, *SUMS)
+_CACHED = (f"{_DSA}.topk_slots._slots_kernel", _MERGE)
+_FORWARD = f"{_DSA}.forward._forward_kernel"
+_ON_HOPPER = f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward"
+
+
+def _configure(config: Config, *, hopper: bool = False) -> None:
     """Lists of ``topk`` keys; ``many`` queries, with few heads, so that a tile may have several."""
-    topk = draw.choice(1, 33, 64, 256, 512, 2048, draw.length(2048, 64, 32, least=1))
-    return Config(
-        content=content,
-        rope=rope,
-        heads=draw.choice(1, 2, 4, 7, 8, 16, 32) if many else draw_heads(draw),
-        dtype=dtype,
-        topk=min(topk, draw.limit(2048, 40)),
-        deterministic=draw.flag(),
-        many=many,
-        block_size=block_size,
-        fp8=fp8,
-    )
-
-
-def _triton_config(draw: Draw) -> Config:
-    gpu = draw.device.type == "cuda"
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
-    rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
-    dtype = draw.choice(BF16, BF16, FP16, FP32) if content <= 128 else draw.choice(BF16, FP16)
-    many = draw.flag(0.3)
-    block_size = draw.choice(1, 7, 64, 64, draw.integer(1, 100))
-    fp8 = draw.flag() and dtype != FP32
-    return _config(draw, many, content, rope, dtype, block_size, fp8)
-
-
-def _hopper_config(draw: Draw) -> Config:
-    content, dtype, many = draw.choice(128, 256, 512, 512), draw.choice(BF16, FP16), draw.flag(0.3)
-    return _config(draw, many, content, 64, dtype, draw.choice(16, 64, 64, draw.integer(1, 100)))
+    gpu = config.device.type == "cuda"
+    if hopper:
+        config.content, config.rope = config.choice(128, 256, 512, 512), 64
+        dtypes = (BF16, FP16)
+        config.block_size, config.fp8 = config.choice(16, 64, 64, config.integer(1, 100)), False
+    else:
+        config.content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
+        config.rope = config.choice(0, 16, 32, 64, 64) if gpu else config.choice(0, 16)
+        dtypes = (BF16, BF16, FP16, FP32) if config.content <= 128 else (BF16, FP16)
+        config.block_size = config.choice(1, 7, 64, 64, config.integer(1, 100))
+        config.fp8 = config.flag()
+    config.dtype = config.choice(*dtypes)
+    config.fp8 = config.fp8 and config.dtype != FP32
+    config.many, config.deterministic = config.flag(0.3), config.flag()
+    config.heads = config.choice(1, 2, 4, 7, 8, 16, 32) if config.many else draw_heads(config)
+    topk = config.choice(1, 33, 64, 256, 512, 2048, config.length(2048, 64, 32, least=1))
+    config.topk = min(topk, config.limit(2048, 40))
 
 
 class Operands(NamedTuple):
@@ -150,10 +152,54 @@ def _check_alone(operands, chosen, scale, found, draw: Draw, compare: Comparison
     compare.same("lse of a query alone", again[1], found[1][own])
 
 
+@family(
+    "sparse-triton",
+    *(_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", *_BACKWARD),
+    share=1.5,
+)
+def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """All widths."""
+    _configure(config)
+    _run("triton", config, draw, compare)
+
+
+@family("sparse-invariant", _FORWARD, COUNT, share=0.5)
+def invariant(config: Config, draw: Draw, compare: Comparison) -> None:
+    """A query's bits do not depend on the queries beside it."""
+    _configure(config)
+    _run("invariant", config, draw, compare)
+
+
+@family(
+    "sparse-hopper",
+    *(_ON_HOPPER, f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward", *_BACKWARD),
+    hopper=True,
+    share=1.5,
+)
+def on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Widths that the kernels for Hopper have."""
+    _configure(config, hopper=True)
+    _run("hopper", config, draw, compare)
+
+
+@family("sparse-cached-triton", _FORWARD, *_CACHED)
+def cached_by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Also with bits that do not depend on other queries."""
+    _configure(config)
+    _cached(("triton", "triton", "invariant"), config, draw, compare)
+
+
+@family("sparse-cached-hopper", _ON_HOPPER, *_CACHED, hopper=True)
+def cached_on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Widths that the kernels for Hopper have."""
+    _configure(config, hopper=True)
+    _cached(("hopper",), config, draw, compare)
+
+
 def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Comparison) -> None:
     """Over the blocks of requests, whose lists have positions."""
     requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
-    cached = draw_cache(config, draw, requests.keys)
+    cached = draw_latents(config, draw, requests.keys)
     q, scale = draw_queries(config, draw, requests)
     chosen = draw.integers(5, requests.tokens, config.topk, dtype=torch.int32)
 
@@ -177,10 +223,16 @@ def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Compa
     compare.lse(found[1], lse, config.dtype)
 
 
-def _targets(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "sparse-target",
+    *(f"{_DSA}.kl_target._{name}_kernel" for name in ("visible", "chosen")),
+    share=0.7,
+)
+def targets(config: Config, draw: Draw, compare: Comparison) -> None:
     """Probabilities of chosen keys, and of a run of keys, summed over heads."""
     from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
 
+    _configure(config)
     q, kv, chosen, _, scale = _draw_operands(config, draw)
     probs, lse = _probabilities(q, kv, scale, draw)
     operands = _split(config, draw, q, kv)
@@ -214,78 +266,19 @@ def _compare_chosen(found: Tensor, probs: Tensor, chosen: Tensor, compare: Compa
     compare.near("chosen", found, wanted, 1e-3 * wanted + 1e-6)
 
 
-def _hopper_target(config: Config, draw: Draw, compare: Comparison) -> None:
-    """As ``_targets``, of chosen keys."""
+@family(
+    "sparse-target-hopper",
+    f"{_HOPPER}.sparse_target_kernel.sum_sparse_probabilities",
+    COUNT,
+    hopper=True,
+    share=0.7,
+)
+def targets_on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Probabilities of chosen keys, summed over heads."""
     from absorbed_mla.kernels.hopper.sparse_target import sparse_target
 
+    _configure(config, hopper=True)
     q, kv, chosen, _, scale = _draw_operands(config, draw)
     probs, lse = _probabilities(q, kv, scale, draw)
     operands = tuple(_split(config, draw, q, kv))
     _compare_chosen(sparse_target(operands, lse, chosen, scale), probs, chosen, compare)
-
-
-_DSA, _HOPPER = "kernels.dsa", "kernels.hopper"
-SUMS = below(f"{_DSA}.scatter_add", "_table_kernel", "_place_kernel", "_sum_kernel")
-_COUNT, _MERGE = f"{_DSA}.key_lists._count_kernel", f"{_DSA}.splits._merge_kernel"
-_BACKWARD = (
-    "kernels.triton.backward_kernels.delta_kernel",
-    _COUNT,
-    f"{_DSA}.key_lists._unite_kernel",
-    _MERGE,
-    *SUMS,
-)
-_FORWARD = f"{_DSA}.forward._forward_kernel"
-_ON_HOPPER = f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward"
-_CACHED = (f"{_DSA}.topk_slots._slots_kernel", _MERGE)
-FAMILIES = (
-    Family(
-        "sparse-triton",
-        (_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", *_BACKWARD),
-        _triton_config,
-        partial(_run, "triton"),
-        share=1.5,
-    ),
-    Family(
-        "sparse-invariant",
-        (_FORWARD, _COUNT),
-        _triton_config,
-        partial(_run, "invariant"),
-        share=0.5,
-    ),
-    Family(
-        "sparse-hopper",
-        (_ON_HOPPER, f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward", *_BACKWARD),
-        _hopper_config,
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "sparse-cached-triton",
-        (_FORWARD, *_CACHED),
-        _triton_config,
-        partial(_cached, ("triton", "triton", "invariant")),
-    ),
-    Family(
-        "sparse-cached-hopper",
-        (_ON_HOPPER, *_CACHED),
-        _hopper_config,
-        partial(_cached, ("hopper",)),
-        hopper=True,
-    ),
-    Family(
-        "sparse-target",
-        below(_DSA, "kl_target._visible_kernel", "kl_target._chosen_kernel"),
-        _triton_config,
-        _targets,
-        share=0.7,
-    ),
-    Family(
-        "sparse-target-hopper",
-        (f"{_HOPPER}.sparse_target_kernel.sum_sparse_probabilities", _COUNT),
-        _hopper_config,
-        _hopper_target,
-        hopper=True,
-        share=0.7,
-    ),
-)
