@@ -7,28 +7,21 @@ from checks.mutations.table import read
 MUTATIONS = read(
     r"""
 absorbed_mla/bridge/__init__.py
-  bridges_hide_the_converter: require_own_packages("checkpoint_conversion", "specs")
-    -> require_own_packages("specs")
+  bridges_hide_the_converter: ("checkpoint_conversion", "specs") -> ("specs")
 absorbed_mla/checkpoint/hybrid_names.py
-  hybrid_layer_halves: index = 2 * int(found["index"]) + _half(found["rest"])
-    -> index = 2 * int(found["index"]) + 1 - _half(found["rest"])
+  hybrid_layer_halves: 2 * int(found["index"]) + _half -> 2 * int(found["index"]) + 1 - _half
 absorbed_mla/checkpoint/layout.py
-  kv_row_interleave: for part, count in zip(by_head.split(one_head, 1), rows)
-    -> for part, count in zip(whole.split(rows, 0), rows)
+  kv_row_interleave: in zip(by_head.split(one_head, 1), rows) -> in zip(whole.split(rows, 0), rows)
 absorbed_mla/checkpoint/parameter_marks.py
-  marks_lost_on_assignment: vars(layer._parameters[name]).update(marks)
-    -> vars(layer._parameters[name]).update({})
+  marks_lost_on_assignment: update(marks) -> update({})
   halves_share_memory: state_dict[key] = tensor.clone() -> state_dict[key] = tensor
 absorbed_mla/checkpoint/sharded.py
-  fused_down_in_checkpoints: zip(parts, weight.split(rows))
-    -> zip(parts, weight.split(rows[::-1])[::-1])
-  extra_state_of_a_wrapped_layer: key.startswith(prefix + "linear_") and key
-    -> key.startswith(prefix + "linear_kv_down_proj._") and key
+  fused_down_in_checkpoints: (parts, weight.split(rows)) -> (parts, weight.split(rows[::-1])[::-1])
+  extra_state_of_a_wrapped_layer: (prefix + "linear_") and -> (prefix + "linear_kv_down_proj._") and
 checkpoint_conversion/config_fields.py
   fields_have_deepseeks_names: return self._names.get(name, name) -> return name
   defaults_of_models_are_ignored: self._defaults.get(name, default) -> default
-  zero_is_false: if self.given(name) and not (boolean and self.equals(name, value)):
-    -> if self.given(name) and not self.equals(name, value):
+  zero_is_false: and not (boolean and self.equals(name, value)) -> and not self.equals(name, value)
 checkpoint_conversion/convert.py
   megatrons_routing_in_config_json: _refuse_megatrons_routing(checkpoint.config) -> pass
 checkpoint_conversion/expert_stacks.py
@@ -58,26 +51,18 @@ checkpoint_conversion/mapping.py
   heads_of_mtp_layers_are_embeddings:
     - "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     -> "model.embed_tokens.weight"
-  tied_heads_are_not_compared: result[first] = same_values(copies, _DIFFERS)
-    -> result[first] = copies[0]
+  tied_heads_are_not_compared: [first] = same_values(copies, _DIFFERS) -> [first] = copies[0]
   tied_heads_of_megatron_are_unknown: in (own, [row.megatron for row in rows]): -> in (own,):
-  tied_heads_are_other_tensors: if row.hugging_face == name) for name in _TIED]
-    -> if row.hugging_face != name) for name in _TIED]
+  tied_heads_are_other_tensors: if row.hugging_face == name -> if row.hugging_face != name
   models_have_names_of_the_table: return config.model.tensors.get(name, name) -> return name
-  mtp_layers_that_files_hold: count += 1
-    |    return count
-    -> count += 1
-    |    return 0
+  mtp_layers_that_files_hold: return count -> return 0
 checkpoint_conversion/mapping_table.py
-  weights_of_heads_are_quantised: REPLICATED, "index_heads hidden", "indexer", float32=True
-    -> REPLICATED, "index_heads hidden", "indexer", float32=True, fp8=True
-  weights_of_heads_are_rounded: REPLICATED, "index_heads hidden", "indexer", float32=True
-    -> REPLICATED, "index_heads hidden", "indexer"
+  weights_of_heads_are_quantised: "indexer", float32=True -> "indexer", float32=True, fp8=True
+  weights_of_heads_are_rounded: "indexer", float32=True -> "indexer"
 checkpoint_conversion/model.py
   values_that_no_model_may_have: inner.only(name, only.value, only.accepted) -> pass
 checkpoint_conversion/model_type.py
-  images_are_weights_of_the_text_model: None if name.startswith(images) else model.text_name(name)
-    -> model.text_name(name)
+  images_are_weights_of_the_text_model: None if name.startswith(images) else model -> model
 checkpoint_conversion/models/glm4_moe_lite.py
   scaling_factor_of_another_model: "routed_scaling_factor": 1.8 -> "routed_scaling_factor": 1.0
 checkpoint_conversion/rotary.py

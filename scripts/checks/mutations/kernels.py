@@ -12,21 +12,17 @@ absorbed_mla/kernels/dsa/forward.py
   fp8_chosen_keys_of_the_next_block: _, _, seen = keys_of_entries(entry, own, TOKENS)
     -> _, _, seen = keys_of_entries(following, own, TOKENS)
 absorbed_mla/kernels/dsa/index_chosen.py
-  relu_gradient_at_zero_of_chosen_keys: tl.where(found > 0, of_products, 0.0)
-    -> tl.where(found >= 0, of_products, 0.0)
+  relu_gradient_at_zero_of_chosen_keys: found > 0, of_products, 0.0 -> found >= 0, of_products, 0.0
 absorbed_mla/kernels/dsa/index_gradient.py
-  relu_gradient_at_zero_of_visible_keys: tl.where(found > 0, of_products, 0.0)
-    -> tl.where(found >= 0, of_products, 0.0)
+  relu_gradient_at_zero_of_visible_keys: found > 0, of_products, 0.0 -> found >= 0, of_products, 0.0
 absorbed_mla/kernels/fp8_latents.py
   fp8_scale_of_first_group: * scales[:, :, None] -> * scales[:, :1, None]
-  fp8_largest_of_positive_numbers: wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    -> wide.to(tl.int32, bitcast=True)
+  fp8_largest_of_positive_numbers: (tl.int32, bitcast=True) & 0x7FFFFFFF -> (tl.int32, bitcast=True)
   fp8_decoded_by_the_first_scale: tl.load(scales_ptr + token * stride_scales + group,
     -> tl.load(scales_ptr + token * stride_scales,
   fp8_rows_without_k_rope: scales.shape[-1] + bool(rope)) -> scales.shape[-1])
 absorbed_mla/kernels/hopper/decode.py
-  pieces_cut_a_block_later: num_splits = -(PIECE.value // KEYS.value) if
-    -> num_splits = -(PIECE.value // KEYS.value) - 1 if
+  pieces_cut_a_block_later: -(PIECE.value // KEYS.value) if -> -(PIECE.value // KEYS.value) - 1 if
   fp8_rows_without_pieces: if call.batch_invariant and _is_long(call.window)
     -> if call.batch_invariant and not call.fp8 and _is_long(call.window)
   parity_of_few_fp8_rows: if not call.batch_invariant and _has_pieces( -> if _has_pieces(
@@ -35,13 +31,11 @@ absorbed_mla/kernels/hopper/decode_kernel.py
     |        tile = part.tile(index)
     -> tile = part.tile(index)
 absorbed_mla/kernels/hopper/few_rows_kernel.py
-  few_rows_of_nan_behind_the_last_key: if tile.keys - last * KEYS < KEYS:
-    -> if tile.keys - last * KEYS < KEYS - 1:
+  few_rows_of_nan_behind_the_last_key: keys - last * KEYS < KEYS: -> keys - last * KEYS < KEYS - 1:
 absorbed_mla/kernels/hopper/few_rows_shared.py
   few_rows_skip_a_phase_of_a_piece: TURNS=PIECES * DECODE_ROLES -> TURNS=PIECES
 absorbed_mla/kernels/hopper/forward_kernel.py
-  forward_largest_is_the_reference: gl.store(largest + index, most * (scale * LN_2), mask=inside)
-    -> gl.store(largest + index, top * (scale * LN_2), mask=inside)
+  forward_largest_is_the_reference: index, most * (scale * LN_2), -> index, top * (scale * LN_2),
   forward_norm_overwritten_early: mbarrier.wait(shared.norm_empty.index(0), (tiles & 1) ^ 1) ->
 absorbed_mla/kernels/hopper/forward_scores.py
   forward_never_rescaled: (factor != 1.0).to(gl.int32) -> (factor > 1.0).to(gl.int32)
@@ -58,26 +52,22 @@ absorbed_mla/kernels/hopper/fp8_pieces.py
   few_rows_scaled_by_the_first_group: scales.slice(group, 1, dim=1) -> scales.slice(0, 1, dim=1)
 absorbed_mla/kernels/hopper/fp8_rows.py
   fp8_rows_reuse_a_stage_early: mbarrier.wait(shared.right_empty.index(stage), parity) -> pass
-  fp8_rows_scaled_by_the_first_group: gl.load(rows + first + column // GROUP)
-    -> gl.load(rows + first)
+  fp8_rows_scaled_by_the_first_group: load(rows + first + column // GROUP) -> load(rows + first)
   fp8_rows_behind_the_last_key: gl.minimum(key, gl.maximum(tile.keys, 1) - 1) -> key
 absorbed_mla/kernels/hopper/multi_head_kernel.py
   multi_head_values_past_the_keys: _clear(shared.value.index((blocks + last) % STAGES), left) ->
   multi_head_queries_too_early: mbarrier.wait(shared.q_empty.index(HALF), (number & 1) ^ 1) ->
 absorbed_mla/kernels/hopper/multi_head_softmax.py
-  multi_head_reference_moves_without_rescaling: top = gl.where(grows, highest, top)
-    -> top = gl.maximum(top, highest)
+  multi_head_reference_moves_without_rescaling: where(grows, highest, top) -> maximum(top, highest)
 absorbed_mla/kernels/hopper/multi_head_tile.py
   multi_head_diagonal_of_the_first_half: self.offset + HALF * ROWS + 1 -> self.offset + ROWS + 1
-  multi_head_last_section: section = gl.minimum(self.section, self.groups - first)
-    -> section = self.section
+  multi_head_last_section: gl.minimum(self.section, self.groups - first) -> self.section
 absorbed_mla/kernels/hopper/paged_keys.py
   decode_reuses_a_stage_early: mbarrier.wait(shared.right_empty.index(stage), parity) ->
   decode_reads_behind_the_table: gl.minimum(tile.key_start + block * KEYS + page, last)
     -> tile.key_start + block * KEYS + page
 absorbed_mla/kernels/hopper/pieces.py
-  pieces_without_the_larger_lse: self.factors.index(4).store(higher)
-    -> self.factors.index(4).store(bits)
+  pieces_without_the_larger_lse: factors.index(4).store(higher) -> factors.index(4).store(bits)
   pieces_added_before_they_are_weighed: mbarrier.wait(self.full.index(0), turn & 1) ->
   pieces_of_few_columns_in_one_place: column = first + part * self.COLUMNS
     -> column = first + part * self.COLUMNS // COLUMNS * COLUMNS
@@ -94,16 +84,13 @@ absorbed_mla/kernels/hopper/product_kernel.py
 absorbed_mla/kernels/hopper/tensor_map.py
   launch_of_any_box: "box": f"{dtype}{block}{layout}" -> "box": f"{dtype}{block}"
 absorbed_mla/kernels/hopper/tile_scheduler.py
-  forward_tiles_dealt_twice: gl.where(turn % 2 == 0, program, programs - 1 - program)
-    -> gl.where(turn % 2 == 0, program, programs - 1)
+  forward_tiles_dealt_twice: 0, program, programs - 1 - program -> 0, program, programs - 1
 absorbed_mla/kernels/invariant/grouped_product.py
   grouped_product_of_the_expert_before: past <= row_tile -> past < row_tile
   grouped_product_of_the_first_rows: row = begin + number * BLOCK_R + -> row = begin +
-  grouped_product_of_even_experts: return rows // tile.rows + min(rows, experts)
-    -> return -(-rows // tile.rows)
+  grouped_product_of_even_experts: rows // tile.rows + min(rows, experts) -> -(-rows // tile.rows)
 absorbed_mla/kernels/invariant/matrix_product.py
-  last_tiles_in_other_columns: row, column = place // width, first_column + place % width
-    -> row, column = place // width, place % width
+  last_tiles_in_other_columns: place // width, first_column + place -> place // width, place
   parts_in_another_order: part = first + i -> part = parts - 1 - first - i
 absorbed_mla/kernels/invariant/rms_norm.py
   weight_twice_in_the_norm: scale * (grad - normed * ( -> scale * (grad - weight * normed * (
@@ -119,20 +106,17 @@ absorbed_mla/kernels/moe/choice.py
   grouped_experts_of_all_groups: tl.where(taken[:, None], key -> tl.where(there, key
   kernel_ranks_groups_as_megatron: (group_score_topk or topk // group_topk) -> (topk // group_topk)
   kernel_normalises_as_megatron: if normalize is None else normalize -> if True else normalize
-  one_expert_with_probability_one: (not softmax and topk > 1) if normalize is None
-    -> not softmax if normalize is None
+  one_expert_with_probability_one: (not softmax and topk > 1) if -> not softmax if
   chosen_expert_without_a_number: tl.where(key == key, key, -1e30) -> key
 absorbed_mla/kernels/moe/logits.py
-  router_logits_of_the_first_part: first = part * steps_of_part * SUMMANDS
-    -> first = 0 * steps_of_part * SUMMANDS
+  router_logits_of_the_first_part: part * steps_of_part * SUMMANDS -> 0 * steps_of_part * SUMMANDS
   router_logits_behind_the_last_summand: end = tl.minimum(first + steps_of_part * SUMMANDS, width)
     -> end = first + steps_of_part * SUMMANDS
 absorbed_mla/kernels/moe/order.py
   grouped_experts_order_of_tokens: other[None, :] < item[:, None] -> other[None, :] > item[:, None]
   experts_of_lower_ranks_stand_first: (expert < 0) | (expert >= count) -> expert >= count
 absorbed_mla/kernels/moe/skinny_gemm.py
-  few_rows_of_the_second_expert: ends_ptr + expert - 1, mask=expert > 0
-    -> ends_ptr + expert - 1, mask=expert > 1
+  few_rows_of_the_second_expert: expert - 1, mask=expert > 0 -> expert - 1, mask=expert > 1
 absorbed_mla/kernels/moe/sums.py
   grouped_experts_sums_of_other_ranks: mask=there & (place < end) -> mask=there
   grouped_experts_order_of_rows: place = tl.reduce(places, 0, elementwise_min)
@@ -147,18 +131,14 @@ absorbed_mla/kernels/moe/swiglu.py
 absorbed_mla/kernels/paged/new_latents.py
   new_latents_of_padding: cached = row < places -> cached = row < count
 absorbed_mla/kernels/paged/schedule.py
-  decode_splits_overlap: tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)
-    -> tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut - 1), mask=mine)
-  last_split_not_combined: tl.store(entry + 5, cuts + 1, mask=there)
-    -> tl.store(entry + 5, tl.maximum(cuts, 1), mask=there)
+  decode_splits_overlap: (behind | (cut < least), 0, cut), -> (behind | (cut < least), 0, cut - 1),
+  last_split_not_combined: entry + 5, cuts + 1, mask -> entry + 5, tl.maximum(cuts, 1), mask
 absorbed_mla/kernels/sampling/inverse_cdf.py
-  kernels_leave_ties_of_every_piece: left = wanted - (cumsum(ties) - ties)
-    -> left = wanted + ties - ties
+  kernels_leave_ties_of_every_piece: wanted - (cumsum(ties) - ties) -> wanted + ties - ties
 absorbed_mla/kernels/sampling/thresholds.py
   kernels_leave_a_token_less: goal - count_above, -> goal - count_above - 1,
   kernels_search_from_the_wrong_sum: all_tokens = above + wanted * weight -> all_tokens = above
-  top_p_kernel_leaves_a_token_too_many: (goal.to(tl.float64) < limit)
-    -> (goal.to(tl.float64) <= limit)
+  top_p_kernel_leaves_a_token_too_many: goal.to(tl.float64) < limit -> goal.to(tl.float64) <= limit
 absorbed_mla/kernels/sampling/weights.py
   infinity_draws_a_token: (logit > float("-inf")) & (logit < float("inf")) -> logit == logit
   min_p_kernel_leaves_out_a_tie: (share >= min_p) -> (share > min_p)

@@ -8,8 +8,7 @@ MUTATIONS = read(
     r"""
 absorbed_mla/absorb.py
   head_product_of_one_token: "sbnk,sbnc->nkc", x, grad -> "sbnk,sbnc->nkc", x[:1], grad[:1]
-  inference_copies_heads_first: return _contiguous_product(q_nope, w_uk)
-    -> return absorb_query(q_nope, w_uk)
+  inference_copies_heads_first: _contiguous_product(q_nope, w_uk) -> absorb_query(q_nope, w_uk)
   absorption_looks_at_gradients: return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
     -> if q_nope.is_cuda and not torch.is_grad_enabled():
     |        return absorb_query_in_inference(q_nope, w_uk)
@@ -17,8 +16,7 @@ absorbed_mla/absorb.py
 absorbed_mla/attention.py
   fp8_training_not_rounded: kv = self.cached_attention.rounded(kv) -> pass
   inference_under_context_parallelism: cp_size=self.context_parallel.size -> cp_size=1
-  output_projection_initialised_too_wide: init_method=config.output_layer_init_method
-    -> init_method=config.init_method
+  output_projection_initialised_too_wide: config.output_layer_init_method -> config.init_method
   whole_iterations_trained: refuse_full_iterations(self.config) ->
   offloaded_inputs_that_are_recomputed: recomputed = (kv, *query) if up_project else ()
     -> recomputed = ()
@@ -27,11 +25,9 @@ absorbed_mla/batch_invariant/megatron_operators.py
     |        for name, operator
     -> for name, operator
 absorbed_mla/batch_invariant/te_gemm.py
-  micro_batches_overwritten: out.add_(result) if accumulate else
-    -> out.copy_(result) if accumulate else
+  micro_batches_overwritten: add_(result) if accumulate else -> copy_(result) if accumulate else
 absorbed_mla/convert_command.py
-  hidden_package_in_the_converter: require_own_packages("checkpoint_conversion")
-    -> require_own_packages()
+  hidden_package_in_the_converter: ("checkpoint_conversion") -> ()
 absorbed_mla/deepseek_router.py
   router_ranks_groups_as_megatron: group_score_topk or topk // group_topk -> topk // group_topk
   router_normalises_as_megatron: if norm_topk_prob is not None: -> if False:
@@ -39,15 +35,13 @@ absorbed_mla/deepseek_router.py
   routing_without_keyword_defaults: routing.__kwdefaults__ = host.__kwdefaults__ ->
 absorbed_mla/dims.py
   softmax_scale: math.sqrt(dims.qk_head_dim) -> math.sqrt(dims.kv_down_dim)
-  softmax_mscale: yarn_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
-    -> yarn_mscale(config.rotary_scaling_factor, config.mscale)
+  softmax_mscale: config.mscale_all_dim -> config.mscale
 absorbed_mla/fp8_latents.py
   fp8_zeros_have_no_scale: .clamp(min=LEAST) -> .clamp(min=0.0)
   fp8_latents_have_no_gradient: return grad, None -> return torch.zeros_like(grad), None
   fp8_rows_of_other_alignment: _ALIGNMENT = 16 -> _ALIGNMENT = 8
   fp8_scales_off_their_places: if self.kv_lora_rank % _SCALE_BYTES: -> if False:
-  fp8_scales_in_the_models_dtype: (wide * parts.scales[..., None])
-    -> (wide * parts.scales.to(kv.dtype)[..., None])
+  fp8_scales_in_the_models_dtype: parts.scales[..., None] -> parts.scales.to(kv.dtype)[..., None]
 absorbed_mla/graph_capture.py
   gradients_of_recomputation_in_graphs: return inputs
     -> return inputs
@@ -61,8 +55,7 @@ absorbed_mla/graph_capture.py
   recomputed_gradients_stay: parameter.grad = None -> pass
 absorbed_mla/linear.py
   fused_accumulation_off_for_all: maker_config = copy.copy(config) -> maker_config = config
-  a_hooks_tensor_is_rotated: return output if _makes_its_output(layer) else output.clone()
-    -> return output
+  a_hooks_tensor_is_rotated: output if _makes_its_output(layer) else output.clone() -> output
 absorbed_mla/megatron_interface.py
   clipped_below_an_adapter: if others: -> if False:
 absorbed_mla/megatron_names.py
@@ -70,8 +63,7 @@ absorbed_mla/megatron_names.py
 absorbed_mla/muon/optimizer_hook.py
   muon_choice_dropped: if layer.update != "auto": -> if False:
 absorbed_mla/muon/orthogonalization_groups.py
-  muon_rows_by_head: return [torch.cat(per_head, dim=1).flatten(0, 1)]
-    -> return [torch.cat([part.flatten(0, 1) for part in per_head])]
+  muon_rows_by_head: (per_head, dim=1).flatten(0, 1) -> ([part.flatten(0, 1) for part in per_head])
 absorbed_mla/muon/step.py
   muon_states_are_joined: if state: -> if False:
 absorbed_mla/norm.py
@@ -79,16 +71,13 @@ absorbed_mla/norm.py
 absorbed_mla/offloading.py
   offloaded_weights: kept = (*kept, *self._parameters()) -> kept = (*kept,)
   offloading_while_it_is_off: if not getattr(manager, "inside_context", False): -> if False:
-  offloading_of_all_stages: if name not in self._stages or not torch.is_grad_enabled():
-    -> if not torch.is_grad_enabled():
-  offloaded_views_of_weights: if tensor.untyped_storage().data_ptr() in kept:
-    -> if tensor.data_ptr() in kept:
+  offloading_of_all_stages: if name not in self._stages or not torch -> if not torch
+  offloaded_views_of_weights: if tensor.untyped_storage().data_ptr() in -> if tensor.data_ptr() in
   offloaded_inputs_of_recomputation: with saved_tensors_hooks(_same, _same):
     |        return function(*args)
     -> return function(*args)
 absorbed_mla/once_differentiable.py
-  second_derivatives_pruned: return _refuse_derivatives(found, (*grads, *ctx.saved_tensors))
-    -> return _refuse_derivatives(found, grads)
+  second_derivatives_pruned: (found, (*grads, *ctx.saved_tensors)) -> (found, grads)
 absorbed_mla/own_packages.py
   hidden_package_passes: if not any(_same(own, place) for place in found): -> if not found:
 absorbed_mla/packed_roll.py
@@ -96,8 +85,7 @@ absorbed_mla/packed_roll.py
   mtp_shifts_padding_into_documents: (left <= 1).to(device) -> (left <= 0).to(device)
   mtp_padding_as_tokens: found | (values & step.padding) if values.dtype is torch.bool else found
     -> found
-  mtp_shift_within_a_rank: own, places = part.tokens(), part.sequence_order()
-    -> own, places = part.tokens(), part.rank_major()
+  mtp_shift_within_a_rank: part.tokens(), part.sequence_order() -> part.tokens(), part.rank_major()
 absorbed_mla/packed_router.py
   packs_lose_the_router: and submodules.router is TopKRouter ->
   router_of_mtp_counts_padding: getattr(layer.submodules, "mtp_model_layer", layer) -> layer
@@ -105,8 +93,7 @@ absorbed_mla/projections.py
   q_norm_summed_by_host: average_gradients_across_tp_domain=True ->
 absorbed_mla/recomputed_outputs.py
   recomputed_outputs_of_any_layout: assert layout == self._layout -> assert layout
-  recomputed_outputs_without_their_strides: return x.storage_offset(), *walked
-    -> return (x.storage_offset(),)
+  recomputed_outputs_without_their_strides: x.storage_offset(), *walked -> (x.storage_offset(),)
 absorbed_mla/rope.py
   rope_pairing: x[..., 0::2].to(compute), x[..., 1::2].to(compute)
     -> (half.to(compute) for half in x.chunk(2, dim=-1))
@@ -114,11 +101,9 @@ absorbed_mla/rope.py
   rotated_view: x.clone() if x._is_view() else x -> x
   angles_in_fp32: torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())
     -> torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())
-  yarn_clamped_to_pairs: parameters.qk_pos_emb_head_dim - 1)
-    -> parameters.qk_pos_emb_head_dim // 2 - 1)
+  yarn_clamped_to_pairs: qk_pos_emb_head_dim - 1 -> qk_pos_emb_head_dim // 2 - 1
 absorbed_mla/sequences.py
-  boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
-    -> if cu_seqlens.is_inference():
+  boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
 absorbed_mla/standard_mla.py
   standard_models_roll_as_megatron: correct_packed_roll()
     |    use_te
@@ -126,12 +111,10 @@ absorbed_mla/standard_mla.py
 absorbed_mla/tensor_parallel.py
   k_rope_reduction_sp: tensor_parallel_output_grad=True -> tensor_parallel_output_grad=False
   k_rope_reduction_no_sp: return copy_to_tensor_model_parallel_region(x, group=tp_group) -> return x
-  fused_down_rows: return x.split(list(widths), dim=-1)
-    -> return x.split(list(widths)[::-1], dim=-1)[::-1]
+  fused_down_rows: x.split(list(widths), dim=-1) -> x.split(list(widths)[::-1], dim=-1)[::-1]
   fused_down_rows_of_ranks: if shards == 1: -> if shards >= 1:
 absorbed_mla/testing/indexer_recall.py
-  recall_in_a_step_of_generation: layer.choose_cached_keys = _refuse_cached  # type
-    -> layer.choose_cached_keys = layer.choose_cached_keys  # type
+  recall_in_a_step_of_generation: _refuse_cached  # type -> layer.choose_cached_keys  # type
   recall_of_one_ranks_heads: dist.all_reduce(mass, group=tp_group) -> pass
 absorbed_mla/unsupported.py
   tied_embeddings_on_the_stage_of_mtp:
@@ -141,13 +124,11 @@ specs/absorbed_mla_gpt_builder.py
   mtp_options_on_a_stage_without_layers: getattr(spec, "parts", None) or ->
 specs/absorbed_mla_hybrid_specs.py
   hybrid_experts_with_megatrons_router: else _moe_layer(parts) -> else {}
-  hybrid_fused_attention: submodules=TransformerLayerSubmodules(self_attention=unused)
-    -> submodules=None
+  hybrid_fused_attention: TransformerLayerSubmodules(self_attention=unused) -> None
 specs/absorbed_mla_layer_specs.py
   layer_spec_of_one_kind: if len(kinds) > 1: -> if False:
 specs/absorbed_mla_layers.py
-  layer_kind_by_its_place_in_the_stage: moe_layers(config)[number - 1]
-    -> moe_layers(config)[layer_number - 1]
+  layer_kind_by_its_place_in_the_stage: (config)[number - 1] -> (config)[layer_number - 1]
 specs/absorbed_mla_parts.py
   router_options_of_dense_models: if self.options.chooses_experts and not config.num_moe_experts:
     -> if False:

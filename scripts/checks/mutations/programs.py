@@ -23,8 +23,7 @@ scripts/checks/fuzz/runner.py
 scripts/checks/gpu_tests/plan.py
   gpu_tests_in_no_job: equal, tests=(test,)) for test in divided] -> equal) for test in ()]
 scripts/checks/gpu_tests/processes.py
-  gpu_tests_run_twice: f"--deselect={test}" for test in job.left_out
-    -> f"--deselect={test}" for test in ()
+  gpu_tests_run_twice: for test in job.left_out -> for test in ()
   gpu_test_results_that_json_refuses: skips: dict[str, int] = field(default_factory=dict)
     -> skips: dict[str, int] = field(default_factory=__import__("collections").Counter)
 scripts/generation/arguments.py
@@ -42,16 +41,13 @@ scripts/training/checks.py
   auto_exchange_of_sparse_attention: ["all_gather" if x == "auto" else x for x in args.cp_comm_type]
     -> [*args.cp_comm_type]
 scripts/training/megatron_loop.py
-  resuming_draws_random_numbers: with torch.random.fork_rng(devices=()):
-    -> with contextlib.nullcontext():
+  resuming_draws_random_numbers: torch.random.fork_rng(devices=()): -> contextlib.nullcontext():
 scripts/training/parallelism.py
-  padding_of_another_size: f"--make-vocab-size-divisible-by {ranks}; then --load FOLDER"
-    -> f"--make-vocab-size-divisible-by {ranks + 1}; then --load FOLDER"
+  padding_of_another_size: -vocab-size-divisible-by {ranks} -> -vocab-size-divisible-by {ranks + 1}
 scripts/training/report.py
   indexer_loss_of_one_ranks_tokens: ranks / max(tokens, 1) -> 1 / max(tokens, 1)
 scripts/training/saving.py
-  full_disk_as_a_traceback: except (OSError, CheckpointException) as error:
-    -> except OSError as error:
+  full_disk_as_a_traceback: except (OSError, CheckpointException) as -> except OSError as
   resumed_with_the_rates_of_before:
     - group.update({name: value for name, value in own.items() if name in group})
     -> pass

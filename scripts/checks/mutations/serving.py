@@ -11,8 +11,7 @@ absorbed_mla/serving/chat_messages.py
     -> return message
   variables_of_the_template_are_dropped: not in _NOT_HERE}, **variables} -> not in _NOT_HERE}}
 absorbed_mla/serving/data_parallel_attention/dispatcher.py
-  divided_experts_with_all_probabilities: probs[:, own[0] : own[-1] + 1].T.flatten()
-    -> probs[:, : len(own)].T.flatten()
+  divided_experts_with_all_probabilities: probs[:, own[0] : own[-1] + 1].T -> probs[:, : len(own)].T
   padded_experts_summed_over_tokens: hidden_states.unflatten(0, (self.num_local_experts, -1)).sum(0)
     -> hidden_states.unflatten(0, (-1, self.num_local_experts)).sum(1)
 absorbed_mla/serving/data_parallel_attention/exchange.py
@@ -21,8 +20,7 @@ absorbed_mla/serving/data_parallel_attention/exchange.py
   divided_vocabulary_in_the_order_of_tokens: found.transpose(0, 1).flatten(1)
     -> found.reshape(counts[self.rank], -1)
   divided_counts_wait_in_graphs: if this_run() is not None: -> if False:
-  divided_vocabulary_rows_of_rank_0: found.unflatten(0, (self.size, -1))[:, : counts[self.rank]]
-    -> found.unflatten(0, (self.size, -1))[:, : counts[0]]
+  divided_vocabulary_rows_of_rank_0: [:, : counts[self.rank]] -> [:, : counts[0]]
 absorbed_mla/serving/data_parallel_attention/mlp.py
   divided_mlp_summed_twice: last.explicit_expert_comm = True -> pass
   divided_shared_experts_summed_twice: leave_partial(self.shared_experts) -> pass
@@ -31,12 +29,9 @@ absorbed_mla/serving/data_parallel_attention/model.py
 absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_foreign_tokens: found = found.masked_fill(elsewhere.unsqueeze(-1), 0) -> pass
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
-  divided_logits_of_as_many_tokens: counts = self.exchange.counts(len(rows))
-    -> counts = self.exchange.tokens
+  divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
-  stopped_and_evicted_in_one_step:
-    - if not requests.to_abort and not host.stop_word_finished_request_ids:
-    -> if not requests.to_abort:
+  stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
   prompt_log_probs_of_cached_blocks:
     - self.host.requests[number].record[-1].precomputed_block_hashes = []
     -> pass
@@ -48,8 +43,7 @@ absorbed_mla/serving/engine_options.py
 absorbed_mla/serving/executor/dp_load_balancer.py
   front_forgets_what_was_generated: self._tokens[rank][number] += len(progress.tokens) -> pass
 absorbed_mla/serving/executor/engine_options.py
-  prompts_in_no_graphs_by_default: prefill_graph_tokens=chosen_tokens(model, sizes)
-    -> prefill_graph_tokens=0
+  prompts_in_no_graphs_by_default: chosen_tokens(model, sizes) -> 0
 absorbed_mla/serving/executor/local.py
   no_graphs_before_traffic: runner._wake(capture=True) -> runner.wake()
 absorbed_mla/serving/executor/multiprocess.py
@@ -67,8 +61,7 @@ absorbed_mla/serving/experts/experts.py
 absorbed_mla/serving/experts/layer.py
   parity_experts_of_several_ranks: if ranks > 1: -> if False:
 absorbed_mla/serving/experts/permuted_tokens.py
-  grouped_experts_places: scatter_(0, choices, numbers[: len(choices)])
-    -> scatter_(0, numbers[: len(choices)], choices)
+  grouped_experts_places: 0, choices, numbers[: len(choices)] -> 0, numbers[: len(choices)], choices
   grouped_experts_ends: right=True, out_int32=True -> out_int32=True
   grouped_experts_of_other_ranks: masked_fill(others.unsqueeze(1), 0) -> clone()
   parity_experts_order_of_choices: if parity: -> if False:
@@ -89,21 +82,17 @@ absorbed_mla/serving/export/live.py
     -> config
   export_of_another_router: refuse_another_router(config, args, _ANOTHER_ROUTER) ->
   export_of_megatrons_router: fields.problems.extend(only_megatrons(found)) ->
-  export_reads_the_router_of_one_chunk: for chunk in chunks for m in
-    -> for chunk in chunks[:1] for m in
+  export_reads_the_router_of_one_chunk: for chunk in chunks for m -> for chunk in chunks[:1] for m
   exported_activation: if config.activation_func is not F.silu: -> if False:
   export_heads_of_tied_models: not model.share_embeddings_and_output_weights -> True
-  export_without_router_options: _arguments(model) | dict(zip(ROUTER_OPTIONS, router, strict=True))
-    -> _arguments(model)
-  export_unwraps_once: while not isinstance(inner, GPTModel) and
-    -> if not isinstance(inner, GPTModel) and
+  export_without_router_options: (model) | dict(zip(ROUTER_OPTIONS, router, strict=True)) -> (model)
+  export_unwraps_once: while not isinstance(inner, GPTModel) -> if not isinstance(inner, GPTModel)
   export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
 absorbed_mla/serving/export/shards.py
   export_with_gradients: = data.detach(), shard.size -> = data, shard.size
 absorbed_mla/serving/export/weights.py
   export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
-  export_reads_the_router_of_one_stage: router = one_router(routers)
-    -> router = one_router([router_options(chunks)])
+  export_reads_the_router_of_one_stage: one_router(routers) -> one_router([router_options(chunks)])
   export_scales_as_powers_of_two: return SCALE_FORMATS[0] if fp8 -> return SCALE_FORMATS[1] if fp8
 absorbed_mla/serving/llm_engine.py
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
@@ -131,8 +120,7 @@ absorbed_mla/serving/llm_options.py
   options_stay_with_llm: if name in known} -> if name in ("max_requests", "seed")}
 absorbed_mla/serving/megatron_engine/build.py
   drafts_behind_a_stop_token: end_at_first_stop_token(host) -> pass
-  divided_ranks_pad_steps_alone: use_mpu_process_groups(), ep=exchange.group)
-    -> use_mpu_process_groups())
+  divided_ranks_pad_steps_alone: (), ep=exchange.group -> ()
   cached_blocks_are_no_reserve: resume_with_cached_blocks(context) -> pass
 absorbed_mla/serving/model_ranks.py
   context_parallel_ranks_draw_tokens_each:
@@ -155,43 +143,35 @@ absorbed_mla/serving/output_processor.py
   interrupted_requests_run_on: self.abort(name)
     |            self._requests.pop(name, None)
     -> self._requests.pop(name, None)
-  requests_of_calls_are_left_for_steps: return any(name not in self.of_calls for
-    -> return any(True for
-  calls_report_what_they_aborted_to_steps: self._aborted if one.request_id not in names
-    -> self._aborted
-  calls_wait_for_what_sleep_has_aborted: left.items() if name in self.of_calls
-    -> left.items() if False
+  requests_of_calls_are_left_for_steps: name not in self.of_calls for -> True for
+  calls_report_what_they_aborted_to_steps: _aborted if one.request_id not in names -> _aborted
+  calls_wait_for_what_sleep_has_aborted: items() if name in self.of_calls -> items() if False
   ids_are_given_twice: if not self._is_taken(one)) -> if True)
 absorbed_mla/serving/prefix_cache/fingerprint.py
   prefixes_of_other_options: *_options(model), place -> place
 absorbed_mla/serving/prefix_cache/stored.py
-  prefixes_in_flight_are_written: [b for b in cached if not allocator.block_ref_counts[b]]
-    -> [b for b in cached]
+  prefixes_in_flight_are_written: b in cached if not allocator.block_ref_counts[b] -> b in cached
   prefixes_of_other_tokens_are_written: if known.get(pair[0]) == pair[1]] -> ]
   loaded_prefixes_have_no_parents: missing[:done], parents[:done]) -> missing[:done], [0] * done)
-  loaded_prefixes_begin_texts: *missing] if cached else [0, *missing]
-    -> *missing] if False else [0, *missing]
+  loaded_prefixes_begin_texts: if cached else [0, *missing] -> if False else [0, *missing]
 absorbed_mla/serving/request_record.py
   evicted_requests_forget_stop_tokens: part.stop_word_ids = former.stop_word_ids ->
 absorbed_mla/serving/request_results.py
   top_log_probs_of_the_prompt: last_of(record, "generated_top_n_logprobs", len(result.tokens))
     -> _joined(record, "generated_top_n_logprobs")
-  entries_of_chunks_after_an_eviction: entries[max(0, len(entries) - len(part.generated_tokens)) :]
-    -> entries
+  entries_of_chunks_after_an_eviction: [max(0, len(entries) - len(part.generated_tokens)) :] ->
   last_entries_of_one_part: [-missing:] + found
     -> [-missing:] + found
     |        break
   log_probs_of_a_prompt_that_was_not_read: if len(found) >= count) -> if found)
   log_probs_of_what_follows_a_prompt: next((found[:count] for -> next((found for
   log_probs_that_others_asked_for: if sampling.logprobs is not None: -> if True:
-  drafts_that_are_wrong_fail_a_request: if place is not None and place < len(progress.tokens):
-    -> if place is not None:
+  drafts_that_are_wrong_fail_a_request: is not None and place < len(progress.tokens) -> is not None
   failed_requests_keep_what_came_after: result.tokens[:count] -> result.tokens
 absorbed_mla/serving/sampling/device_sampler.py
   filters_leave_no_token_that_crosses_top_p: before >= limit -> before + ordered > limit
   scheduler_moves_no_random_numbers: self._random = [self._random[place] for place in former] ->
-  scheduler_draws_too_early_stop_tokens: (one.avoids_stop_tokens or one.params.has_penalties for
-    -> (one.params.has_penalties for
+  scheduler_draws_too_early_stop_tokens: one.avoids_stop_tokens or one.params -> one.params
   nan_draws_a_token:
     - tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)
     -> tokens
@@ -238,8 +218,7 @@ absorbed_mla/serving/scheduler/input_batch.py
     |            return True
     -> if not kept:
     |            return False
-  scheduler_stops_where_blocks_are_cached: allocator.is_memory_available(needed)
-    -> allocator.total_avail >= needed
+  scheduler_stops_where_blocks_are_cached: is_memory_available(needed) -> total_avail >= needed
   scheduler_keeps_prompts: self._end_prefill() ->
   scheduler_keeps_the_size_of_a_prompt: if not self._decodes:
     |            return False
@@ -248,8 +227,7 @@ absorbed_mla/serving/scheduler/input_batch.py
     - found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
     -> found = of["request_kv_length_offsets"][:n] + 1
 absorbed_mla/serving/scheduler/model_runner.py
-  scheduler_takes_tokens_of_ended_requests: former, without_token = self.rows_of(before),
-    -> former, without_token = set(),
+  scheduler_takes_tokens_of_ended_requests: self.rows_of(before), -> set(),
   scheduler_reads_tokens_of_other_rows: sampled_tokens(self._controller).index_select(0, inputs))
     -> sampled_tokens(self._controller)[:count])
   failures_of_the_step_after: self._tokens[:count].masked_fill_(missing[0], -1) ->
@@ -263,16 +241,12 @@ absorbed_mla/serving/scheduler/overlap_scheduler.py
   scheduler_keeps_rows_of_ended_requests: step.rows_of(self._finished)
     |            | step
     -> step
-  scheduler_forgets_who_waits: if finished:
-    |            self._waiting.retry()
-    -> if False:
-    |            self._waiting.retry()
+  scheduler_forgets_who_waits: if finished: -> if False:
   scheduler_keeps_the_size_of_a_step:
     - if (finished or step.has_prefill) and not self._batch.has_size_for(size):
     -> if False:
   scheduler_forgets_the_clock: context.prefix_cache_lru_clock += 1 -> pass
-  loop_takes_no_notice_of_failures: zip(step.numbers, tokens) if token < 0}
-    -> zip(step.numbers, tokens) if False}
+  loop_takes_no_notice_of_failures: if token < 0 -> if False
 absorbed_mla/serving/scheduler/prefill_graphs.py
   prompts_in_graphs_whatever_they_attend_to: pairs_of(context) > self._most_pairs: -> False:
   prompts_in_graphs_without_their_context: (new * (cached + new / 2)) -> (new * new / 2)
@@ -292,12 +266,8 @@ absorbed_mla/serving/scheduler/prefill_graphs.py
   prompts_captured_with_rows_that_decode_behind: construct_graph_dimensions=rows
     -> construct_graph_dimensions=size
   prompts_captured_that_are_too_long: or not self._is_valid(rows): -> :
-  failed_capture_leaves_requests: finally:
-    |                self._context.reset()
-    -> finally:
-    |                pass
-  other_rows_in_graphs_of_any_size: self._sizes if self._whole_prompts else self._absorbed
-    -> self._sizes
+  failed_capture_leaves_requests: self._context.reset() -> pass
+  other_rows_in_graphs_of_any_size: _sizes if self._whole_prompts else self._absorbed -> _sizes
   whole_prompts_seen_in_later_steps: context.reads_whole_prompts = False -> pass
   prompts_in_graphs_that_ranks_cannot_divide: min(_multiple(count, tp), largest) -> count
   prompts_leave_their_sizes_to_decode_steps: context.cuda_graph_batch_dimensions_list = others
@@ -323,8 +293,7 @@ absorbed_mla/serving/server/app.py
   any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
   a_failure_is_an_answer: require_no_failure(done) ->
 absorbed_mla/serving/server/logprobs.py
-  log_probs_of_one_text_hide_each_other: if name is None or name in names else name)
-    -> if name is None else name)
+  log_probs_of_one_text_hide_each_other: name is None or name in names else -> name is None else
   chat_bytes_of_the_text: list(one.token_bytes), -> list((one.decoded_token or "").encode()),
   nan_in_json: if math.isnan(one.logprob): -> if False:
 absorbed_mla/serving/server/protocol.py
@@ -342,13 +311,11 @@ absorbed_mla/serving/tokenizers/detokenizer.py
   long_runs_that_are_no_text_are_shown_as_text: self._is_text = _begins_text(data) -> pass
   a_prompts_half_character_is_forgotten: data = self._before + data -> pass
 absorbed_mla/serving/tokenizers/folder.py
-  tokenizer_code_runs_unasked: local_files_only=True, trust_remote_code=trust_remote_code
-    -> local_files_only=True, trust_remote_code=True
+  tokenizer_code_runs_unasked: trust_remote_code=trust_remote_code -> trust_remote_code=True
   tokenizer_code_is_replaced: if code and not trust_remote_code: -> if False:
   processes_load_tokenizer_code_at_once: fcntl.flock(lock, fcntl.LOCK_EX) -> pass
 absorbed_mla/serving/tokenizers/token_bytes.py
-  numbers_without_a_token_end_a_run: if token not in left_out and self._exists(token)
-    -> if token not in left_out
+  numbers_without_a_token_end_a_run: not in left_out and self._exists(token) -> not in left_out
   added_tokens_are_names_of_bytes:
     - bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()
     -> bytes(table[c] for c in name if c in table)
@@ -362,8 +329,7 @@ absorbed_mla/serving/weights/index_weights.py
 absorbed_mla/serving/weights/load.py
   llm_chooses_megatrons_experts: **router_options(args), ->
   parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
-  llm_forgets_follow_links: open_checkpoint(folder, follow_links=follow_links)
-    -> open_checkpoint(folder)
+  llm_forgets_follow_links: (folder, follow_links=follow_links) -> (folder)
   tokenizer_beside_the_blobs: return checkpoint.auxiliary_folder if checkpoint.auxiliary else None
     -> return min((p.parent for p in checkpoint.auxiliary.values()), default=None)
   index_weights_are_rounded: keep_head_weights(model, config, tensors, dtype, parity=options.parity)
