@@ -20,19 +20,12 @@ class Exact(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of every head.
+    """Attention of every head."""
 
-    Attributes:
-        out: [S_q, B, N, V].
-        lse: [S_q, B, N]; -inf where a query sees nothing.
-        largest: Largest score of each row, likewise.
-        probs: [B, N, S_q, S_k].
-    """
-
-    out: Exact
-    lse: Tensor
-    largest: Tensor
-    probs: Tensor
+    out: Exact  # [S_q, B, N, V]
+    lse: Tensor  # [S_q, B, N]; -inf where a query sees nothing
+    largest: Tensor  # largest score of each row, likewise
+    probs: Tensor  # [B, N, S_q, S_k]
 
 
 def attention(

@@ -21,19 +21,12 @@ _MOST_FAILURES = 2
 
 
 class Batch(NamedTuple):
-    """Cases of one configuration.
+    """Cases of one configuration."""
 
-    Attributes:
-        family: Name.
-        first: The first case; the others follow it.
-        cases: How many, if time allows.
-        deadline: By ``time.monotonic``, which all processes share; no case begins after it.
-    """
-
-    family: str
-    first: CaseId
-    cases: int
-    deadline: float
+    family: str  # name
+    first: CaseId  # the first case; the others follow it
+    cases: int  # how many, if time allows
+    deadline: float  # by ``time.monotonic``, which all processes share; no case begins after it
 
 
 class Started(NamedTuple):

@@ -76,24 +76,15 @@ DIVIDED = {
 
 @dataclass(frozen=True)
 class Job:
-    """Test files that one command runs.
+    """Test files that one command runs."""
 
-    Attributes:
-        files: Paths below the root of the repository.
-        processes: 0: one process of pytest; else so many, with torchrun.
-        gpus: How many it sees.
-        seconds: That it may take.
-        alone: Whether nothing else may run on the GPUs meanwhile.
-        tests: Ids of pytest of the tests that are run; none: all of the files.
-        left_out: Ids, or how they begin, of tests of the files that other jobs run.
-    """
-
-    files: tuple[str, ...]
-    processes: int
-    gpus: int
-    seconds: float
-    alone: bool = False
-    tests: tuple[str, ...] = ()
+    files: tuple[str, ...]  # paths below the root of the repository
+    processes: int  # 0: one process of pytest; else so many, with torchrun
+    gpus: int  # how many it sees
+    seconds: float  # that it may take
+    alone: bool = False  # whether nothing else may run on the GPUs meanwhile
+    tests: tuple[str, ...] = ()  # ids of pytest of the tests that are run; none: all of the files
+    # Ids, or how they begin, of tests of the files that other jobs run.
     left_out: tuple[str, ...] = ()
 
 

@@ -26,49 +26,29 @@ _SLOW_TEST = 150
 
 @dataclass(frozen=True)
 class Limits:
-    """What jobs may take.
+    """What jobs may take."""
 
-    Attributes:
-        jobs: How many run at the same time.
-        job_seconds: A job that takes longer is killed.
-        seconds: When all jobs are killed or not started, counted from the beginning.
-        memory_gib: Of a GPU, that a process of a job that is not alone may allocate; 0: any.
-    """
-
-    jobs: int
-    job_seconds: float
-    seconds: float
-    memory_gib: float
+    jobs: int  # how many run at the same time
+    job_seconds: float  # one that takes longer is killed
+    seconds: float  # when all jobs are killed or not started, counted from the beginning
+    memory_gib: float  # of a GPU, that a process of a job that is not alone may allocate; 0: any
 
 
 @dataclass
 class FileResult:
-    """What became of the tests of one file, by the first process.
+    """What became of the tests of one file, by the first process."""
 
-    Attributes:
-        file: Its path below the root.
-        processes: See :class:`Job`.
-        passed: Tests that passed, or failed as expected.
-        failed: Tests that failed.
-        skipped: Tests that were skipped.
-        seconds: Of the tests.
-        skips: Skipped tests by reason.
-        failures: First line of the error by test.
-        ended: ``""`` if the process went through the file and ended as its tests say, else how it
-            ended.
-        log: Output of the process, below the folder of the results.
-    """
-
-    file: str
-    processes: int
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    skips: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    file: str  # its path below the root
+    processes: int  # see :class:`Job`
+    passed: int = 0  # tests that passed, or failed as expected
+    failed: int = 0  # tests that failed
+    skipped: int = 0  # tests that were skipped
+    seconds: float = 0.0  # of the tests
+    skips: dict[str, int] = field(default_factory=dict)  # skipped tests by reason
+    failures: dict[str, str] = field(default_factory=dict)  # first line of the error by test
+    # ``""`` if the process went through the file and ended as its tests say, else how it ended.
     ended: str = ""
-    log: str = ""
+    log: str = ""  # output of the process, below the folder of the results
 
     @property
     def is_bad(self) -> bool:

@@ -31,23 +31,15 @@ FLASH_4, PYTORCH = "FlashAttention-4", "PyTorch, memory-efficient"
 
 @dataclass(frozen=True)
 class Row:
-    """Ours and a peer's times of one work, measured in one file.
+    """Ours and a peer's times of one work, measured in one file."""
 
-    Attributes:
-        work: What both do, for people.
-        peer: Name of the other implementation.
-        ours: Seconds.
-        theirs: Seconds of the peer.
-        facts: Sizes and options by name, to choose rows by.
-        file: Of the data, relative to docs/.
-    """
-
-    work: str
-    peer: str
-    ours: Times
-    theirs: Times
+    work: str  # what both do, for people
+    peer: str  # name of the other implementation
+    ours: Times  # seconds
+    theirs: Times  # seconds of the peer
+    # Sizes and options by name, to choose rows by.
     facts: dict[str, Any] = field(default_factory=dict)
-    file: str = ""
+    file: str = ""  # of the data, relative to docs/
 
     @property
     def name(self) -> tuple[str, str]:
@@ -289,22 +281,15 @@ K = 1024
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one kind of work.
+    """Rows of one kind of work."""
 
-    Attributes:
-        title: Of the group, in the table and in the plot.
-        files: Under docs/; those that do not exist are left out.
-        read: The rows of a file.
-        shown: What the table shows: choices of facts. The row in which ours is slowest beside a
-            peer is shown in any case.
-        drawn: What of it the plot shows besides that row.
-    """
-
-    title: str
-    files: tuple[str, ...]
-    read: Callable[[Path], Iterable[Row]]
+    title: str  # of the group, in the table and in the plot
+    files: tuple[str, ...]  # under docs/; those that do not exist are left out
+    read: Callable[[Path], Iterable[Row]]  # the rows of a file
+    # What the table shows: choices of facts. The row in which ours is slowest beside a peer is
+    # shown in any case.
     shown: tuple[dict, ...] = _ALL
-    drawn: tuple[dict, ...] = _ALL
+    drawn: tuple[dict, ...] = _ALL  # what of it the plot shows besides that row
 
     def measured(self, docs: Path) -> Measured:
         """Its rows under ``docs``."""
