@@ -150,7 +150,7 @@ def _about(args: argparse.Namespace) -> dict:
 def _repeat(names: list[str] | None, text: str) -> int:
     """Run one case in this process, and let its error through."""
     from checks.fuzz.case import CaseId, run_case
-    from checks.fuzz.worker import prepare_device
+    from checks.fuzz.runner import prepare_device
 
     case, (families, left_out) = CaseId.parse(text), _families(names)
     if len(families) + len(left_out) != 1:

@@ -21,7 +21,7 @@ from tests.support.quick_interpreter import quicken
 pytest.importorskip("triton.experimental.gluon")
 
 from checks import fuzz_gpu
-from checks.fuzz import runner, worker
+from checks.fuzz import runner
 from checks.fuzz.case import CaseId, run_case
 from checks.fuzz.compare import Comparison, Mismatch
 from checks.fuzz.family import Family, all_families, named
@@ -268,8 +268,8 @@ class TestProcesses:
         families = self.families()
         monkeypatch.setattr(runner, "_START", "fork")
         monkeypatch.setattr(runner, "_MOST_SECONDS", 0.5)
-        monkeypatch.setattr(worker, "all_families", lambda: families)
-        monkeypatch.setattr(worker, "prepare_device", lambda share: CPU)
+        monkeypatch.setattr(runner, "all_families", lambda: families)
+        monkeypatch.setattr(runner, "prepare_device", lambda share: CPU)
         results = Results(families, [], {})
         run = runner.Runner(0, 300.0, 2, results, lambda seconds: None)
         add = results.add
