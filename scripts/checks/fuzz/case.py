@@ -64,15 +64,7 @@ def run_case(
     *,
     with_traceback: bool = False,
 ) -> Outcome:
-    """Draw and run a case; what is raised is its error.
-
-    Args:
-        family: Of the case.
-        case: Its numbers.
-        device: Where kernels run.
-        comparison: What compares its results.
-        with_traceback: Whether the error has the lines that it comes from.
-    """
+    """Draw and run a case; what is raised is its error."""
     compare, start = comparison(), time.monotonic()
     error, fatal, launched = None, False, ()
     seed = family.name, case.seed, case.configuration

@@ -83,14 +83,7 @@ def attention_gradients(
 ) -> Gradients:
     """Of :func:`attention` with the same arguments; those of shared keys are summed over heads.
 
-    Args:
-        q: As there, like the next two and the last two.
-        k: As there.
-        v: As there.
-        attended: What it returned.
-        grads: Of the output [S_q, B, N, V], and of the LSE [S_q, B, N], or None.
-        scale: As there.
-        dtype: As there.
+    ``grads`` are those of the output [S_q, B, N, V] and of the LSE [S_q, B, N], or None.
     """
     shared = k.shape[2] != q.shape[2]
     grad_out, grad_lse = (x if x is None else x.double() for x in grads)
@@ -144,10 +137,7 @@ def _absolute(dtype: torch.dtype) -> float:
 def product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Exact:
     """``left @ right`` of any floating types.
 
-    Args:
-        left: [..., M, K].
-        right: [..., K, N].
-        dtype: Of the result that the noise is for; None: fp32, in which sums are computed.
+    The noise is for a result in ``dtype``; None: in fp32, in which sums are computed.
     """
     left, right = left.double(), right.double()
     value = left @ right
@@ -159,11 +149,8 @@ def rounded_sum(
 ) -> Tensor:
     """The noise of a sum in fp32 that is rounded to ``dtype``.
 
-    Args:
-        value: The sum.
-        squares: Sum of the summands' squares.
-        number: Of summands. A sum of partial sums loses about the root of it.
-        dtype: As in :func:`product`.
+    A sum of partial sums loses about the root of their number; ``squares`` is that of the
+    summands.
     """
     fp32 = torch.finfo(torch.float32).eps
     eps = fp32 if dtype is None else torch.finfo(dtype).eps

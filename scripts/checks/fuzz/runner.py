@@ -55,11 +55,7 @@ class Started(NamedTuple):
 
 
 def prepare_device(memory_share: float | None = None) -> torch.device:
-    """The GPU, or a CPU with Triton's interpreter; new memory is poisoned.
-
-    Args:
-        memory_share: Of the GPU's memory that this process may take.
-    """
+    """The GPU, or a CPU with Triton's interpreter; new memory is poisoned."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     # cuBLAS's workspaces have one size, which deterministic algorithms ask for.
@@ -78,11 +74,8 @@ def prepare_device(memory_share: float | None = None) -> torch.device:
 def work(connection: Connection, log: str, memory_share: float) -> None:
     """Run batches until there are no more; says what begins and how it ended.
 
-    Args:
-        connection: Receives :class:`Batch` or None; sends :class:`Started`, an ``Outcome`` for it,
-            and None behind a batch's last one.
-        log: File for what this process writes to its output.
-        memory_share: As in :func:`prepare_device`.
+    The connection brings :class:`Batch` or None, and takes :class:`Started`, an ``Outcome`` for it,
+    and None behind a batch's last one; the log gets what this process writes to its output.
     """
     with open(log, "wb") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -142,12 +135,7 @@ class _Worker:
 class Runner:
     """Runs cases until time is over; every family gets its share of the workers' time.
 
-    Args:
-        seed: Of all cases.
-        seconds: How long cases may begin.
-        jobs: Processes.
-        results: Gets what happens, and has the families.
-        progress: Called now and then.
+    ``results`` gets what happens, and has the families; ``progress`` is called now and then.
     """
 
     def __init__(

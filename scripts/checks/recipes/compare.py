@@ -58,10 +58,8 @@ class Ranks:
 class Comparison:
     """Recipes of one job, whose references run once.
 
-    Args:
-        ranks: Of the job.
-        folder: For checkpoints; all ranks see it.
-        args: With ``begin`` and ``time_limit``.
+    All ranks see the folder, which is for checkpoints; the arguments have ``begin`` and
+    ``time_limit``.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, args: argparse.Namespace) -> None:

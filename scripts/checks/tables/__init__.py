@@ -14,10 +14,8 @@ def table(
 ) -> str:
     """A table in Markdown, with a line for each row.
 
-    Args:
-        rows: Anything.
-        columns: By its head, what a column says of a row.
-        words: Heads of columns that hold words, no numbers.
+    ``columns`` has by a head what the column says of a row; ``words`` are the heads of columns
+    that hold no numbers.
     """
     lines = ([cell(row) for cell in columns.values()] for row in rows)
     return markdown_table(list(columns), lines, words)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
-from benchmarks.context_parallel import Row as CPRow
 from benchmarks.decode import DecodeReport
 from benchmarks.drawing import DRAWS, DrawingCase, DrawingReport
 from benchmarks.dsa import DSAReport
@@ -25,95 +24,80 @@ from checks.tables import by_input, table
 
 NONE = "Not measured yet."
 MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
-# Both layers recompute `mla_up_proj` (R), then neither does.
-_PAIR_HEAD = [
-    f"{way}{name}"
-    for way in ("R: ", "no R: ")
-    for name in ("Megatron ms", "ours ms", "ratio", "Megatron MiB", "ours MiB", "ratio")
-]
+_RECOMPUTED = {"R": "mla_up_proj", "no R": "none"}
+_STEP = "step, ours of Megatron's"
 
 
-def layer_table(docs: Path) -> str:
-    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
-    lines = []
-    for (heads, layout, tokens), pairs in _layer_pairs(docs).items():
-        line = [str(heads), tokens_text(tokens), layout]
-        for recompute in (True, False):
-            ours, theirs, ratios = pairs[recompute]
-            line += [f"{1e3 * row.step.median:.2f}" for row in (theirs, ours)]
-            line += [f"{ratios['step']:.2f}"]
-            line += [f"{row.kept_bytes / 2**20:.0f}" for row in (theirs, ours)]
-            line += [f"{ratios['kept']:.2f}"]
-        lines.append(line)
-    return markdown_table(["heads", "S", "layout", *_PAIR_HEAD], lines, ["layout"])
+class _Pair(NamedTuple):
+    """Ours and Megatron's of the same sizes and recomputation, or None where one is missing."""
+
+    group: tuple[str, str]  # of ranges: heads or GPUs, and layout
+    sizes: tuple[str, ...]  # cells of a table
+    recompute: str  # of ``_RECOMPUTED``
+    ours: dict[str, float] | None  # milliseconds of a step, and MiB kept
+    theirs: dict[str, float] | None
+
+    def ratio(self, name: str) -> float | None:
+        """Ours of theirs."""
+        return self.ours[name] / self.theirs[name] if self.ours and self.theirs else None
 
 
-def layer_ranges(docs: Path) -> str:
-    """The least and the greatest ratio over the lengths of :func:`layer_table`."""
-    found: dict[tuple, list[dict[str, float]]] = {}
-    for (heads, layout, _), pairs in _layer_pairs(docs).items():
-        for recompute, (_, _, ratios) in pairs.items():
-            key = str(heads), layout, "mla_up_proj" if recompute else "-"
-            found.setdefault(key, []).append(ratios)
-    head = ["heads", "layout", "both recompute", "step, ours of Megatron's", "kept"]
-    return _ranges(head, found, ("step", "kept"))
-
-
-def _ranges(head: list[str], found: dict[tuple, list[dict]], names: tuple[str, ...]) -> str:
-    lines = [
-        [*key, *(f"{min(values):.2f} to {max(values):.2f}" for values in columns)]
-        for key, ratios in found.items()
-        for columns in [[[one[name] for one in ratios] for name in names]]
+def _pairs_table(head: list[str], pairs: Iterable[_Pair], digits: int) -> str:
+    """Both layers recompute ``mla_up_proj`` (R), then neither does."""
+    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for pair in pairs:
+        cells = []
+        for name, text in (("step", f"{{:.{digits}f}}"), ("kept", "{:.0f}")):
+            cells += [text.format(x[name]) if x else "-" for x in (pair.theirs, pair.ours)]
+            ratio = pair.ratio(name)
+            cells += ["-" if ratio is None else f"{ratio:.2f}"]
+        lines.setdefault(pair.sizes, {})[pair.recompute] = cells
+    names = ("Megatron ms", "ours ms", "ratio", "Megatron MiB", "ours MiB", "ratio")
+    found = [
+        [*sizes, *(cell for way in _RECOMPUTED.values() for cell in ways.get(way, ["-"] * 6))]
+        for sizes, ways in lines.items()
     ]
+    head = [*head, *(f"{way}: {name}" for way in _RECOMPUTED for name in names)]
+    return markdown_table(head, found, ["layout"])
+
+
+def _pairs_ranges(group: str, pairs: Iterable[_Pair], kept: str) -> str:
+    """The least and the greatest ratio over all other sizes."""
+    found: dict[tuple, list[_Pair]] = {}
+    for pair in pairs:
+        if pair.ours and pair.theirs:
+            way = "-" if pair.recompute == "none" else pair.recompute
+            found.setdefault((*pair.group, way), []).append(pair)
+    if not found:
+        return "Not measured: both layers with the same recomputation."
+    lines = []
+    for key, group_pairs in found.items():
+        ratios = [[pair.ratio(name) for pair in group_pairs] for name in ("step", "kept")]
+        lines.append([*key, *(f"{min(one):.2f} to {max(one):.2f}" for one in ratios)])
+    head = [group, "layout", "both recompute", _STEP, kept]
     return markdown_table(head, lines, ["layout", "both recompute"])
 
 
-def _layer_pairs(docs: Path) -> dict[tuple, dict[bool, tuple]]:
-    """By heads, layout and tokens, and by recomputation: ours, Megatron's, and ratios."""
+def _layer_pairs(docs: Path) -> list[_Pair]:
+    """Whole layers on one GPU."""
     report = AttentionReport.read(docs / "attention" / "layer.json")
-    found: dict[tuple, dict[bool, tuple]] = {}
-    for row in report.of("layer"):
+    rows = [row for row in report.of("layer") if row.case.implementation == "ours"]
+    rows.sort(key=lambda row: (-row.case.heads, row.case.layout, row.case.tokens))
+    pairs = []
+    for row in rows:
         case = row.case
-        if case.implementation == "ours":
-            pairs = found.setdefault((case.heads, case.layout, case.tokens), {})
-            pairs[case.recompute] = (row, report.peer(row), report.ratios(row))
-    return dict(sorted(found.items(), key=lambda one: (-one[0][0], *one[0][1:])))
+        figures = (
+            {"step": 1e3 * one.step.median, "kept": one.kept_bytes / 2**20}
+            for one in (row, report.peer(row))
+        )
+        sizes = str(case.heads), tokens_text(case.tokens), case.layout
+        recompute = "mla_up_proj" if case.recompute else "none"
+        pairs.append(_Pair((str(case.heads), case.layout), sizes, recompute, *figures))
+    return pairs
 
 
-def ring_table(docs: Path) -> str:
-    """A layer under context parallelism; memory kept is less the layer's output."""
-    by_sizes: dict[tuple, dict[str, tuple]] = {}
-    for (*sizes, recompute), ours, theirs in _ring_pairs(docs):
-        by_sizes.setdefault(tuple(sizes), {})[recompute] = (theirs, ours)
-    lines = []
-    for (cp_size, layout, documents, heads, tokens), ways in by_sizes.items():
-        line = [str(cp_size), layout if layout == "sbhd" else f"thd, {documents} documents"]
-        line += [str(heads), tokens_text(tokens)]
-        for way in ("mla_up_proj", "none"):
-            theirs, ours = ways.get(way, (None, None))
-            for name, text in (("step", "{:.1f}"), ("kept", "{:.0f}")):
-                line += [text.format(one[name]) if one else "-" for one in (theirs, ours)]
-                line += [f"{ours[name] / theirs[name]:.2f}" if ours and theirs else "-"]
-        lines.append(line)
-    return markdown_table(["GPUs", "layout", "heads", "S", *_PAIR_HEAD], lines, ["layout"])
-
-
-def ring_ranges(docs: Path) -> str:
-    """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
-    found: dict[tuple, list[dict[str, float]]] = {}
-    for (cp_size, layout, _, _, _, recompute), ours, theirs in _ring_pairs(docs):
-        if ours and theirs:
-            key = str(cp_size), layout, "-" if recompute == "none" else recompute
-            ratios = {name: ours[name] / theirs[name] for name in ours}
-            found.setdefault(key, []).append(ratios)
-    if not found:
-        return "Not measured: both layers with the same recomputation."
-    head = ["GPUs", "layout", "both recompute", "step, ours of Megatron's", "kept, less output"]
-    return _ranges(head, found, ("step", "kept"))
-
-
-def _ring_pairs(docs: Path) -> Iterator[tuple[tuple, dict | None, dict | None]]:
-    """Inputs and recomputation; figures of ours (``all_gather``) and of Megatron's, or None."""
+def _ring_pairs(docs: Path) -> list[_Pair]:
+    """A layer under context parallelism, ours with ``all_gather``; kept is less its output."""
     found: dict[tuple, dict[str, dict]] = {}
     for file in sorted((docs / "context-parallel").glob("*.json")):
         report = CPReport.read(file)
@@ -122,17 +106,38 @@ def _ring_pairs(docs: Path) -> Iterator[tuple[tuple, dict | None, dict | None]]:
             case = row.case
             if row.error or (case.implementation, case.cp_comm_type) == ("ours", "p2p"):
                 continue
+            output = case.tokens // row.cp_size * hidden * 2  # in bf16
+            kept = (row.kept_bytes - output) / 2**20
             sizes = (row.cp_size, case.layout, case.documents, case.heads, case.tokens)
             pair = found.setdefault((*sizes, case.recompute), {})
-            pair[case.implementation] = _ring_figures(row, hidden)
-    for inputs, pair in sorted(found.items()):
-        yield inputs, pair.get("ours"), pair.get("megatron")
+            pair[case.implementation] = {"step": 1e3 * median(row.step_seconds), "kept": kept}
+    pairs = []
+    for (cp_size, layout, documents, heads, tokens, recompute), pair in sorted(found.items()):
+        pack = layout if layout == "sbhd" else f"thd, {documents} documents"
+        sizes = str(cp_size), pack, str(heads), tokens_text(tokens)
+        both = pair.get("ours"), pair.get("megatron")
+        pairs.append(_Pair((str(cp_size), layout), sizes, recompute, *both))
+    return pairs
 
 
-def _ring_figures(row: CPRow, hidden: int) -> dict[str, float]:
-    """Milliseconds, and MiB less the layer's output, which is in bf16."""
-    output = row.case.tokens // row.cp_size * hidden * 2
-    return {"step": 1e3 * median(row.step_seconds), "kept": (row.kept_bytes - output) / 2**20}
+def layer_table(docs: Path) -> str:
+    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
+    return _pairs_table(["heads", "S", "layout"], _layer_pairs(docs), 2)
+
+
+def layer_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over the lengths of :func:`layer_table`."""
+    return _pairs_ranges("heads", _layer_pairs(docs), "kept")
+
+
+def ring_table(docs: Path) -> str:
+    """A layer under context parallelism; memory kept is less the layer's output."""
+    return _pairs_table(["GPUs", "layout", "heads", "S"], _ring_pairs(docs), 1)
+
+
+def ring_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
+    return _pairs_ranges("GPUs", _ring_pairs(docs), "kept, less output")
 
 
 def accuracy_table(docs: Path) -> str:
@@ -330,26 +335,6 @@ def drawing_table(docs: Path) -> str:
     return table(kinds, columns, ["drawn", "logits"])
 
 
-def latent_cache_table(docs: Path) -> str:
-    """What a latent cache in FP8 costs in accuracy, with the quickstart's model."""
-
-    def number(form: str, name: str, row: dict) -> str:
-        return form.format(row[name])
-
-    columns: dict[str, Callable[[dict], str]] = {
-        "computed in": lambda row: row["dtype"],
-        "cached in": lambda row: "FP8" if row["cache"] == "fp8" else row["dtype"],
-        "bytes": partial(number, "{}", "row_bytes"),
-        "attention error": partial(number, "{:.1e}", "attention_error"),
-        "same choice": partial(number, "{:.4f}", "same_choice"),
-        "of unseen text": partial(number, "{:.4f}", "same_choice_unseen"),
-        "same texts": partial(number, "{:.2f}", "same_texts"),
-        "perplexity": partial(number, "{:.4f}", "perplexity"),
-    }
-    rows = json.loads((docs / "inference" / "latent-cache.json").read_text())["rows"]
-    return table(rows, columns, ["computed in", "cached in"])
-
-
 LLM_FILE = Path("accuracy") / "llm.json"
 # Whether TransformerEngine is there, and whether steps are CUDA graphs.
 _WAYS = {
@@ -433,7 +418,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparse layer": sparse_layer_table,
     "decode": decode_table,
     "decode lengths": decode_lengths_table,
-    "latent cache": latent_cache_table,
     "drawing": drawing_table,
     "beside vllm": serving_table,
     "traffic beside vllm": _of_serving("traffic.json", serving.traffic_table),

@@ -236,13 +236,8 @@ def gradient_of_a_run(config: Config, draw: Draw, compare: Comparison) -> None:
 def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Comparison) -> None:
     """Gradients of queries, keys and weights.
 
-    Args:
-        config: The configuration.
-        made: What the kernel made.
-        before: What was in the keys' gradient, which is added to.
-        vectors: Queries, keys and weights.
-        grad: fp64 [B, Q, K], 0 where a key is not seen.
-        compare: The case's.
+    The keys' gradient was ``before``, and is added to; ``grad`` fp64 [B, Q, K] is 0 where a key is
+    not seen.
     """
     q, k = vectors.exact_query.permute(1, 2, 0, 3), vectors.exact_key.permute(1, 0, 2)[:, None]
     weights = vectors.weights.double().permute(1, 2, 0)[..., None]

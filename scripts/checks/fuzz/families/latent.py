@@ -60,11 +60,7 @@ def _configure_hopper(config: Config) -> None:
 def _draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> Case:
     """Spans of up to ``most`` tokens, operands, and a gradient of the output.
 
-    Args:
-        config: The configuration.
-        draw: The case's.
-        most: Tokens on an axis.
-        long: Whether few queries see many keys, causally.
+    ``long``: few queries see many keys, causally.
     """
     content, width = config.content, config.content + config.rope
     batch = draw.choice(1, 1, 2, 3)

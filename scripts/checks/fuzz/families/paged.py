@@ -102,13 +102,7 @@ def draw_cache(
 ) -> Cached:
     """Blocks in any order, with NaN where there is no key.
 
-    Args:
-        draw: The case's.
-        held: Keys of each request that are in the cache.
-        size: Tokens of a block.
-        widths: C and R.
-        dtype: Of the keys as they are read.
-        fp8: Whether rows are kept in FP8.
+    Requests have ``held`` keys in blocks of ``size`` tokens; ``widths`` are C and R.
     """
     blocks = [-(-length // size) for length in held]
     order = draw.sample(range(2 * sum(blocks) + 2), sum(blocks))
@@ -141,13 +135,7 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output with its noise, and LSE, of every token; nothing for those in no request.
 
-    Args:
-        config: The configuration.
-        q: Queries of all tokens.
-        cached: With the requests' keys.
-        requests: Whose new tokens the queries are.
-        scale: Multiplies the scores.
-        seen_by: Of the request's number, a slice of its tokens and its keys: who sees whom, bool.
+    ``seen_by`` says of a request's number, a slice of its tokens and its keys who sees whom.
     """
     out = torch.zeros(*q.shape[:2], config.content, dtype=torch.float64, device=q.device)
     noise, lse = torch.zeros_like(out), torch.full_like(out[..., 0], -torch.inf)

@@ -31,11 +31,7 @@ def expected_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
 def expected_rotation(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Exact:
     """Interleaved pairs to rotated halves, or the inverse.
 
-    Args:
-        x: [..., R].
-        cos: Can be expanded to [..., R / 2].
-        sin: Likewise.
-        back: Whether halves come in.
+    ``x`` is [..., R], the tables can be expanded to [..., R / 2]; ``back``: halves come in.
     """
     x, cos, sin = x.double(), cos.double(), sin.double()
     if back:

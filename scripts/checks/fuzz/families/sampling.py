@@ -131,12 +131,8 @@ def may_be_drawn(
 ) -> Tensor:
     """Whether the random numbers fall into the tokens' parts, bool [rows].
 
-    Args:
-        logits: [rows, vocabulary], without NaN.
-        numbers: As :func:`_numbers` has them.
-        tokens: int64 [rows].
-        of_min_p: -1 or 1: to which side rounding moves ``min_p``.
-        of_top_p: Likewise ``top_p``.
+    The logits are without NaN; ``of_min_p`` and ``of_top_p``, -1 or 1, say to which side rounding
+    moves ``min_p`` and ``top_p``.
     """
     temperature, random, min_p, top_k, top_p = (x[:, None] for x in numbers[:5])
     wide = logits.double()
