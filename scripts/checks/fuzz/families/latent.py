@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -151,15 +152,31 @@ def _run(
         _check_backward(config, case, gradients, attended, operands, compare)
 
 
-_TRITON, _HOPPER = "kernels.triton", "kernels.hopper"
-_FORWARD = f"{_HOPPER}.forward_kernel.attend_forward"
-_DELTA = f"{_HOPPER}.backward_delta._delta_kernel"
+def _run_stored(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The backward of long sequences, of any."""
+    with mock.patch.object(hopper, "LEAST_STORED_PAIRS", 0):
+        _run(hopper.ENTRY, config, draw, compare)
+
+
+def _run_in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
+    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
+
+
+def _on_hopper(name: str, *kernels: str, run: Callable, share: float = 1.0) -> None:
+    """A family with the widths that the kernels for Hopper have."""
+    own = (one if one in STEP else f"kernels.hopper.{one}" for one in kernels)
+
+    @family(name, *own, hopper=True, share=share)
+    def declared(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure_hopper(config)
+        run(config, draw, compare)
 
 
 @family(
     "latent-triton",
-    f"{_TRITON}.forward._forward_kernel",
-    *(f"{_TRITON}.backward_kernels.{one}_kernel" for one in ("delta", "query", "key")),
+    "kernels.triton.forward._forward_kernel",
+    *(f"kernels.triton.backward_kernels.{one}_kernel" for one in ("delta", "query", "key")),
     share=1.5,
 )
 def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
@@ -168,39 +185,10 @@ def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
     _run(triton.ENTRY, config, draw, compare)
 
 
-@family(
-    "latent-hopper",
-    *(_FORWARD, f"{_HOPPER}.backward_kernel.attend_backward", _DELTA),
-    hopper=True,
-    share=1.5,
-)
-def on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Widths that the kernels for Hopper have."""
-    _configure_hopper(config)
-    _run(hopper.ENTRY, config, draw, compare)
-
-
-@family(
-    "latent-hopper-stored",
-    *(_FORWARD, f"{_HOPPER}.stored_backward_kernel.attend_backward_stored", _DELTA),
-    hopper=True,
-)
-def stored_backward(config: Config, draw: Draw, compare: Comparison) -> None:
-    """The backward of long sequences, of any."""
-    _configure_hopper(config)
-    with mock.patch.object(hopper, "LEAST_STORED_PAIRS", 0):
-        _run(hopper.ENTRY, config, draw, compare)
-
-
-@family(
-    "latent-hopper-pieces",
-    _FORWARD,
-    f"{_HOPPER}.decode_kernel.attend_decode",
-    f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
-    *STEP,
-    hopper=True,
-)
-def in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
-    _configure_hopper(config)
-    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
+_FORWARD, _DELTA = "forward_kernel.attend_forward", "backward_delta._delta_kernel"
+_BACKWARD = "backward_kernel.attend_backward"
+_STORED = "stored_backward_kernel.attend_backward_stored"
+_DECODE = ("decode_kernel.attend_decode", "decode_pieces_kernel.attend_decode_pieces")
+_on_hopper("latent-hopper", _FORWARD, _BACKWARD, _DELTA, run=partial(_run, hopper.ENTRY), share=1.5)
+_on_hopper("latent-hopper-stored", _FORWARD, _STORED, _DELTA, run=_run_stored)
+_on_hopper("latent-hopper-pieces", _FORWARD, *_DECODE, *STEP, run=_run_in_pieces)

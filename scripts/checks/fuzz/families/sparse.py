@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -152,50 +154,6 @@ def _check_alone(operands, chosen, scale, found, draw: Draw, compare: Comparison
     compare.same("lse of a query alone", again[1], found[1][own])
 
 
-@family(
-    "sparse-triton",
-    *(_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", *_BACKWARD),
-    share=1.5,
-)
-def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
-    """All widths."""
-    _configure(config)
-    _run("triton", config, draw, compare)
-
-
-@family("sparse-invariant", _FORWARD, COUNT, share=0.5)
-def invariant(config: Config, draw: Draw, compare: Comparison) -> None:
-    """A query's bits do not depend on the queries beside it."""
-    _configure(config)
-    _run("invariant", config, draw, compare)
-
-
-@family(
-    "sparse-hopper",
-    *(_ON_HOPPER, f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward", *_BACKWARD),
-    hopper=True,
-    share=1.5,
-)
-def on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Widths that the kernels for Hopper have."""
-    _configure(config, hopper=True)
-    _run("hopper", config, draw, compare)
-
-
-@family("sparse-cached-triton", _FORWARD, *_CACHED)
-def cached_by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Also with bits that do not depend on other queries."""
-    _configure(config)
-    _cached(("triton", "triton", "invariant"), config, draw, compare)
-
-
-@family("sparse-cached-hopper", _ON_HOPPER, *_CACHED, hopper=True)
-def cached_on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Widths that the kernels for Hopper have."""
-    _configure(config, hopper=True)
-    _cached(("hopper",), config, draw, compare)
-
-
 def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Comparison) -> None:
     """Over the blocks of requests, whose lists have positions."""
     requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
@@ -221,6 +179,36 @@ def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Compa
     found = operators.sparse_attention_cached(*operands, *places, scale, draw.choice(*kernels))
     compare.rows("out", found[0], out, noise, config.dtype)
     compare.lse(found[1], lse, config.dtype)
+
+
+def _declare(name: str, *kernels: str, run: Callable, hopper: bool = False, share: float = 1.0):
+    """A family with the widths of Triton's kernels, or of those for Hopper."""
+
+    @family(name, *kernels, hopper=hopper, share=share)
+    def declared(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure(config, hopper=hopper)
+        run(config, draw, compare)
+
+
+_declare(
+    "sparse-triton",
+    *(_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", *_BACKWARD),
+    run=partial(_run, "triton"),
+    share=1.5,
+)
+_declare("sparse-invariant", _FORWARD, COUNT, run=partial(_run, "invariant"), share=0.5)
+_declare(
+    "sparse-hopper",
+    *(_ON_HOPPER, f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward", *_BACKWARD),
+    run=partial(_run, "hopper"),
+    hopper=True,
+    share=1.5,
+)
+_BY_TRITON = ("triton", "triton", "invariant")
+_declare("sparse-cached-triton", _FORWARD, *_CACHED, run=partial(_cached, _BY_TRITON))
+_declare(
+    "sparse-cached-hopper", _ON_HOPPER, *_CACHED, run=partial(_cached, ("hopper",)), hopper=True
+)
 
 
 @family(
