@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train, or to use what was trained."""
+    """One way to train."""
 
     name: str  # in the report and of ``--only``
     layout: Layout

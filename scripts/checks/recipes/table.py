@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -10,7 +9,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from absorbed_mla.qk_clip import clip_qk
 from checks.recipes import model, training, wrappers
-from checks.recipes.recipe import MUON_ROUNDING, Layout, Outcome, Recipe
+from checks.recipes.recipe import MUON_ROUNDING, Layout, Recipe
 
 PIPELINE, EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
 ONE = Layout("one process", replicated=True)
@@ -146,14 +145,6 @@ def _muon() -> list[Recipe]:
     return [_plain("Muon, DP", DP, plain, **more), _plain("Muon, TP", TP, plain, **more)]
 
 
-def _uses(name: str, run: Callable[[Recipe], Outcome], *layouts: Layout) -> list[Recipe]:
-    """What one process does with the same weights."""
-    cached = {"cache_mla_latents": True}
-    alone = _plain(f"{name} of one process", ONE, experts=True, config=cached)
-    alone = alone.variant(alone.name, run=run)
-    return [alone.variant(f"{name}, {one.name}", layout=one, exact=True) for one in layouts]
-
-
 def all_recipes() -> list[Recipe]:
     """Every recipe that is in the report."""
     return [
@@ -171,7 +162,4 @@ def all_recipes() -> list[Recipe]:
         *_sharded(),
         _clipped(),
         *_muon(),
-        _PLAIN["TP"].variant("HybridModel, TP", exact=True, build=model.hybrid_chunks),
-        *_uses("export", training.export, TP, PP, EP),
-        *_uses("generation", training.generate, PP, EP),
     ]

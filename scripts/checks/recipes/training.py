@@ -1,4 +1,4 @@
-"""What recipes run: five steps of Megatron's schedule and optimizer, export, generation."""
+"""What recipes run: five steps of Megatron's schedule and optimizer on the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor, nn
 
-from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.export import hf_weights
 from benchmarks.kit.report import reason
 from checks.recipes import wrappers
@@ -135,29 +134,6 @@ def _loss(number: int, output: Tensor) -> tuple[Tensor, dict[str, object]]:
     loss = output.float().mean()
     # A copy: the schedule divides the loss by the number of microbatches in place.
     return loss, {"loss": loss.detach().clone(), "number": number}
-
-
-def export(recipe: Recipe) -> Outcome:
-    """The whole weights that every rank gets, by Hugging Face name."""
-    with world.parallel(**recipe.layout.sizes):
-        return Outcome([], {}, dict(hf_weights(recipe.build(recipe))))
-
-
-def generate(recipe: Recipe) -> Outcome:
-    """Greedy tokens of the live model, whose ranks all get the same prompts."""
-    generator = torch.Generator().manual_seed(3)
-    prompts = [
-        torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (5, 70, 1, 33)
-    ]
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    with world.parallel(**recipe.layout.sizes):
-        [model] = recipe.build(recipe)
-        with LLM.from_model(model, max_model_len=128, max_num_seqs=4, cache_tokens=2048) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-    tokens = {
-        f"tokens {i}": torch.tensor(one.outputs[0].token_ids) for i, one in enumerate(outputs)
-    }
-    return Outcome([], {}, tokens)
 
 
 # Notes: that a recipe has done what its name says.

@@ -1,10 +1,8 @@
 """The token of each row of logits: the most likely one, or drawn by temperature and filters.
 
-With penalties it is the token of a request, by the sampler that an engine calls. A drawn token is
-right if the row's random number falls into the token's part of the probabilities that the filters
-leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the whole, ``min_p``
-and ``top_p`` by as much. ``top_k`` and the order of equal logits are exact. With penalties, the
-most likely token is right if no other's logit is larger by more than rounding.
+A drawn token is right if the row's random number falls into the token's part of the probabilities
+that the filters leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the
+whole, ``min_p`` and ``top_p`` by as much. ``top_k`` and the order of equal logits are exact.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from checks.fuzz.family import Config, family
 
 # fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
 _EDGE = 1e-5
-# Of penalties: fp32's products and sums.
-_TIE = 1e-6
 _SCALE = 2.0**40
 # Logits of a case.
 _NUMBERS = 2**22
@@ -178,69 +174,3 @@ def weights_of_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
     error = (found.double() - wanted.where(share >= min_p, 0.0)).abs()
     near_min_p = (share - min_p).abs() <= _EDGE * (1 + relative.abs() / 10) * share
     compare.holds("weights", (error > tolerance) & ~near_min_p, found, wanted)
-
-
-def _params(draw: Draw, vocabulary: int):
-    from absorbed_mla.serving.sampling.parameters import SamplingParams
-
-    stops = [draw.integer(0, vocabulary - 1) for _ in range(draw.choice(0, 0, 2))]
-    return SamplingParams(
-        temperature=draw.choice(0.0, 1.0, 0.7),
-        top_k=draw.choice(0, 0, draw.integer(1, vocabulary)),
-        top_p=draw.choice(1.0, 0.9),
-        min_p=draw.choice(0.0, 0.05),
-        repetition_penalty=draw.choice(1.0, 1.3, 0.8),
-        presence_penalty=draw.choice(0.0, 0.5, -0.5),
-        frequency_penalty=draw.choice(0.0, 0.25, -0.1),
-        min_tokens=draw.choice(0, 5),
-        stop_token_ids=tuple(dict.fromkeys(stops)),
-    )
-
-
-def _penalised(logits: Tensor, params, prompt: list[int], output: list[int]) -> Tensor:
-    """fp64 [vocabulary], token by token."""
-    logits = logits.double().clone()
-    if len(output) < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
-    for token in {*prompt, *output}:
-        greater = logits[token] > 0
-        factor = params.repetition_penalty
-        logits[token] = logits[token] / factor if greater else logits[token] * factor
-    for token in output:
-        logits[token] -= params.frequency_penalty
-    for token in set(output):
-        logits[token] -= params.presence_penalty
-    return logits
-
-
-@family("penalties", share=0.3)
-def penalties(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Of requests with prompts, generated tokens and drafts."""
-    from absorbed_mla.serving.sampling import sampler
-
-    vocabulary = config.choice(2, 100, 32000, config.integer(2, 20000))
-    config.vocabulary = min(vocabulary, config.limit(130000, 300))
-    config.dtype = config.choice(BF16, FP16, FP32)
-    rows = draw.integer(1, draw.limit(16, 4))
-    logits = draw.normal(rows, config.vocabulary, dtype=config.dtype, magnitude=3.0)
-    requests, wanted, numbers = [], [], []
-    for row in range(rows):
-        prompt, generated, drafts = (
-            [draw.integer(0, config.vocabulary - 1) for _ in range(draw.integer(least, 40))]
-            for least in (1, 0, 0)
-        )
-        drafts = drafts[: draw.choice(0, 0, 3)]
-        params = _params(draw, config.vocabulary)
-        request = sampler.SampledRequest(params, draw.integer(0, 2**60), prompt, generated)
-        position = len(prompt) + len(generated) + len(drafts)
-        requests.append(sampler._Row(request, position, drafts))
-        wanted.append(_penalised(logits[row], params, prompt, [*generated, *drafts]))
-        numbers.append(sampler.draw_numbers(request, position, config.vocabulary))
-    found = sampler.draw(logits, requests)
-    wide, table = torch.stack(wanted), draw.integer_tensor(numbers, torch.float64).T
-    best = wide.amax(-1)
-    own = wide.gather(-1, found[:, None])[:, 0]
-    right = (table[5] == 0) & (best - own <= _TIE * best.abs())
-    for signs in combinations((-1, 1), repeat=2):
-        right |= (table[5] > 0) & may_be_drawn(wide, table, found, *signs)
-    compare.holds("tokens", ~right, found, wide.argmax(-1))

@@ -138,10 +138,6 @@ def missed_score(right):
 # that.
 FAULTS = {
     "draw-tokens": ("absorbed_mla.kernels.sampling.draw.draw_tokens", other_tokens),
-    "penalties": (
-        "absorbed_mla.serving.sampling.sampler.draw",
-        lambda right: lambda *args: (right(*args) + 1) % 2,
-    ),
     "token-weights": (
         "absorbed_mla.testing.token_probabilities.kernel_weights",
         lambda right: lambda *args: (found := right(*args)) + found // 100,
