@@ -20,7 +20,7 @@ from absorbed_mla.cpu_host import enable_cpu_host
 from benchmarks.kit.command import ALONE
 from benchmarks.kit.report import Refused, reason
 from checks.recipes.model import dtype_of, write_first_weights
-from checks.recipes.recipe import EXACT, Outcome, Recipe, Row
+from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Recipe, Row
 from tests.support import world
 
 
@@ -200,4 +200,4 @@ def _order(value: float) -> float:
 
 
 def _rounding(recipe: Recipe) -> tuple[float, float]:
-    return recipe.rounding[str(dtype_of(recipe)).removeprefix("torch.")]
+    return ROUNDING[str(dtype_of(recipe)).removeprefix("torch.")]

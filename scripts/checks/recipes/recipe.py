@@ -11,8 +11,6 @@ from torch import Tensor, nn
 # The largest relative difference of losses and of weights that rounding may make in five steps of
 # Adam, in bfloat16 and in float32: it moves a weight by the sign of a gradient, however small.
 ROUNDING = {"bfloat16": (2e-3, 4e-2), "float32": (1e-5, 1e-3)}
-# Of Muon, which gives the smallest directions of a gradient the size of the largest.
-MUON_ROUNDING = {"bfloat16": (2e-3, 1e-1), "float32": (1e-5, 1e-3)}
 EXACT = (0.0, 0.0)
 
 
@@ -58,15 +56,12 @@ class Recipe:
     # Makes of a chunk what computes and reduces its gradients.
     wrap: Callable[[Recipe, nn.Module], nn.Module]
     reference: Recipe | None = None  # what it must be equal to; None: it is only compared with
-    exact: bool = True  # whether to the bit; else within ``rounding``
-    rounding: Mapping[str, tuple[float, float]] = field(default_factory=ROUNDING.copy)  # by dtype
+    exact: bool = True  # whether to the bit; else within ``ROUNDING``
     experts: bool = False  # whether the layers but the first are mixtures of experts
     bf16: bool = False  # whether it needs bfloat16 on a CPU, too
     config: Mapping[str, Any] = field(default_factory=dict)  # fields of Megatron's config,
     ddp: Mapping[str, Any] = field(default_factory=dict)  # of its DDP's,
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # and of its optimizer's
-    # Called with the wrapped chunks after every step of the optimizer.
-    after_step: Callable[[Sequence[nn.Module]], None] = lambda chunks: None
     # Called with the chunks after training; raises if the recipe has not done its work.
     note: Callable[[Sequence[nn.Module]], str] = lambda chunks: ""
     missing: Callable[[], str] = lambda: ""  # why it cannot run here, "" if it can

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from absorbed_mla.qk_clip import clip_qk
 from checks.recipes import model, training, wrappers
-from checks.recipes.recipe import MUON_ROUNDING, Layout, Recipe
+from checks.recipes.recipe import Layout, Recipe
 
 PIPELINE, EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
 ONE = Layout("one process", replicated=True)
@@ -20,19 +17,11 @@ VPP = Layout("PP 2, VPP 2", {PIPELINE: 2, "virtual_pipeline_model_parallel_size"
 EP = Layout("EP 2", {EXPERTS: 2})
 
 
-def needs_gpu() -> str:
-    """Why a recipe of GPUs cannot run here."""
-    return "" if torch.cuda.is_available() else "it needs GPUs"
-
-
 def needs_transformer_engine() -> str:
     """Why a recipe of TransformerEngine's layers cannot run here."""
-    return needs_gpu() or ("" if HAVE_TE else "it needs TransformerEngine")
-
-
-def needs_muon() -> str:
-    """Why Muon cannot run here."""
-    return "" if find_spec("emerging_optimizers") else "emerging_optimizers is not installed"
+    if not torch.cuda.is_available():
+        return "it needs GPUs"
+    return "" if HAVE_TE else "it needs TransformerEngine"
 
 
 def _plain(name: str, layout: Layout, reference: Recipe | None = None, **more) -> Recipe:
@@ -130,21 +119,6 @@ def _sharded() -> list[Recipe]:
     return [*found, _PLAIN["DP"].variant("PyTorch's FSDP2", wrap=wrappers.torch_fsdp)]
 
 
-def _clipped() -> Recipe:
-    clip = {"qk_clip": True, "qk_clip_threshold": 0.01}
-    plain = _plain("QK-clip", DP, config=clip, after_step=clip_qk)
-    name = "QK-clip with the distributed optimizer"
-    return plain.variant(name, exact=True, ddp=_DISTRIBUTED, optimizer=_DISTRIBUTED)
-
-
-def _muon() -> list[Recipe]:
-    """Muon's matrices belong to whole ranks."""
-    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "highest"}
-    plain = _plain("Muon in one process", ONE, optimizer=muon)
-    more = {"optimizer": muon, "missing": needs_muon, "rounding": MUON_ROUNDING}
-    return [_plain("Muon, DP", DP, plain, **more), _plain("Muon, TP", TP, plain, **more)]
-
-
 def all_recipes() -> list[Recipe]:
     """Every recipe that is in the report."""
     return [
@@ -160,6 +134,4 @@ def all_recipes() -> list[Recipe]:
         ),
         *_offloading(),
         *_sharded(),
-        _clipped(),
-        *_muon(),
     ]

@@ -97,7 +97,6 @@ def _step(recipe: Recipe, wrapped: Sequence[nn.Module], optimizer, step: int) ->
     updated, *_ = optimizer.step()
     if not updated:
         raise RuntimeError(f"the optimizer has skipped step {step}")
-    recipe.after_step(wrapped)
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, {one["number"]: float(one["loss"]) for one in losses})
     return {number: loss for part in parts for number, loss in part.items()}
