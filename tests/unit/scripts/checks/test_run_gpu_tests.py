@@ -79,9 +79,7 @@ def test_what_became_of_tests(run):
     assert len(said) == len(found) == 7
     counts = {n: (one.passed, one.failed, one.skipped) for n, one in found.items()}
     assert counts["bad"] == (1, 1, 0) and counts["skipped"] == (0, 0, 1)
-    assert found["bad"].failures == {
-        "test_bad.py::test_b": "AssertionError: two is not one",
-    }
+    assert found["bad"].failures == {"test_bad.py::test_b": "AssertionError: two is not one"}
     assert counts["late"] == (0, 1, 0) and "left over" in str(found["late"].failures)
     assert found["skipped"].ran_nothing and found["skipped"].skips == {"needs a GPU": 1}
     assert not found["skipped"].is_bad and not found["bad"].ended
@@ -94,6 +92,13 @@ def test_what_became_of_tests(run):
     assert "test_bad.py::test_b: AssertionError: two is not one" in text
     assert "assert 1 == 2" in text, "the end of the log"
     assert lines[-1] == "4 passed, 3 failed, 1 skipped in 7 files, 1 s"
+    run_gpu_tests._write(folder, (1, 1), {"gpus": 1}, 1, 2.0, list(found.values()))
+    report = json.loads((folder / "summary.json").read_text())
+    assert (report["passed"], report["failed"], report["skipped"]) == (4, 3, 1)
+    [skipped] = [one for one in report["files"] if one["skipped"]]
+    assert skipped["skips"] == {"needs a GPU": 1}
+    seconds = json.loads((folder / "seconds.json").read_text())["1"]
+    assert {"test_good.py", "test_skipped.py"} <= set(seconds)
 
 
 def test_exit_code_under_torchrun():
@@ -104,13 +109,11 @@ def test_exit_code_under_torchrun():
     assert exit_code(-9, log.replace("5)", "-11)")) == -11
 
 
-def test_files_after_a_crash_did_not_run(run):
+def test_files_that_did_not_run(run):
+    """After a crash, and beyond the time of a job or of all."""
     found, _ = run(job_of("crash", "good"))
     assert found["crash"].ended == found["good"].ended == "exit code 3"
     assert found["good"].passed == 0
-
-
-def test_time_limits(run):
     found, _ = run(job_of("endless", "good"), limits=replace(LIMITS, job_seconds=2))
     assert found["endless"].passed == 1 and found["endless"].ended.startswith("killed after 2 s")
     assert found["good"].ended.startswith("killed")
@@ -146,18 +149,6 @@ def test_tests_in_jobs_of_their_own(run, tmp_path):
     assert seconds_by_file(results) == {"test_bad.py": 5}
     results[1].ended = "killed"
     assert seconds_by_file(results) == {}
-
-
-def test_written_results(run):
-    """summary.json has the reasons of skipped tests, too."""
-    found, folder = run(job_of("good", "skipped"))
-    run_gpu_tests._write(folder, (1, 1), {"gpus": 1}, 1, 2.0, list(found.values()))
-    report = json.loads((folder / "summary.json").read_text())
-    assert (report["passed"], report["skipped"]) == (1, 1)
-    [skipped] = [one for one in report["files"] if one["skipped"]]
-    assert skipped["skips"] == {"needs a GPU": 1}
-    seconds = json.loads((folder / "seconds.json").read_text())
-    assert {"test_good.py", "test_skipped.py"} <= set(seconds["1"])
 
 
 def test_half_a_line_of_a_report(tmp_path):
