@@ -98,10 +98,7 @@ def jobs_of(root: Path, gpus: int, known: Mapping[str, float]) -> list[Job]:
         known: Seconds by file.
     """
     unit = unit_files(root) if gpus == 1 else unit_files_of_several_gpus(root)
-    jobs = [
-        *_jobs(unit, 0, gpus, known),
-        *_jobs(distributed_files(root, gpus), gpus, gpus, known),
-    ]
+    jobs = [*_jobs(unit, 0, gpus, known), *_jobs(distributed_files(root, gpus), gpus, gpus, known)]
     large = _large_tests_of(unit)
     if large:
         names = tuple(dict.fromkeys(test.partition("::")[0] for test in large))

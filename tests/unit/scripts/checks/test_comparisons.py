@@ -165,10 +165,7 @@ READ = {
             ("vllm", (1, 1024, 256), 0.0): {"prefill_tokens_per_second": 4096.0, "step_ms": 3.0},
             ("ours", (32, 1024, 256), 0.0): SERVED,
         },
-        {
-            ("1k of prompts, 1 x 1k/256", "vLLM"): 4.0,
-            ("decode step, 1 x 1k/256", "vLLM"): 2.0,
-        },
+        {("1k of prompts, 1 x 1k/256", "vLLM"): 4.0, ("decode step, 1 x 1k/256", "vLLM"): 2.0},
     ),
 }
 
