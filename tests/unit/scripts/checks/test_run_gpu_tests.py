@@ -114,8 +114,8 @@ def test_files_that_did_not_run(run):
     found, _ = run(job_of("crash", "good"))
     assert found["crash"].ended == found["good"].ended == "exit code 3"
     assert found["good"].passed == 0
-    found, _ = run(job_of("endless", "good"), limits=replace(LIMITS, job_seconds=2))
-    assert found["endless"].passed == 1 and found["endless"].ended.startswith("killed after 2 s")
+    found, _ = run(job_of("endless", "good"), limits=replace(LIMITS, job_seconds=6))
+    assert found["endless"].passed == 1 and found["endless"].ended.startswith("killed after 6 s")
     assert found["good"].ended.startswith("killed")
     limits = replace(LIMITS, jobs=1, seconds=2)
     found, _ = run(job_of("endless"), job_of("good"), limits=limits)
