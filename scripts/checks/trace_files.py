@@ -60,11 +60,11 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--form", choices=FORMS[1:], default="expanded", help="of the training forward"
     )
-    exceeded = False
+    form, exceeded = parser.parse_args(argv).form, False
     _start_megatron()
     llm = _llm()
     for name, call in {
-        "training forward": _training_forward(parser.parse_args(argv).form),
+        "training forward": _training_forward(form),
         "decode": _decode(),
         "LLM decode step": _llm_step(llm),
     }.items():
