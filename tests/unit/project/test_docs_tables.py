@@ -16,8 +16,9 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from absorbed_mla.registry import Registry
 from benchmarks.kit.report import Times
-from checks import docs_tables, oracle_report, support_matrix
+from checks import docs_tables, oracle_report
 from checks.docs_tables import DOCS, MEASUREMENTS
+from checks.tables import measured, options
 
 DATA = DOCS / MEASUREMENTS
 
@@ -63,7 +64,7 @@ def test_a_table_that_differs_is_found_and_written(copied, capsys):
     docs = ["--docs", str(copied.parent)]
     assert docs_tables.main([*docs, "--check"]) == 1
     assert docs_tables.main(docs) == 0
-    pages = "attention.md, performance.md"
+    pages = "attention.md, performance.md, performance.png"
     assert capsys.readouterr().out == f"Differ: {pages}\nWritten: {pages}\n"
     recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
     line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
@@ -98,13 +99,13 @@ def test_only_like_is_compared_with_like(copied, recompute):
     for file in folder.glob("*.json"):
         file.unlink()
     (folder / "a.json").write_text(json.dumps({**content, "rows": [ours, theirs]}))
-    [line] = docs_tables.ring_table(copied).splitlines()[2:]
+    [line] = measured.ring_table(copied).splitlines()[2:]
     if recompute == "none":
         assert line.endswith("| - | 10.0 | - | - | 1 | - | 20.0 | - | - | 4 | - | - |")
-        assert docs_tables.ring_ranges(copied).startswith("Not measured")
+        assert measured.ring_ranges(copied).startswith("Not measured")
     else:
         assert line.endswith("| 20.0 | 10.0 | 0.50 | 4 | 1 | 0.25 | - | - | - | - | - | - |")
-        assert "0.50 to 0.50 | 0.25 to 0.25" in docs_tables.ring_ranges(copied)
+        assert "0.50 to 0.50 | 0.25 to 0.25" in measured.ring_ranges(copied)
 
 
 def test_drawing(tmp_path):
@@ -205,7 +206,7 @@ ENTRY = Entry()
         (folder / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
         found = (Registry("option", folder.name), "backend")
-        monkeypatch.setitem(support_matrix.KINDS, "support attention backends", found)
+        monkeypatch.setitem(options.KINDS, "support attention backends", found)
         return folder
 
     @pytest.mark.parametrize("forms", ["forms = ('absorbed', 'expanded')", ""])

@@ -17,7 +17,7 @@ from benchmarks.context_parallel import CPBenchmark
 from benchmarks.conversion import ConversionBenchmark
 from benchmarks.decode import DecodeBenchmark
 from benchmarks.pretraining import PretrainingBenchmark
-from checks import logits_table, oracle_report, parity_report
+from checks import oracle_report
 from console.outputs import require_writable
 from rollout import gap_entry
 from rollout.entry import main as rollout_train
@@ -121,7 +121,6 @@ FILES = {
     "rollout_gap --json": script(gap_entry.main, "--json"),
     "decode --json": script(DecodeBenchmark.main, "--device", "cpu", "--json"),
     "decode --plot": script(DecodeBenchmark.main, "--device", "cpu", "--plot"),
-    "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
 }
 FOLDERS = {
     "train --save": script(train, "--save"),
@@ -130,7 +129,6 @@ FOLDERS = {
     "context_parallel": folder_first(CPBenchmark.main),
     "conversion": folder_first(ConversionBenchmark.main, "--sizes", "3MB"),
     "pretraining": folder_first(PretrainingBenchmark.main),
-    "logits_table": by_sys_argv(logits_table),
 }
 
 

@@ -68,7 +68,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.server import cli
 from absorbed_mla.serving.server.protocol import ChatRequest, CompletionRequest
-from checks.option_tables import TABLES
+from checks.tables.options import TABLES
 from generation.arguments import parse_arguments
 
 assert "absorbed_mla/serving/options.py" in sys.modules["absorbed_mla.serving.options"].__file__

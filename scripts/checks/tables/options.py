@@ -1,11 +1,13 @@
-"""Tables of options as they are declared: of ``LLM``, its engine, its server and of sampling."""
+"""Tables of what is declared: options of ``LLM``, engine, server and sampling, implementations."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
+from absorbed_mla import registry
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import flag_of, switches_of
 from absorbed_mla.serving.option_schema import REQUIRED, Option, needed_words, needs_in, options_of
@@ -13,6 +15,7 @@ from absorbed_mla.serving.options import CommonFields, EngineFields
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.cli import ServerOptions
 from benchmarks.kit.tables import markdown_table
+from checkpoint_conversion.model_type import MODELS
 
 # What options without bounds accept, by type.
 _OF_KIND = {str: "text", Path: "a path", Mapping[str, object]: "fields"}
@@ -86,9 +89,37 @@ def _accepted(one: Option) -> str:
     return re.sub("^an integer (of |(?=from))|, or None", "", words)
 
 
+# Name of the table -> registry and what its entries are called.
+KINDS = {
+    "support attention backends": (registry.ATTENTION_BACKENDS, "backend"),
+    "support paged backends": (registry.PAGED_BACKENDS, "backend"),
+    "support sparse backends": (registry.SPARSE_BACKENDS, "backend"),
+    "support indexer backends": (registry.INDEXER_BACKENDS, "backend"),
+    "support context parallel": (registry.CP_STRATEGIES, "strategy"),
+    "support caches": (registry.LATENT_CACHES, "cache"),
+    "support checkpoint layouts": (registry.CHECKPOINT_LAYOUTS, "layout"),
+    "support models": (MODELS, "`model_type`"),
+}
+# A further column, of entries that have it -> its head.
+_COLUMNS = {"forms": "form", "released": "released"}
+
+
+def support(name: str, docs: Path) -> str:
+    """A table of the support matrix: every implementation or model type of a registry."""
+    implementations, kind = KINDS[name]
+    entries = list(implementations)
+    more = {name: head for name, head in _COLUMNS.items() if any(hasattr(e, name) for e in entries)}
+    lines = [
+        [f"`{e.name}`", *(", ".join(getattr(e, name)) for name in more), e.summary] for e in entries
+    ]
+    head = [kind, *more.values(), "what it is"]
+    return markdown_table(head, lines, head)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "llm options": llm_options,
     "engine options": engine_options,
     "server flags": server_flags,
     "sampling parameters": sampling_parameters,
+    **{name: partial(support, name) for name in KINDS},
 }

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from checks.performance.sections import measured
+from checks.tables.comparisons import measured
 from console.figure import figure
 
 # By group, labels and ratios.

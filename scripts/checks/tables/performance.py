@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kit.tables import markdown_table
-from checks.performance.row import Row
-from checks.performance.sections import Measured, measured
+from checks.tables.comparisons import Measured, Row, measured
 
 HEAD = ("work", "ours", "peer", "peer's", "ratio", "spread", "other runs", "run")
 _WORDS = ("work", "peer", "spread", "other runs")
