@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -65,7 +66,8 @@ def _check() -> int:
     names = arguments.names or list(MUTATIONS)
     unknown = sorted(set(names) - set(MUTATIONS))
     if unknown:
-        parser.error(f"unknown mutation {', '.join(unknown)}; known are {', '.join(MUTATIONS)}")
+        near = get_close_matches(unknown[0], MUTATIONS, 3, 0.3)
+        parser.error(f"unknown mutation {unknown[0]}; known are {', '.join(near)}, ..., see --help")
     chosen = {"the chosen files": pytest(arguments.tests or [], arguments.processes)}
     suites = chosen if arguments.tests else SUITES
     if first_failure("(nothing broken)", None, suites):

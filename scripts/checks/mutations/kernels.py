@@ -142,5 +142,8 @@ absorbed_mla/kernels/sampling/thresholds.py
 absorbed_mla/kernels/sampling/weights.py
   infinity_draws_a_token: (logit > float("-inf")) & (logit < float("inf")) -> logit == logit
   min_p_kernel_leaves_out_a_tie: (share >= min_p) -> (share > min_p)
+absorbed_mla/kernels/transposed_product.py
+  last_row_lost: .add_(a[-1].float()[:, None] * b[-1].float()) ->
+  lost_rows_said_in_evaluation: if not torch.is_grad_enabled() or not may -> if not may
 """
 )
