@@ -8,7 +8,7 @@ For every size it makes a synthetic checkpoint with DeepSeek-V3's names and shap
 `cp -r` and converts it, in turn and on the same disk; both begin with nothing of the source in the
 page cache, and end when the file system has written everything. Bounds:
 
-    memory      2.5 * the largest tensor + 600 MB      resident, of all processes together
+    memory      2.5 * the largest tensor + 600 MB      resident, of all processes; from 1 GB on
     throughput  time of cp / time of the tool >= 0.6   where dtypes are kept, from 4 GB on
 
 Checkpoints are deleted after use; the work folder needs about 2.4 times the largest size. Output:
@@ -55,7 +55,7 @@ DISK_FACTOR = 2.4
 MEMORY_FACTOR, MEMORY_BASE = 2.5, 600 * 10**6
 THROUGHPUT = 0.6
 # Smaller checkpoints have no bound: importing torch takes much of their time.
-THROUGHPUT_FROM = 4 * 10**9
+MEMORY_FROM, THROUGHPUT_FROM = 10**9, 4 * 10**9
 # Name, source, format of the target, and whether dtypes are kept; a target is the next one's
 # source.
 FP8 = "hf (FP8) → megatron"
@@ -130,7 +130,7 @@ class Row:
     def missed(self) -> list[str]:
         """The bounds that do not hold, in words."""
         problems = []
-        if self.peak_bytes > self.memory_bound:
+        if self.source_bytes >= MEMORY_FROM and self.peak_bytes > self.memory_bound:
             got, bound = self.peak_bytes / 1e6, self.memory_bound / 1e6
             problems.append(f"{self.case}: {got:.0f} MB resident, at most {bound:.0f} MB")
         judged = self.keeps_dtypes and self.source_bytes >= THROUGHPUT_FROM

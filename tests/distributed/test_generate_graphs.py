@@ -65,7 +65,7 @@ def rows(monkeypatch, tmp_path):
     monkeypatch.setattr("generation.entry.find_checkpoint", lambda folder: None)
     monkeypatch.setattr("generation.run.read_start", lambda folder, finetune: None)
     monkeypatch.setattr("generation.run.require_same_model", lambda *args: None)
-    monkeypatch.setattr("generation.model.load_weights", fill)
+    monkeypatch.setattr("generation.model.load_model_weights", fill)
     if not torch.cuda.is_available():
         monkeypatch.setattr("generation.run.check_model", lambda *args: None)
         event = lambda self: cpu_host._NoStream()  # noqa: E731

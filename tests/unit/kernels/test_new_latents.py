@@ -48,9 +48,9 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
     rotate(exact.view(count, 1, 1, -1), cos, sin, False)
     keys = exact.to(dtype)
     places = max(1, count - 1)
-    blocks = torch.randperm(40, device=world.device())[:places]
+    blocks = torch.randperm(2040, device=world.device())[:places]
     offsets = random(places).abs().long() % 4
-    cache = random(41, 4, rank + rope + 3, dtype=dtype)[..., 1:-2]
+    cache = random(2041, 4, rank + rope + 3, dtype=dtype)[..., 1:-2]
     expected = cache.clone()
     expected[blocks, offsets] = keys[:places]
     # The interpreter has no fused multiply-add, and NumPy may or may not round between.
@@ -67,7 +67,7 @@ def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
         assert torch.equal(found[0], query)
         torch.testing.assert_close(found[1], keys, **near)
     torch.testing.assert_close(cache, expected, **near)
-    assert torch.equal(cache[40], expected[40])
+    assert torch.equal(cache[2040], expected[2040])
 
 
 @pytest.fixture

@@ -82,7 +82,8 @@ def test_tokens_until_the_failure(engine, params):
         assert (one.finish, one.error) == ("error", NON_FINITE_LOGITS)
         assert one.tokens == expected.tokens[:length]
         assert len(one.log_probs) == len(one.top_log_probs) == length
-        torch.testing.assert_close(one.log_probs, expected.log_probs[:length])
+        # On a GPU other rows of a step may come with other roundings.
+        torch.testing.assert_close(one.log_probs, expected.log_probs[:length], rtol=0, atol=1e-5)
 
 
 def test_progress_is_the_result():
