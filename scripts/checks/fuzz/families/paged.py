@@ -73,10 +73,10 @@ def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
     number = draw.choice(1, draw.integer(0, 4), draw.integer(1, draw.limit(150, 5)))
     pairs = _PAIRS // heads // max(number, 1)
     most_keys = min(most_keys, _KEYS // max(number, 1))
-    keys, queries = [], []
+    keys, queries, most_queries = [], [], draw.choice(1, draw.limit(200, 6))
     for _ in range(number):
         length = draw.length(max(1, min(most_keys, pairs)), 64, 32, 2048, least=1)
-        most = max(1, min(length, pairs // length, draw.limit(200, 6)))
+        most = max(1, min(length, pairs // length, most_queries))
         keys.append(length)
         queries.append(draw.often(min(1, most), 0, draw.length(most, 16, 4)))
     gaps = [draw.choice(0, 0, 0, draw.integer(0, 3)) for _ in range(number + 1)]
