@@ -62,7 +62,8 @@ def fill(gpt, folder: str) -> None:
 @pytest.fixture
 def rows(monkeypatch, tmp_path):
     """Runs the command; what it writes of every prompt, on rank 0."""
-    monkeypatch.setattr("generation.entry.find_checkpoint", lambda folder: None)
+    for module in ("entry", "model"):
+        monkeypatch.setattr(f"generation.{module}.find_checkpoint", lambda folder: None)
     monkeypatch.setattr("generation.run.read_start", lambda folder, finetune: None)
     monkeypatch.setattr("generation.run.require_same_model", lambda *args: None)
     monkeypatch.setattr("generation.model.load_model_weights", fill)
