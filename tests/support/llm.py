@@ -181,18 +181,21 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(api_key: str | None = None) -> Iterator[Served]:
-    """A server around a fake model, on a free port, in a thread."""
+def serving(
+    api_key: str | None = None, *, runner: FakeRunner | None = None, **options
+) -> Iterator[Served]:
+    """A server around a fake model, on a free port, in a thread, with options of ``HTTPServer``."""
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
     from absorbed_mla.serving.server.service import Metrics, Service
 
-    runner, deaths = FakeRunner(), []
+    runner, deaths = runner or FakeRunner(), []
     llm = fake_llm(runner)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"))
-    http = HTTPServer(build_app(service, metrics, "tiny", api_key), service, "127.0.0.1", 0)
+    app = build_app(service, metrics, "tiny", api_key)
+    http = HTTPServer(app, service, "127.0.0.1", 0, **options)
     service.start()
     thread = threading.Thread(target=http.run)
     thread.start()

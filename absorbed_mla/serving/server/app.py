@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
@@ -37,13 +38,20 @@ from absorbed_mla.serving.server.service import (
     require_no_failure,
 )
 
-# A prompt of the longest models takes about a megabyte.
-_MAX_BODY_BYTES = 16 << 20
+# Fields that a refusal names.
+_MOST_PROBLEMS = 10
 _Body = TypeVar("_Body", bound=BaseModel)
 _Result = TypeVar("_Result")
 
 
-def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None) -> Starlette:
+def build_app(
+    service: Service,
+    metrics: Metrics,
+    name: str,
+    api_key: str | None,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Starlette:
     """The application.
 
     Args:
@@ -51,6 +59,7 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
         metrics: For ``/metrics``.
         name: Of the model, as clients call it.
         api_key: That clients must send; None lets everyone in.
+        max_body_bytes: Of a request.
     """
     routes = _Routes(service, metrics, name)
 
@@ -65,7 +74,7 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
 
         return call
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", routes.health),
             Route("/metrics", guarded(routes.metrics)),
@@ -81,6 +90,8 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
             ClientDisconnect: _gone,
         },
     )
+    app.state.bodies = Bodies(max_body_bytes)
+    return app
 
 
 class _Routes:
@@ -201,23 +212,17 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
     """The body of a request.
 
     Raises:
-        HTTPException: If it is too large.
+        HTTPException: See :class:`Bodies`.
         ValueError: If it is no JSON of this kind, naming each field that is wrong.
     """
-    too_large = HTTPException(413, f"the body must have at most {_MAX_BODY_BYTES} bytes")
-    # A number: the HTTP parser refuses others.
-    if int(request.headers.get("content-length", 0)) > _MAX_BODY_BYTES:
-        raise too_large
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MAX_BODY_BYTES:
-            raise too_large
+    content = await request.app.state.bodies.read(request)
     try:
-        return kind.model_validate_json(bytes(content))
+        return kind.model_validate_json(content)
     except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
         problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()
+            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}"
+            for one in found[:_MOST_PROBLEMS]
         ]
         raise ValueError("; ".join(problems)) from error
 

@@ -38,6 +38,8 @@ class ServerOptions(Options):
     """Port to listen on; 0: any that is free."""
     api_key: str | None = option(None, unset=f"${_API_KEY}, if set")
     """Key that clients must send."""
+    max_body_bytes: int = option(2**24, least=1)
+    """Most bytes of a request's body."""
     access_log: bool = option(
         True, flag="--no-access-log", flag_help={False: "write no line for each request"}
     )
@@ -102,7 +104,11 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     from absorbed_mla.serving.gc_freeze import leave_out_what_is_there
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.server.app import build_app
-    from absorbed_mla.serving.server.http_server import HTTPServer, require_free
+    from absorbed_mla.serving.server.http_server import (
+        HTTPServer,
+        allow_many_connections,
+        require_free,
+    )
     from absorbed_mla.serving.server.service import Metrics, Service
 
     require_free(own.host, own.port)
@@ -120,9 +126,17 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         return 1
     with llm:
         service = Service(llm, metrics, on_death)
-        app = build_app(service, metrics, name, api_key)
-        server = HTTPServer(app, service, own.host, own.port, access_log=own.access_log)
+        app = build_app(service, metrics, name, api_key, max_body_bytes=own.max_body_bytes)
+        server = HTTPServer(
+            app,
+            service,
+            own.host,
+            own.port,
+            access_log=own.access_log,
+            max_body_bytes=own.max_body_bytes,
+        )
         leave_out_what_is_there()
+        allow_many_connections()
         sys.setswitchinterval(_SWITCH_INTERVAL)
         service.start()
         # uvicorn ends at these signals, and then raises them once more.

@@ -6,13 +6,16 @@ for something that this server does not do, is refused.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import time
+import typing
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
 from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
@@ -31,11 +34,33 @@ _NOT_FOR_CLIENTS = {
     *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 }
+_Item = TypeVar("_Item")
+
+
+class _Hashable(FailFast):
+    """pydantic's mark, for a part of a union."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+# A list that is refused at its first wrong entry: of millions, each would get an error of its own.
+List = Annotated[list[_Item], _Hashable()]
 # Fields of SamplingParams that the two routes have in a way of their own.
 _OF_A_ROUTE = {"max_tokens", "logprobs"}
+
+
+def _with_lists(annotation: Any) -> Any:
+    """An annotation with lists in place of sequences."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Sequence:
+        return List[arguments[0]]
+    return functools.reduce(operator.or_, map(_with_lists, arguments)) if arguments else annotation
+
+
 # The others are as they are; SamplingParams checks bounds.
 _SAMPLING: dict[str, Any] = {
-    name: (one.annotation | None, None)
+    name: (_with_lists(one.annotation | None), None)
     for name, one in options_of(SamplingParams).items()
     if name not in _OF_A_ROUTE
 }
@@ -81,7 +106,7 @@ class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
     # Token ids before texts: else pydantic would note of each of them that it is no text.
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | List[int] | List[str] | List[List[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Literal[False] = False
@@ -123,7 +148,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
 
     def for_template(self) -> Json:
         """With its text as one string."""
@@ -133,7 +158,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: List[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

@@ -199,7 +199,10 @@ class TestStreams:
         """Server-sent events, the last of which says that there are no more."""
         body = {"prompt": "abc", "max_tokens": 2, "stream": True}
         request = urllib.request.Request(
-            f"{served.url}/v1/completions", json.dumps(body).encode(), method="POST"
+            f"{served.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+            method="POST",
         )
         with urllib.request.urlopen(request) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")

@@ -27,11 +27,18 @@ def send(served, method, path, body=b"", headers=None):
     """Status and body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request(method, path, content, headers or {})
+    kind = {"content-type": "application/json"} if method == "POST" else {}
+    connection.request(method, path, content, kind | (headers or {}))
     answer = connection.getresponse()
     found = answer.status, json.loads(answer.read())
     connection.close()
     return found
+
+
+def head(path: str, *lines: str) -> bytes:
+    """The head of a request."""
+    first = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json")
+    return "\r\n".join([*first, *lines, "", ""]).encode()
 
 
 def require_error(found, status: int, text: str) -> None:
@@ -141,8 +148,7 @@ class TestTooLarge:
     def test_without_a_length(self, served):
         """Not before the limit, and never more than it."""
         with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            raw.sendall(head.encode())
+            raw.sendall(head(COMPLETIONS, "transfer-encoding: chunked"))
             chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
             for _ in range(16):
                 raw.sendall(chunk)
@@ -156,8 +162,7 @@ class TestTooLarge:
     def test_by_its_length(self, served):
         """Before any of it is sent."""
         with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {self.LIMIT + 1}\r\n\r\n"
-            raw.sendall(head.encode())
+            raw.sendall(head(CHAT, f"content-length: {self.LIMIT + 1}"))
             assert raw.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
     def test_not_http(self, served):
