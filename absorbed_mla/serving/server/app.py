@@ -137,8 +137,9 @@ class _Routes:
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
-            pieces = Pieces(answer, params.n)
-            response = _EventStream(request, stream, first, pieces, body.with_usage)
+            pieces = Pieces(answer, params.n, body.stream_options)
+            with_usage = body.stream_options.include_usage
+            response = _EventStream(request, stream, first, pieces, with_usage)
             stack.pop_all()
         return response
 

@@ -1,7 +1,8 @@
 """Requests and answers of OpenAI's interface, as JSON.
 
-Fields are OpenAI's and, for what it lacks, vLLM's. A field that is not here, or a value that asks
-for something that this server does not do, is refused.
+Fields are OpenAI's and, for what it lacks, vLLM's; null stands for a field that is not given. A
+field that is not here, or a value that asks for something that this server does not do, is refused
+(``unsupported.py``).
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
@@ -21,6 +23,11 @@ from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.logprobs import Json, chat_logprobs, prompt_position, text_logprobs
 from absorbed_mla.serving.server.service import Snapshot, Update
+from absorbed_mla.serving.server.unsupported import (
+    FIELDS_OF_BOTH,
+    FIELDS_OF_CHAT,
+    FIELDS_OF_COMPLETIONS,
+)
 
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 # Of all prompts of a request; more would keep the server from its other clients.
@@ -39,26 +46,56 @@ _SAMPLING: dict[str, Any] = {
     for name, one in options_of(SamplingParams).items()
     if name not in _OF_A_ROUTE
 }
-SamplingFields = create_model("SamplingFields", __config__=ConfigDict(extra="forbid"), **_SAMPLING)
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
+class KnownFields(BaseModel):
+    """A JSON object without other fields; null gives a field that has no null its default."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise PydanticCustomError("object", "Input should be an object")
+        known = cls.model_fields
+        dropped = {
+            name
+            for name, value in given.items()
+            if value is None and name in known and not _has_null(known[name].annotation)
+        }
+        return {name: value for name, value in given.items() if name not in dropped}
+
+
+def _has_null(annotation: Any) -> bool:
+    return type(None) in get_args(annotation)
+
+
+_FieldsOfBoth = create_model(
+    "_FieldsOfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH}
+)
+_FieldsOfCompletions = create_model(
+    "_FieldsOfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS
+)
+_FieldsOfChat = create_model("_FieldsOfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
+
+
+class StreamOptions(KnownFields):
+    """Options of a streamed answer."""
+
     include_usage: bool = False
+    # Has every event say how many tokens there are so far.
+    continuous_usage_stats: bool = False
 
 
-class GenerationRequest(SamplingFields):  # type: ignore[valid-type, misc]
+class GenerationRequest(_FieldsOfBoth):  # type: ignore[valid-type, misc]
     """What both kinds of request have; None takes the default of ``SamplingParams``."""
 
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = Field(default=None, le=_MAX_OUTPUTS)
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    # Names the client's user; nothing depends on it.
-    user: str | None = None
+    stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, **fields: Any) -> SamplingParams:
         """Sampling parameters.
@@ -71,13 +108,8 @@ class GenerationRequest(SamplingFields):  # type: ignore[valid-type, misc]
         given = {name: getattr(self, name) for name in _SAMPLING}
         return SamplingParams(**{k: v for k, v in given.items() if v is not None}, **fields)
 
-    @property
-    def with_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
-
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, _FieldsOfCompletions):  # type: ignore[valid-type, misc]
     """Body of ``/v1/completions``."""
 
     # Token ids before texts: else pydantic would note of each of them that it is no text.
@@ -85,8 +117,6 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Literal[False] = False
-    suffix: None = None
-    best_of: Literal[1] | None = None
 
     def prompts(self) -> list[Prompt]:
         """One or several.
@@ -130,14 +160,13 @@ class Message(BaseModel):
         return with_text(self.model_dump(exclude_none=True))
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, _FieldsOfChat):  # type: ignore[valid-type, misc]
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
     chat_template_kwargs: Json | None = None
 
     def prompt(self, llm: LLM) -> Prompt:
@@ -161,7 +190,7 @@ class ChatRequest(GenerationRequest):
         refused = sorted(_NOT_FOR_CLIENTS & set(self.chat_template_kwargs or {}))
         if refused:
             raise ValueError(f"chat_template_kwargs must not have {', '.join(refused)}")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         limit = self.max_completion_tokens
         limit = self.max_tokens if limit is None else limit
@@ -244,10 +273,12 @@ class Pieces:
     Args:
         answer: That is streamed.
         n: Outputs of each prompt.
+        options: Of the stream.
     """
 
-    def __init__(self, answer: Answer, n: int) -> None:
+    def __init__(self, answer: Answer, n: int, options: StreamOptions) -> None:
         self._answer, self._n = answer, n
+        self._counts = options.include_usage and options.continuous_usage_stats
         self._begin = f'data: {_json(answer.streamed())[:-1]}, "choices": ['
         self._sent: dict[int, Snapshot] = {}
         self._requests: dict[int, RequestOutput] = {}
@@ -262,7 +293,11 @@ class Pieces:
                 if now != before:
                     self._sent[index] = now
                     choice = _json(self._answer.choice(index, before, now))
-                    found.append(f"{self._begin}{choice}]}}\n\n")
+                    more = ""
+                    if self._counts:
+                        counts = token_counts(len(request.prompt_token_ids), now.num_tokens)
+                        more = f', "usage": {_json(counts)}'
+                    found.append(f"{self._begin}{choice}]{more}}}\n\n")
         return "".join(found).encode()
 
     def last(self) -> bytes:
@@ -279,6 +314,11 @@ def usage(requests: Collection[RequestOutput]) -> Json:
     """Numbers of tokens."""
     prompt = sum(len(request.prompt_token_ids) for request in requests)
     generated = sum(len(one.token_ids) for request in requests for one in request.outputs)
+    return token_counts(prompt, generated)
+
+
+def token_counts(prompt: int, generated: int) -> Json:
+    """Numbers of tokens as JSON."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

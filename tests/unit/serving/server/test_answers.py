@@ -184,6 +184,22 @@ class TestStreams:
         assert pieces[-1].choices[0].finish_reason == "length"
         assert len({piece.id for piece in pieces}) == 1
 
+    def test_counts_so_far(self, client):
+        """In every event, those of its output."""
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        ask = {"max_tokens": 3, "n": 2, "stream": True, "stream_options": options}
+        *pieces, last = complete(client, ["abc", "de"], **ask)
+        found = {}
+        for piece in pieces:
+            usage, index = piece.usage, piece.choices[0].index
+            found[index] = usage.completion_tokens
+            assert usage.prompt_tokens == (3 if index < 2 else 2)
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert found == dict.fromkeys(range(4), 3)
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 12)
+        ask["stream_options"] = {"continuous_usage_stats": True}
+        assert all(piece.usage is None for piece in complete(client, "abc", **ask))
+
     def test_held_back(self, client, served):
         """The beginning of a stop string is not shown before it is known to be none."""
         served.runner.step_seconds = 0.02
