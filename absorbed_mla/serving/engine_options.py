@@ -20,6 +20,8 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, block_bytes
 from absorbed_mla.serving.scheduler.cuda_graphs import engine_fields
 
+# Sampling parameters that ``LLM`` sees to.
+_OF_LLM = ("n", "stop", "truncate_prompt_tokens")
 # Option -> fields of inference_config that go with it: Megatron would move the blocks as well, or
 # leave none to be stored.
 _CONFIG = {
@@ -169,8 +171,9 @@ class EngineOptions(EngineFields):
                 + (f", and {beyond} more for drafts," if beyond else "")
                 + f" do not fit into a cache of {cache}"
             )
-        if sampling.n != 1 or sampling.stop:
-            return "n and stop are for LLM, which knows the text; the engine has stop_token_ids"
+        for name in _OF_LLM:
+            if getattr(sampling, name) != getattr(SamplingParams, name):
+                return f"{name} is for LLM, which knows the text"
         top = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
         if top > vocab_size:
             return f"logprobs must be at most the vocabulary's {vocab_size}, got {top}"

@@ -238,6 +238,10 @@ class LLMEngine:
         """
         tokenizer, sizes = self.tokenizer, self._sizes
         tokens = required(tokenizer).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.max_model_len - (params.max_tokens or 1))
+        tokens = tokens if most is None else tokens[-most:]
         if params.stop and tokenizer is None:
             raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
         assert sizes.vocab_size is not None

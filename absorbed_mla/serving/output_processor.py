@@ -185,6 +185,8 @@ class OutputProcessor:
         if progress.result is not None:
             del self._running[progress.number]
             self._add_prompt_logprobs(request, progress.result)
+            if completion.output.index == 0:
+                request.output.num_cached_tokens = progress.result.num_cached_tokens
             if progress.result.finish == "error":
                 name = request.output.request_id
                 _logger.error("request %s has failed: %s", name, progress.result.error)
@@ -361,7 +363,8 @@ def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> Sampli
 
         seed = derive_seed(seed, index)
     stop = dict.fromkeys([*ends, *params.stop_token_ids])
-    return params.replace(n=1, seed=seed, stop=(), stop_token_ids=tuple(stop))
+    of_text = {"n": 1, "stop": (), "truncate_prompt_tokens": None}
+    return params.replace(**of_text, seed=seed, stop_token_ids=tuple(stop))
 
 
 def position_logprobs(

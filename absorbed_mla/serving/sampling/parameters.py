@@ -85,6 +85,9 @@ class SamplingParams(Options):
     prompt_logprobs: int | None = option(None, least=0, most=_MOST_TOP_LOG_PROBS, unset="none")
     """The same for the tokens of the prompt. Needs an engine with ``prompt_logprobs`` and computes
     the whole prompt, whatever is cached."""
+    truncate_prompt_tokens: int | None = option(None, least=1, also=(-1,), unset="all")
+    """Only so many of the prompt's last tokens are read; -1: as many as leave room for
+    ``max_tokens``."""
     include_stop_str_in_output: bool = option(False)
     """The text includes the string of ``stop`` that ended it."""
     skip_special_tokens: bool = option(True)

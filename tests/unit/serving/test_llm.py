@@ -189,6 +189,24 @@ class TestGenerate:
                 logits.log_softmax(-1)[i, token].item(), abs=5e-5
             )
 
+    def test_cached_tokens(self, llm):
+        """Of whole blocks of an earlier prompt."""
+        tokens = prompt(150, 11)
+        found = [llm.generate([tokens], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+        assert [one.num_cached_tokens for one in found] == [0, 128]
+
+    @pytest.mark.parametrize(("length", "most", "left"), [(30, 7, 7), (400, -1, 246), (9, 30, 9)])
+    def test_truncated_prompt(self, llm, length, most, left):
+        """Its last tokens are read; -1: what leaves room for the answer."""
+        tokens = prompt(length, 3)
+        params = GREEDY.replace(truncate_prompt_tokens=most)
+        [output], [short] = (
+            llm.generate([one], asked, use_tqdm=False)
+            for one, asked in ((tokens, params), (tokens[-left:], GREEDY))
+        )
+        assert output.prompt_token_ids == tokens[-left:]
+        assert output.outputs[0].token_ids == short.outputs[0].token_ids
+
     @pytest.mark.parametrize(
         ("prompts", "params", "error"),
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -90,6 +91,39 @@ def test_unknown_fields_are_refused(kind):
     """Also null: a client that misspells a field hears of it."""
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         read(kind, temprature=None)
+
+
+def recorded(method: str):
+    """An ``LLM`` whose tokenizer notes the options that it gets."""
+    options = {}
+    tokenizer = SimpleNamespace(**{method: lambda given, **found: options.update(found) or [1]})
+    return SimpleNamespace(tokenizer=tokenizer), options
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (
+            {"add_generation_prompt": False, "continue_final_message": True},
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+        ({"chat_template_kwargs": {"thinking": True}}, {"thinking": True}),
+    ],
+)
+def test_what_the_template_gets(fields, expected):
+    llm, options = recorded("chat")
+    assert read(ChatRequest, **fields).prompts()[0](llm) == [1] and options == expected
+
+
+def test_special_tokens_in_front_of_a_prompt():
+    """The tokenizer adds them by itself, unless it is not to."""
+    llm, options = recorded("encode")
+    [make] = read(CompletionRequest, add_special_tokens=False).prompts()
+    assert make(llm) == [1] and options == {"begin": False}
+    [make] = read(CompletionRequest).prompts()
+    assert make(llm) == "a"
 
 
 def test_log_probs_of_a_chat_that_are_not_asked_for():
