@@ -355,8 +355,8 @@ MUTATIONS = {
     ),
     "scheduler_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/serving/sampling/device_sampler.py",
-        "(one.avoids_stop_tokens or one.params.has_penalties for",
-        "(one.params.has_penalties for",
+        "(one.avoids_stop_tokens or one.params.changes_logits for",
+        "(one.params.changes_logits for",
     ),
     "scheduler_forgets_the_clock": Mutation(
         "absorbed_mla/serving/scheduler/overlap_scheduler.py",

@@ -93,6 +93,16 @@ def test_unknown_fields_are_refused(kind):
         read(kind, temprature=None)
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_biases(kind):
+    """Token ids are names in JSON."""
+    fields = {"allowed_token_ids": [3, 5], "bad_words": ["a", [1, 2]]}
+    params = read(kind, logit_bias={"7": -100, "8": 0.5}, **fields).params()
+    assert params.logit_bias == {7: -100, 8: 0.5}
+    assert (params.allowed_token_ids, params.bad_words) == ([3, 5], ("a", [1, 2]))
+    assert not read(kind, logit_bias={}).params().changes_logits
+
+
 def recorded(method: str):
     """An ``LLM`` whose tokenizer notes the options that it gets."""
     options = {}

@@ -94,6 +94,13 @@ BODIES = [
         "echo needs truncate_prompt_tokens null, got 5",
     ),
     (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias must be token ids with"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {"257": 1}},
+        "logit_bias must have tokens below 257",
+    ),
     (COMPLETIONS, {"prompt": "a", "request_id": "a\nb"}, "request_id: String should match"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "whatever": {}}, "whatever: Extra inputs are not permitted"),
