@@ -214,8 +214,11 @@ class LLMEngine:
     ) -> str:
         self._require_awake()
         text = prompt if isinstance(prompt, str) else None
-        ends = () if params.ignore_eos else self._end_tokens
-        return self._requests.add(text, tokens, params, name, ends)
+        return self._requests.add(text, tokens, params, name, self._ends(params))
+
+    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """The model's end tokens, for a request that they end."""
+        return () if params.ignore_eos else self._end_tokens
 
     def _claim(self, is_own: Callable[[str], bool]) -> list[RequestOutput]:
         """A caller's outputs that have grown; runs a step unless there are some already."""
@@ -238,10 +241,17 @@ class LLMEngine:
         """
         tokenizer, sizes = self.tokenizer, self._sizes
         tokens = required(tokenizer).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.max_model_len - (params.max_tokens or 1))
+        tokens = tokens if most is None else tokens[-most:]
         if params.stop and tokenizer is None:
             raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
         assert sizes.vocab_size is not None
-        of_engine = of_output(params, 0, ())
+        try:
+            of_engine = of_output(params, 0, self._ends(params), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
         if why_not:
             raise ValueError(f"{where}{why_not}")

@@ -112,7 +112,8 @@ class OutputProcessor:
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            self._commands.append(Add(prompt_tokens, of_output(params, index, ends)))
+            of_engine = of_output(params, index, ends, self._tokenizer)
+            self._commands.append(Add(prompt_tokens, of_engine))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)
@@ -185,6 +186,8 @@ class OutputProcessor:
         if progress.result is not None:
             del self._running[progress.number]
             self._add_prompt_logprobs(request, progress.result)
+            if completion.output.index == 0:
+                request.output.num_cached_tokens = progress.result.num_cached_tokens
             if progress.result.finish == "error":
                 name = request.output.request_id
                 _logger.error("request %s has failed: %s", name, progress.result.error)
@@ -347,12 +350,17 @@ class Completion:
         self.output.finish_reason = result.finish if known else "length"
 
 
-def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> SamplingParams:
+def of_output(
+    params: SamplingParams, index: int, ends: Sequence[int], tokenizer: Tokenizer | None
+) -> SamplingParams:
     """What the engine gets for one of a prompt's outputs.
 
     Args:
         params: As the user gave them.
         ends: Tokens that end it, besides ``params.stop_token_ids``.
+
+    Raises:
+        ValueError: If texts of ``bad_words`` have no tokenizer.
     """
     seed = params.seed
     if seed is not None and index:
@@ -361,7 +369,28 @@ def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> Sampli
 
         seed = derive_seed(seed, index)
     stop = dict.fromkeys([*ends, *params.stop_token_ids])
-    return params.replace(n=1, seed=seed, stop=(), stop_token_ids=tuple(stop))
+    of_text = {"n": 1, "stop": (), "truncate_prompt_tokens": None}
+    of_text["bad_words"] = _tokens_of_words(params.bad_words, tokenizer)
+    return params.replace(**of_text, seed=seed, stop_token_ids=tuple(stop))
+
+
+def _tokens_of_words(
+    words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None
+) -> list[tuple[int, ...]]:
+    """Token ids of words; texts also behind a space, where that is not the same tokens' end."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        if tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer for texts; lists of token ids do not")
+        alone, behind = (tuple(tokenizer.encode(s + word, begin=False)) for s in ("", " "))
+        found[alone] = None
+        if behind[-len(alone) :] != alone:
+            found[behind] = None
+    found.pop((), None)
+    return list(found)
 
 
 def position_logprobs(

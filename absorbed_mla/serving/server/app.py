@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla import __version__
 from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
+    KnownFields,
     Pieces,
+    TokenizeRequest,
     error_body,
     event,
 )
 from absorbed_mla.serving.server.service import (
-    MakePrompt,
     Metrics,
     ModelFailed,
     RequestStream,
@@ -38,9 +45,10 @@ from absorbed_mla.serving.server.service import (
     require_no_failure,
 )
 
+_REQUEST_ID = "X-Request-Id"
 # Fields that a refusal names.
 _MOST_PROBLEMS = 10
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=KnownFields)
 _Result = TypeVar("_Result")
 
 
@@ -49,6 +57,7 @@ def build_app(
     metrics: Metrics,
     name: str,
     api_key: str | None,
+    origins: Sequence[str] = (),
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
@@ -59,6 +68,7 @@ def build_app(
         metrics: For ``/metrics``.
         name: Of the model, as clients call it.
         api_key: That clients must send; None lets everyone in.
+        origins: Of web pages that may read answers; ``"*"``: all.
         max_body_bytes: Of a request.
     """
     routes = _Routes(service, metrics, name)
@@ -74,11 +84,22 @@ def build_app(
 
         return call
 
+    middleware = [Middleware(_PathsAndIds)]
+    if origins:
+        anything = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        shown = {"allow_origins": origins, "expose_headers": [_REQUEST_ID]}
+        middleware.insert(0, Middleware(CORSMiddleware, **shown, **anything))
     app = Starlette(
+        middleware=middleware,
         routes=[
             Route("/health", routes.health),
+            Route("/ping", routes.health, methods=["GET", "POST"]),
+            Route("/version", guarded(routes.version)),
             Route("/metrics", guarded(routes.metrics)),
             Route("/v1/models", guarded(routes.models)),
+            Route("/v1/models/{name:path}", guarded(routes.one_model)),
+            Route("/tokenize", guarded(routes.tokenize), methods=["POST"]),
+            Route("/detokenize", guarded(routes.detokenize), methods=["POST"]),
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
         ],
@@ -94,11 +115,37 @@ def build_app(
     return app
 
 
+class _PathsAndIds:
+    """Takes paths with a slash at their end, and says of each answer which request it is to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_REQUEST_ID)
+        # A body may have another one.
+        state = {**scope.get("state", {}), "has_id": given is not None}
+        state["request_id"] = uuid.uuid4().hex if given is None else given
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = state["request_id"]
+            await send(message)
+
+        path = scope["path"].rstrip("/") or "/"
+        await self._app({**scope, "path": path, "state": state}, receive, with_id)
+
+
 class _Routes:
     """Handlers of requests."""
 
     def __init__(self, service: Service, metrics: Metrics, name: str) -> None:
         self._service, self._metrics, self._name = service, metrics, name
+        self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
         """200 while the model can run."""
@@ -110,33 +157,57 @@ class _Routes:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        length = self._service.llm.max_model_len
-        model = {"id": self._name, "object": "model", "owned_by": "absorbed_mla"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": length}]})
+        """A list with the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """The model, by its name."""
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def version(self, request: Request) -> Response:
+        """Of this package."""
+        return JSONResponse({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a prompt or messages."""
+        body = await _read(request, TokenizeRequest)
+        self._require_model(body.model)
+        return JSONResponse(await self._service.call(body.answer))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens."""
+        body = await _read(request, DetokenizeRequest)
+        self._require_model(body.model)
+        return JSONResponse(await self._service.call(body.answer))
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        body = await _read(request, CompletionRequest)
-        prompts = [lambda llm, one=one: one for one in body.prompts()]
-        return await self._answer(request, body, prompts, body.params(), "text_completion")
+        return await self._answer(request, await _read(request, CompletionRequest))
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        body = await _read(request, ChatRequest)
-        return await self._answer(request, body, [body.prompt], body.params(), "chat.completion")
+        return await self._answer(request, await _read(request, ChatRequest))
 
-    async def _answer(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        prompts: Sequence[MakePrompt],
-        params: SamplingParams,
-        kind: str,
-    ) -> Response:
-        if body.model not in (None, self._name):
-            raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
-        answer = Answer(kind, self._name)
+    def _model(self) -> dict[str, str | int]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "absorbed_mla",
+            "max_model_len": self._service.llm.max_model_len,
+        }
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
+
+    async def _answer(self, request: Request, body: GenerationRequest) -> Response:
+        prompts, params = body.prompts(), body.params()
+        self._require_model(body.model)
+        if body.request_id is not None and not request.state.has_id:
+            request.state.request_id = body.request_id
+        answer = Answer(body, self._name, request.state.request_id)
         stream = self._service.submit(prompts, params)
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
@@ -148,8 +219,9 @@ class _Routes:
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
-            pieces = Pieces(answer, params.n)
-            response = _EventStream(request, stream, first, pieces, body.with_usage)
+            pieces = Pieces(answer, params.n, body.stream_options)
+            with_usage = body.stream_options.include_usage
+            response = _EventStream(request, stream, first, pieces, with_usage)
             stack.pop_all()
         return response
 

@@ -8,14 +8,14 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from absorbed_mla.serving.llm import LLM, Prompt
-from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
@@ -25,6 +25,7 @@ _LONGEST_STEP = 10.0
 # Bounds of the buckets of histograms.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
+_Result = TypeVar("_Result")
 # Makes a prompt; called in the model's thread, which owns the tokenizer.
 MakePrompt = Callable[[LLM], Prompt]
 
@@ -44,13 +45,21 @@ class Snapshot(NamedTuple):
         text: So far.
         num_tokens: Generated so far.
         logprobs: Of at least these tokens; None unless asked for.
-        finish_reason: As in ``CompletionOutput``.
+        finish_reason, stop_reason, token_ids: As in ``CompletionOutput``.
     """
 
     text: str
     num_tokens: int
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int]
+
+    @classmethod
+    def of(cls, one: CompletionOutput) -> Snapshot:
+        """An output as it is."""
+        count, ends = len(one.token_ids), (one.finish_reason, one.stop_reason)
+        return cls(one.text, count, one.logprobs, *ends, one.token_ids)
 
 
 class Update(NamedTuple):
@@ -139,6 +148,21 @@ class _Abort:
     names: list[str]
 
 
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[LLM], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+    def succeed(self, result: Any) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
 class Service:
     """Owns the thread that makes all calls to a model.
 
@@ -151,7 +175,7 @@ class Service:
     def __init__(self, llm: LLM, metrics: Metrics, on_death: Callable[[], Any]) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
-        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
         # By the name of a request, with the number of its prompt.
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
@@ -192,11 +216,26 @@ class Service:
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         stream = RequestStream(names, self._abort)
+        self._queue(_Submit(dict(zip(names, prompts)), params, stream))
+        return stream
+
+    async def call(self, function: Callable[[LLM], _Result]) -> _Result:
+        """The result of a function, called in the model's thread, which owns the tokenizer.
+
+        Raises:
+            ValueError: If the function fails.
+            ServiceStopped: If the model has stopped.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop, loop.create_future())
+        self._queue(call)
+        return await call.future
+
+    def _queue(self, command: _Submit | _Call) -> None:
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
-            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
-        return stream
+            self._commands.put(command)
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -232,21 +271,19 @@ class Service:
                     self._streams.pop(name, None)
                     self.llm.abort(name)
                 continue
-            self._submit(command)
+            if isinstance(command, _Call):
+                with _errors_to(command):
+                    _call(command.loop, command.succeed, command.function(self.llm))
+                continue
+            with _errors_to(command.stream):
+                self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue prompts; whatever one does to tokenizer or template, others run on."""
-        try:
-            self._add_all(command)
-        except ValueError as error:
-            _fail(command.stream, error)
-        except Exception as error:
-            reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-            _fail(command.stream, ValueError(reason))
-        else:
-            for i, name in enumerate(command.prompts):
-                self._streams[name] = command.stream, i
-                self._metrics.begin(name)
+        """Queue prompts."""
+        self._add_all(command)
+        for i, name in enumerate(command.prompts):
+            self._streams[name] = command.stream, i
+            self._metrics.begin(name)
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""
@@ -269,10 +306,7 @@ class Service:
             found = self._streams.pop(name, None) if finished else self._streams.get(name)
             if found is None:
                 continue
-            snapshots = [
-                Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
-                for one in output.outputs
-            ]
+            snapshots = list(map(Snapshot.of, output.outputs))
             news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
         for loop, its in news.items():
             _call(loop, _put_all, its)
@@ -285,6 +319,8 @@ class Service:
                 command = self._commands.get()
                 if isinstance(command, _Submit):
                     _fail(command.stream, reason)
+                elif isinstance(command, _Call):
+                    _fail(command, reason)
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
@@ -369,8 +405,20 @@ def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:
         stream.put(i, update)
 
 
-def _fail(stream: RequestStream, error: Exception) -> None:
-    _call(stream.loop, stream.fail, error)
+@contextlib.contextmanager
+def _errors_to(caller: RequestStream | _Call) -> Iterator[None]:
+    """Whatever a caller's prompt does to tokenizer or template, others run on."""
+    try:
+        yield
+    except ValueError as error:
+        _fail(caller, error)
+    except Exception as error:
+        reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
+        _fail(caller, ValueError(reason))
+
+
+def _fail(caller: RequestStream | _Call, error: Exception) -> None:
+    _call(caller.loop, caller.fail, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

@@ -26,8 +26,12 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_tokens: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokens that the model expects in front of it."""
+    def encode(self, text: str, *, begin: bool | None = None) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            begin: None: with the tokens that the model expects in front of it; False: without.
+        """
         ...
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:

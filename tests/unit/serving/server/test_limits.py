@@ -24,7 +24,7 @@ def served(request, monkeypatch):
         monkeypatch.setattr(limits, "HttpToolsProtocol", None)
     elif limits.HttpToolsProtocol is None:
         pytest.skip("needs httptools")
-    with serving(api_key="secret", max_body_bytes=1 << 20) as made:
+    with serving(api_key="secret", http_options={"max_body_bytes": 1 << 20}) as made:
         yield made
         assert made.service.is_alive
 

@@ -84,9 +84,33 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "logprobs": 1000}, "logprobs must be an integer from 0 to 100"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs needs an engine"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "needs stream false"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo: Input should be False"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "prompt_logprobs needs an engine"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "logprobs": 1, "stream": True},
+        "echo with logprobs needs stream false",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
+        "prompt_logprobs must be null or logprobs 1 with echo, got 2",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "truncate_prompt_tokens": 5},
+        "echo needs truncate_prompt_tokens null, got 5",
+    ),
+    (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias must be token ids with"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {"257": 1}},
+        "logit_bias must have tokens below 257",
+    ),
+    (COMPLETIONS, {"prompt": "a", "request_id": "a\nb"}, "request_id: String should match"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {}}, "logit_bias: Extra inputs are not permitted"),
+    (COMPLETIONS, {"prompt": "a", "whatever": {}}, "whatever: Extra inputs are not permitted"),
     (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
     (CHAT, {"messages": [{}]}, "messages.0.role: Field required"),
     (CHAT, {"messages": [{**MESSAGE, "content": 5}]}, "messages.0.content"),
@@ -95,7 +119,20 @@ BODIES = [
     (CHAT, {"messages": [MESSAGE], "top_logprobs": 1}, "top_logprobs needs logprobs true"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": 0}, "max_tokens must be an integer"),
     (CHAT, {"messages": [MESSAGE], "response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"messages": [MESSAGE], "tools": []}, "tools: Extra inputs are not permitted"),
+    (
+        CHAT,
+        {"messages": [MESSAGE], "continue_final_message": True},
+        "continue_final_message needs add_generation_prompt false",
+    ),
+    ("/tokenize", {}, "one of prompt and messages must be given"),
+    ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "one of prompt and messages"),
+    (
+        "/tokenize",
+        {"messages": [MESSAGE], "add_special_tokens": True},
+        "add_special_tokens must be false or null with messages, got true",
+    ),
+    ("/detokenize", {"tokens": [3, 257]}, "tokens must be below 257, got 257"),
+    (CHAT, {"messages": [MESSAGE], "tools": [1]}, "tools: must be [] or null, got [1]"),
     (
         CHAT,
         {"messages": [MESSAGE], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
@@ -127,6 +164,8 @@ def test_other_models_and_routes(served):
     body = {"model": "other", "prompt": "a"}
     text = "the model is 'tiny', not 'other'"
     require_error(send(served, "POST", COMPLETIONS, body), 404, text)
+    require_error(send(served, "GET", "/v1/models/other"), 404, text)
+    require_error(send(served, "POST", "/tokenize", body), 404, text)
     require_error(send(served, "GET", "/v1/embeddings"), 404, "Not Found")
     require_error(send(served, "GET", CHAT), 405, "Method Not Allowed")
     require_error(send(served, "POST", "/v1/models", {}), 405, "Method Not Allowed")
@@ -187,6 +226,8 @@ class TestApiKey:
         for method, path in (
             ("GET", "/v1/models"),
             ("GET", "/metrics"),
+            ("GET", "/version"),
+            ("POST", "/tokenize"),
             ("POST", COMPLETIONS),
             ("POST", CHAT),
         ):
