@@ -28,7 +28,6 @@ from absorbed_mla.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     KnownFields,
     Pieces,
     TokenizeRequest,
@@ -42,6 +41,7 @@ from absorbed_mla.serving.server.service import (
     Service,
     ServiceStopped,
     Update,
+    as_refusal,
     require_no_failure,
 )
 
@@ -49,6 +49,7 @@ _REQUEST_ID = "X-Request-Id"
 # Fields that a refusal names.
 _MOST_PROBLEMS = 10
 _Body = TypeVar("_Body", bound=KnownFields)
+_Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
 
 
@@ -73,7 +74,7 @@ def build_app(
     """
     routes = _Routes(service, metrics, name)
 
-    def guarded(handler: Callable[[Request], Awaitable[Response]]):
+    def guarded(handler: _Handler) -> _Handler:
         async def call(request: Request) -> Response:
             if api_key is not None:
                 given = request.headers.get("authorization", "")
@@ -84,13 +85,15 @@ def build_app(
 
         return call
 
-    middleware = [Middleware(_PathsAndIds)]
-    if origins:
-        anything = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        shown = {"allow_origins": origins, "expose_headers": [_REQUEST_ID]}
-        middleware.insert(0, Middleware(CORSMiddleware, **shown, **anything))
+    cross_origin = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[_REQUEST_ID],
+    )
     app = Starlette(
-        middleware=middleware,
+        middleware=[*([cross_origin] if origins else []), Middleware(_PathsAndIds)],
         routes=[
             Route("/health", routes.health),
             Route("/ping", routes.health, methods=["GET", "POST"]),
@@ -98,16 +101,16 @@ def build_app(
             Route("/metrics", guarded(routes.metrics)),
             Route("/v1/models", guarded(routes.models)),
             Route("/v1/models/{name:path}", guarded(routes.one_model)),
-            Route("/tokenize", guarded(routes.tokenize), methods=["POST"]),
-            Route("/detokenize", guarded(routes.detokenize), methods=["POST"]),
+            Route("/tokenize", guarded(routes.tokens(TokenizeRequest)), methods=["POST"]),
+            Route("/detokenize", guarded(routes.tokens(DetokenizeRequest)), methods=["POST"]),
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
         ],
         exception_handlers={
             HTTPException: _http_error,
-            ValueError: _bad_request,
-            ServiceStopped: _stopped,
-            ModelFailed: _failed,
+            ValueError: _errors("invalid_request_error", 400),
+            ServiceStopped: _errors("server_error", 503),
+            ModelFailed: _errors("server_error", 500),
             ClientDisconnect: _gone,
         },
     )
@@ -169,17 +172,18 @@ class _Routes:
         """Of this package."""
         return JSONResponse({"version": __version__})
 
-    async def tokenize(self, request: Request) -> Response:
-        """Tokens of a prompt or messages."""
-        body = await _read(request, TokenizeRequest)
-        self._require_model(body.model)
-        return JSONResponse(await self._service.call(body.answer))
+    def tokens(self, kind: type[TokenizeRequest | DetokenizeRequest]) -> _Handler:
+        """``/tokenize`` or ``/detokenize``, which do not wait for the model."""
 
-    async def detokenize(self, request: Request) -> Response:
-        """Text of tokens."""
-        body = await _read(request, DetokenizeRequest)
-        self._require_model(body.model)
-        return JSONResponse(await self._service.call(body.answer))
+        async def answer(request: Request) -> Response:
+            body = await _read(request, kind)
+            self._require_model(body.model)
+            try:
+                return JSONResponse(await asyncio.to_thread(body.answer, self._service.llm))
+            except Exception as error:
+                raise as_refusal(error) from error
+
+        return answer
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -202,7 +206,7 @@ class _Routes:
         if name not in (None, self._name):
             raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
 
-    async def _answer(self, request: Request, body: GenerationRequest) -> Response:
+    async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
         if body.request_id is not None and not request.state.has_id:
@@ -219,9 +223,8 @@ class _Routes:
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
-            pieces = Pieces(answer, params.n, body.stream_options)
             with_usage = body.stream_options.include_usage
-            response = _EventStream(request, stream, first, pieces, with_usage)
+            response = _EventStream(request, stream, first, Pieces(answer), with_usage)
             stack.pop_all()
         return response
 
@@ -273,10 +276,9 @@ class _EventStream(Response):
                     break
                 news = await self._stream.next()
             end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
-        except ServiceStopped as error:
-            end = event(error_body(str(error), "server_error", 503))
-        except ModelFailed as error:
-            end = event(error_body(str(error), "server_error", 500))
+        except (ServiceStopped, ModelFailed) as error:
+            status = 503 if isinstance(error, ServiceStopped) else 500
+            end = event(error_body(str(error), "server_error", status))
         await _write(send, {**body, "body": end, "more_body": False})
 
 
@@ -344,16 +346,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse(error_body(error.detail, kind, error.status_code), error.status_code)
 
 
-async def _bad_request(request: Request, error: ValueError) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error", 400), 400)
+def _errors(kind: str, status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(str(error), kind, status), status)
 
-
-async def _stopped(request: Request, error: ServiceStopped) -> Response:
-    return JSONResponse(error_body(str(error), "server_error", 503), 503)
-
-
-async def _failed(request: Request, error: ModelFailed) -> Response:
-    return JSONResponse(error_body(str(error), "server_error", 500), 500)
+    return answer
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

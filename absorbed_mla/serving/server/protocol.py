@@ -15,7 +15,6 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -104,26 +103,16 @@ class KnownFields(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise PydanticCustomError("object", "Input should be an object")
-        known = cls.model_fields
-        dropped = {
-            name
-            for name, value in given.items()
-            if value is None and name in known and not _has_null(known[name].annotation)
+        fields = cls.model_fields.items()
+        no_null = {
+            name for name, one in fields if type(None) not in typing.get_args(one.annotation)
         }
-        return {name: value for name, value in given.items() if name not in dropped}
+        return {k: v for k, v in given.items() if v is not None or k not in no_null}
 
 
-def _has_null(annotation: Any) -> bool:
-    return type(None) in typing.get_args(annotation)
-
-
-_FieldsOfBoth = create_model(
-    "_FieldsOfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH}
-)
-_FieldsOfCompletions = create_model(
-    "_FieldsOfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS
-)
-_FieldsOfChat = create_model("_FieldsOfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
+_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH})
+_OfCompletions = create_model("_OfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS)
+_OfChat = create_model("_OfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
 
 
 class StreamOptions(KnownFields):
@@ -134,7 +123,7 @@ class StreamOptions(KnownFields):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(_FieldsOfBoth):  # type: ignore[valid-type, misc]
+class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
     """What both kinds of request have; None takes the default of ``SamplingParams``."""
 
     model: str | None = None
@@ -148,18 +137,6 @@ class GenerationRequest(_FieldsOfBoth):  # type: ignore[valid-type, misc]
     # Names them so in log-probabilities.
     return_tokens_as_token_ids: bool = False
 
-    def prompts(self) -> list[MakePrompt]:
-        """One or several.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        raise NotImplementedError
-
-    def params(self) -> SamplingParams:
-        """Sampling parameters; see :meth:`sampling`."""
-        raise NotImplementedError
-
     def sampling(self, **fields: Any) -> SamplingParams:
         """Sampling parameters.
 
@@ -172,7 +149,7 @@ class GenerationRequest(_FieldsOfBoth):  # type: ignore[valid-type, misc]
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 
-class CompletionRequest(GenerationRequest, _FieldsOfCompletions):  # type: ignore[valid-type, misc]
+class CompletionRequest(GenerationRequest, _OfCompletions):  # type: ignore[valid-type, misc]
     """Body of ``/v1/completions``."""
 
     # Token ids before texts: else pydantic would note of each of them that it is no text.
@@ -181,16 +158,26 @@ class CompletionRequest(GenerationRequest, _FieldsOfCompletions):  # type: ignor
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    _echoed: dict[int, EchoedPrompt] = PrivateAttr(default_factory=dict)
+    # Of prompts that have been made, for an echo: the text, and the first token, whose
+    # log-probability nobody knows.
+    _echoed: dict[int, tuple[str, PositionLogprobs]] = PrivateAttr(default_factory=dict)
 
     def prompts(self) -> list[MakePrompt]:
-        """See the base class."""
-        several = enumerate(self._several())
-        return [functools.partial(self._make, i, prompt) for i, prompt in several]
+        """One or several.
 
-    def echoed(self, i: int) -> EchoedPrompt | None:
-        """What the answer to a prompt, which has been made, begins with."""
-        return self._echoed.get(i)
+        Raises:
+            ValueError: If there is none, or they ask for too much together.
+        """
+        if not self.prompt:
+            raise ValueError("prompt must not be empty")
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        several: Sequence[Any] = [self.prompt] if one else self.prompt
+        if len(several) * (self.n or 1) > _MAX_OUTPUTS:
+            raise ValueError(
+                f"prompt and n may ask for {_MAX_OUTPUTS} outputs together, got "
+                f"{len(several)} times {self.n or 1}"
+            )
+        return [functools.partial(self._make, i, prompt) for i, prompt in enumerate(several)]
 
     def _make(self, i: int, prompt: Prompt, llm: LLM) -> Prompt:
         tokens = prompt
@@ -198,65 +185,33 @@ class CompletionRequest(GenerationRequest, _FieldsOfCompletions):  # type: ignor
             begin = None if self.add_special_tokens else False
             tokens = required(llm.tokenizer).encode(prompt, begin=begin)
         if self.echo and tokens:
-            self._echoed[i] = EchoedPrompt.of(prompt, list(tokens), llm.tokenizer)
+            text = prompt if isinstance(prompt, str) else text_of(tokens, llm.tokenizer)
+            self._echoed[i] = text, position_logprobs(tokens[0], 0.0, {}, 0, llm.tokenizer)
         return tokens
 
-    def _several(self) -> list[Prompt]:
-        if not self.prompt:
-            raise ValueError("prompt must not be empty")
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        if len(self.prompt) * (self.n or 1) > _MAX_OUTPUTS:
-            raise ValueError(
-                f"prompt and n may ask for {_MAX_OUTPUTS} outputs together, got "
-                f"{len(self.prompt)} times {self.n or 1}"
-            )
-        return list(self.prompt)
+    def echoed(self, i: int) -> tuple[str, PositionLogprobs] | None:
+        """Text and first token of a prompt, where the answer begins with them."""
+        return self._echoed.get(i)
 
     def params(self) -> SamplingParams:
         """Sampling parameters; see :meth:`sampling`.
 
-        Without ``max_tokens`` an echo has one token, which is not shown.
+        An echo alone, with ``max_tokens`` 0, has a token that is not shown.
         """
         fields: Json = {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
-        if self.echo:
-            if self.truncate_prompt_tokens is not None:
+        needs: Json = {"truncate_prompt_tokens": None} if self.echo else {}
+        if self.echo and self.max_tokens == 0:
+            fields["max_tokens"] = 1
+        if self.echo and self.logprobs is not None:
+            fields["prompt_logprobs"] = self.logprobs
+            needs |= {"stream": False, "prompt_logprobs": None}
+        for name, value in needs.items():
+            if getattr(self, name) != value:
                 raise ValueError(
-                    f"echo needs truncate_prompt_tokens null, got {self.truncate_prompt_tokens}"
+                    f"echo{' with logprobs' * (len(needs) > 1)} needs {name} {_json(value)}, got "
+                    f"{_json(getattr(self, name))}"
                 )
-            fields["max_tokens"] = 1 if self.max_tokens == 0 else self.max_tokens
-            if self.logprobs is not None:
-                fields["prompt_logprobs"] = self._logprobs_of_echo()
         return self.sampling(**fields)
-
-    def _logprobs_of_echo(self) -> int | None:
-        if self.stream:
-            raise ValueError("echo with logprobs needs stream false")
-        if self.prompt_logprobs not in (None, self.logprobs):
-            raise ValueError(
-                f"prompt_logprobs must be null or logprobs {self.logprobs} with echo, got "
-                f"{self.prompt_logprobs}"
-            )
-        return self.logprobs
-
-
-@dataclass(frozen=True)
-class EchoedPrompt:
-    """A prompt that the answer begins with.
-
-    Attributes:
-        text: Of it.
-        first: Its first token, whose log-probability nobody knows.
-    """
-
-    text: str
-    first: PositionLogprobs
-
-    @classmethod
-    def of(cls, prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | None) -> EchoedPrompt:
-        """Of a prompt as it was given, and its tokens."""
-        text = prompt if isinstance(prompt, str) else text_of(tokens, tokenizer)
-        return cls(text, position_logprobs(tokens[0], 0.0, {}, 0, tokenizer))
 
 
 def text_of(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
@@ -267,10 +222,9 @@ def text_of(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     return stream.push(list(tokens)) + stream.finish()
 
 
-class TextPart(BaseModel):
+class TextPart(KnownFields):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
@@ -319,7 +273,7 @@ class Conversation(KnownFields):
         return llm.tokenizer.chat(messages, **{**options, **given})
 
 
-class ChatRequest(GenerationRequest, Conversation, _FieldsOfChat):  # type: ignore[valid-type, misc]
+class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[valid-type, misc]
     """Body of ``/v1/chat/completions``."""
 
     max_completion_tokens: int | None = None
@@ -349,7 +303,7 @@ class TokenizeRequest(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)  # type: ignore[assignment]
+    messages: List[Message] | None = Field(default=None, min_length=1)  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -367,23 +321,18 @@ class TokenizeRequest(Conversation):
         if self.prompt is None:
             tokens = self.token_ids(llm)
         else:
-            begin = False if self.add_special_tokens is False else None
+            begin = None if self.add_special_tokens in (None, True) else False
             tokens = tokenizer.encode(self.prompt, begin=begin)
-        return {
-            "count": len(tokens),
-            "max_model_len": llm.max_model_len,
-            "tokens": tokens,
-            "token_strs": list(map(tokenizer.token_text, tokens))
-            if self.return_token_strs
-            else None,
-        }
+        found = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
+        texts = list(map(tokenizer.token_text, tokens)) if self.return_token_strs else None
+        return {**found, "token_strs": texts}
 
 
 class DetokenizeRequest(KnownFields):
     """Body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: List[int]
 
     def answer(self, llm: LLM) -> Json:
         """Its text.
@@ -402,16 +351,19 @@ class Answer:
     """Builds the JSON of an answer, whole or in pieces.
 
     Args:
-        body: What was asked for.
+        body: What was asked for; also an attribute.
         model: Name of the model.
         name: Of the request, which is part of the answer's id.
+
+    Attributes:
+        head: What it begins with.
     """
 
-    def __init__(self, body: GenerationRequest, model: str, name: str) -> None:
-        self._body, self._chat = body, isinstance(body, ChatRequest)
+    def __init__(self, body: CompletionRequest | ChatRequest, model: str, name: str) -> None:
+        self.body, self._chat = body, isinstance(body, ChatRequest)
         # An echo without a token of its own.
         self._hidden = not self._chat and body.max_tokens == 0
-        self._head = {
+        self.head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{name}",
             "object": "chat.completion" if self._chat else "text_completion",
             "created": int(time.time()),
@@ -426,13 +378,13 @@ class Answer:
         for i, request in enumerate(requests):
             for one in request.outputs:
                 choice = self.choice(i, request, one.index, None, Snapshot.of(one), "message")
-                if self._body.prompt_logprobs is not None and request.prompt_logprobs is not None:
+                if self.body.prompt_logprobs is not None and request.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = [
                         None if place is None else prompt_position(place)
                         for place in request.prompt_logprobs
                     ]
                 choices.append(choice)
-        content = {**self._head, "choices": choices, "usage": self.usage(requests)}
+        content = {**self.head, "choices": choices, "usage": self.usage(requests)}
         return content | self.of_prompt(requests[0])
 
     def choice(
@@ -460,28 +412,27 @@ class Answer:
         start = before.num_tokens if before else 0
         text = now.text[len(before.text) if before else 0 :]
         logprobs = None if now.logprobs is None else now.logprobs[start : now.num_tokens]
-        by_id = self._body.return_tokens_as_token_ids
-        if self._chat:
-            head = {} if before else {"role": "assistant"}
-            content = {name: {**head, "content": text}}
-            shown = None if logprobs is None else chat_logprobs(logprobs, by_id=by_id)
-        else:
-            assert isinstance(self._body, CompletionRequest)
-            echoed = None if before else self._body.echoed(i)
-            content = {"text": text if echoed is None else echoed.text + text}
-            shown = None
+        by_id = self.body.return_tokens_as_token_ids
+        shown = None
+        if isinstance(self.body, ChatRequest):
+            content: Json = {} if before else {"role": "assistant"}
+            content = {name: {**content, "content": text}}
             if logprobs is not None:
-                if echoed is not None:
+                shown = chat_logprobs(logprobs, by_id=by_id)
+        else:
+            whole, first = (None if before else self.body.echoed(i)) or (None, None)
+            content = {"text": text if whole is None else whole + text}
+            if logprobs is not None:
+                if first is not None:
                     of_prompt = [one for one in request.prompt_logprobs or () if one is not None]
-                    logprobs = [echoed.first, *of_prompt, *logprobs]
-                whole = None if echoed is None else content["text"]
+                    logprobs, whole = [first, *of_prompt, *logprobs], content["text"]
                 offsets = self._offsets[index]
                 shown = text_logprobs(logprobs, offsets, by_id=by_id, echoed=whole)
         # OpenAI has no such end: an event with the error comes next.
         finish = None if now.finish_reason == "error" else now.finish_reason
         choice = {"index": index, **content, "logprobs": shown, "finish_reason": finish}
         choice["stop_reason"] = now.stop_reason
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = now.token_ids[start : now.num_tokens]
             if not self._chat and before is None:
                 choice["prompt_token_ids"] = request.prompt_token_ids
@@ -489,13 +440,8 @@ class Answer:
 
     def of_prompt(self, request: RequestOutput) -> Json:
         """What an answer has beside choices and usage, once."""
-        shown = self._chat and self._body.return_token_ids
+        shown = self._chat and self.body.return_token_ids
         return {"prompt_token_ids": request.prompt_token_ids} if shown else {}
-
-    def streamed(self) -> Json:
-        """What all pieces have, beside choices and usage."""
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": kind}
 
     def usage(self, requests: Collection[RequestOutput]) -> Json:
         """Numbers of tokens."""
@@ -506,7 +452,7 @@ class Answer:
             min(request.num_cached_tokens or 0, len(request.prompt_token_ids) - 1)
             for request in requests
         )
-        counts = token_counts(prompt, 0 if self._hidden else generated)
+        counts = _usage(prompt, 0 if self._hidden else generated)
         return {**counts, "prompt_tokens_details": {"cached_tokens": sum(cached)}}
 
 
@@ -515,14 +461,13 @@ class Pieces:
 
     Args:
         answer: That is streamed.
-        n: Outputs of each prompt.
-        options: Of the stream.
     """
 
-    def __init__(self, answer: Answer, n: int, options: StreamOptions) -> None:
-        self._answer, self._n = answer, n
+    def __init__(self, answer: Answer) -> None:
+        self._answer, options = answer, answer.body.stream_options
         self._counts = options.include_usage and options.continuous_usage_stats
-        self._begin = f'data: {_json(answer.streamed())[:-1]}, "choices": ['
+        kind = answer.head["object"].replace("chat.completion", "chat.completion.chunk")
+        self._begin = f'data: {_json({**answer.head, "object": kind})[:-1]}, "choices": ['
         self._sent: dict[int, Snapshot] = {}
         self._requests: dict[int, RequestOutput] = {}
 
@@ -532,15 +477,14 @@ class Pieces:
         for i, (request, outputs, _) in news.items():
             self._requests[i] = request
             for output, now in enumerate(outputs):
-                index = i * self._n + output
+                index = i * len(outputs) + output
                 before = self._sent.get(index)
                 if now != before:
                     self._sent[index] = now
                     choice = _json(self._answer.choice(i, request, output, before, now))
                     more: Json = {} if before else self._answer.of_prompt(request)
                     if self._counts:
-                        counts = token_counts(len(request.prompt_token_ids), now.num_tokens)
-                        more["usage"] = counts
+                        more["usage"] = _usage(len(request.prompt_token_ids), now.num_tokens)
                     rest = f", {_json(more)[1:]}" if more else "}"
                     found.append(f"{self._begin}{choice}]{rest}\n\n")
         return "".join(found).encode()
@@ -556,13 +500,9 @@ def event(content: Json) -> bytes:
     return f"data: {_json(content)}\n\n".encode()
 
 
-def token_counts(prompt: int, generated: int) -> Json:
-    """Numbers of tokens as JSON."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-    }
+def _usage(prompt: int, generated: int) -> Json:
+    total = prompt + generated
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": total}
 
 
 def error_body(message: str, kind: str, status: int) -> Json:

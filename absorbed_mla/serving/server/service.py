@@ -8,9 +8,9 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -25,8 +25,7 @@ _LONGEST_STEP = 10.0
 # Bounds of the buckets of histograms.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
-_Result = TypeVar("_Result")
-# Makes a prompt; called in the model's thread, which owns the tokenizer.
+# Makes a prompt; called in the model's thread.
 MakePrompt = Callable[[LLM], Prompt]
 
 
@@ -148,21 +147,6 @@ class _Abort:
     names: list[str]
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[[LLM], Any]
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-    def succeed(self, result: Any) -> None:
-        if not self.future.done():
-            self.future.set_result(result)
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
 class Service:
     """Owns the thread that makes all calls to a model.
 
@@ -175,7 +159,7 @@ class Service:
     def __init__(self, llm: LLM, metrics: Metrics, on_death: Callable[[], Any]) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
-        self._commands: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
         # By the name of a request, with the number of its prompt.
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
@@ -216,26 +200,11 @@ class Service:
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         stream = RequestStream(names, self._abort)
-        self._queue(_Submit(dict(zip(names, prompts)), params, stream))
-        return stream
-
-    async def call(self, function: Callable[[LLM], _Result]) -> _Result:
-        """The result of a function, called in the model's thread, which owns the tokenizer.
-
-        Raises:
-            ValueError: If the function fails.
-            ServiceStopped: If the model has stopped.
-        """
-        loop = asyncio.get_running_loop()
-        call = _Call(function, loop, loop.create_future())
-        self._queue(call)
-        return await call.future
-
-    def _queue(self, command: _Submit | _Call) -> None:
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
-            self._commands.put(command)
+            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
+        return stream
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -271,19 +240,18 @@ class Service:
                     self._streams.pop(name, None)
                     self.llm.abort(name)
                 continue
-            if isinstance(command, _Call):
-                with _errors_to(command):
-                    _call(command.loop, command.succeed, command.function(self.llm))
-                continue
-            with _errors_to(command.stream):
-                self._submit(command)
+            self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue prompts."""
-        self._add_all(command)
-        for i, name in enumerate(command.prompts):
-            self._streams[name] = command.stream, i
-            self._metrics.begin(name)
+        """Queue prompts; whatever one does to tokenizer or template, others run on."""
+        try:
+            self._add_all(command)
+        except Exception as error:
+            _fail(command.stream, as_refusal(error))
+        else:
+            for i, name in enumerate(command.prompts):
+                self._streams[name] = command.stream, i
+                self._metrics.begin(name)
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""
@@ -319,8 +287,6 @@ class Service:
                 command = self._commands.get()
                 if isinstance(command, _Submit):
                     _fail(command.stream, reason)
-                elif isinstance(command, _Call):
-                    _fail(command, reason)
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
@@ -400,25 +366,20 @@ def require_no_failure(updates: Iterable[Update]) -> None:
                 raise ModelFailed(output.error)
 
 
+def as_refusal(error: Exception) -> ValueError:
+    """What is wrong with a prompt at which tokenizer or template fail."""
+    if isinstance(error, ValueError):
+        return error
+    return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
+
+
 def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:
     for stream, i, update in news:
         stream.put(i, update)
 
 
-@contextlib.contextmanager
-def _errors_to(caller: RequestStream | _Call) -> Iterator[None]:
-    """Whatever a caller's prompt does to tokenizer or template, others run on."""
-    try:
-        yield
-    except ValueError as error:
-        _fail(caller, error)
-    except Exception as error:
-        reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-        _fail(caller, ValueError(reason))
-
-
-def _fail(caller: RequestStream | _Call, error: Exception) -> None:
-    _call(caller.loop, caller.fail, error)
+def _fail(stream: RequestStream, error: Exception) -> None:
+    _call(stream.loop, stream.fail, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

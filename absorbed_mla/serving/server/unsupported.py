@@ -14,46 +14,38 @@ from pydantic_core import PydanticCustomError
 
 # Field -> its values that ask for nothing, besides null.
 _OF_BOTH: dict[str, tuple] = {
-    "best_of": (1,),
-    "cache_salt": (),
-    "early_stopping": (False,),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
+    **dict.fromkeys(("cache_salt", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("early_stopping", "store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "priority": (0,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
 }
 _OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}
 # What is about tools asks for nothing as long as there are none.
 _OF_CHAT: dict[str, tuple] = {
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
+    **dict.fromkeys(("audio", "chat_template", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
     "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# They name the client's user, or are hints, on which no answer depends.
+_IGNORED = (
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "user",
+)
 
 
 def _fields(table: dict[str, tuple]) -> dict[str, Any]:
@@ -77,14 +69,9 @@ def _asking_for_nothing(accepted: tuple) -> Any:
     return Annotated[Any, AfterValidator(check)]
 
 
-FIELDS_OF_BOTH = _fields(_OF_BOTH) | {
-    # They name the client's user, or are hints, on which no answer depends.
+FIELDS_OF_BOTH = {
+    **_fields(_OF_BOTH),
+    **dict.fromkeys(_IGNORED, (str | None, None)),
     "metadata": (dict[str, Any] | None, None),
-    "prompt_cache_key": (str | None, None),
-    "prompt_cache_retention": (str | None, None),
-    "safety_identifier": (str | None, None),
-    "service_tier": (str | None, None),
-    "user": (str | None, None),
 }
-FIELDS_OF_COMPLETIONS = _fields(_OF_COMPLETIONS)
-FIELDS_OF_CHAT = _fields(_OF_CHAT)
+FIELDS_OF_COMPLETIONS, FIELDS_OF_CHAT = _fields(_OF_COMPLETIONS), _fields(_OF_CHAT)

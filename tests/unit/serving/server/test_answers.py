@@ -370,14 +370,6 @@ class TestEchoWithLogprobs:
         [choice] = complete(client, "a", max_tokens=0, logprobs=1, echo=True).choices
         assert choice.logprobs.tokens == ["a"] and choice.logprobs.token_logprobs == [None]
 
-    def test_beside_prompt_logprobs(self, client):
-        fields = {"max_tokens": 1, "logprobs": 1, "echo": True}
-        plain = complete(client, "abc", **fields).choices[0]
-        assert not hasattr(plain, "prompt_logprobs")
-        both = complete(client, "abc", **fields, extra_body={"prompt_logprobs": 1}).choices[0]
-        assert both.logprobs == plain.logprobs
-        assert both.prompt_logprobs[1]["98"]["logprob"] == PROMPT_LOGPROBS[1]
-
 
 def test_offsets_of_what_the_text_lacks():
     """Special tokens in front of a prompt, and the space that a decoder drops there."""

@@ -93,7 +93,7 @@ BODIES = [
     (
         COMPLETIONS,
         {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
-        "prompt_logprobs must be null or logprobs 1 with echo, got 2",
+        "echo with logprobs needs prompt_logprobs null, got 2",
     ),
     (
         COMPLETIONS,
