@@ -18,8 +18,14 @@ _NO_STOP_TOKEN = -1
 _MOST_TOP_LOG_PROBS = 100
 
 
-def _are_texts(texts: Sequence[Any]) -> bool:
-    return all(isinstance(text, str) and text for text in texts)
+# Of a request, so that looking for their ends costs a step little.
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 128
+
+
+def _are_stops(texts: Sequence[Any]) -> bool:
+    if len(texts) > _MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
+        return False
+    return sum(map(len, texts)) <= _MOST_STOP_CHARACTERS
 
 
 def _are_token_ids(tokens: Iterable[Any]) -> bool:
@@ -99,10 +105,17 @@ class SamplingParams(Options):
     )
     """Of the random numbers that draw its tokens."""
     stop: str | Sequence[str] = option(
-        (), valid=_are_texts, accepted="a string or several, none of them empty"
+        (),
+        valid=_are_stops,
+        accepted="a string or several, none of them empty, at most "
+        f"{_MOST_STOPS} of {_MOST_STOP_CHARACTERS} characters together",
     )
     """Strings that end the request as soon as they are in its text."""
-    stop_token_ids: Sequence[int] = option((), valid=_are_token_ids, accepted="token ids")
+    stop_token_ids: Sequence[int] = option(
+        (),
+        valid=lambda tokens: len(tokens) <= _MOST_STOP_TOKENS and _are_token_ids(tokens),
+        accepted=f"token ids, at most {_MOST_STOP_TOKENS}",
+    )
     """Tokens that end the request, besides the model's end token."""
     ignore_eos: bool = option(False)
     """The model's end token does not end the request."""

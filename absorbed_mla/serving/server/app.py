@@ -41,7 +41,6 @@ from absorbed_mla.serving.server.service import (
     Service,
     ServiceStopped,
     Update,
-    as_refusal,
     require_no_failure,
 )
 
@@ -178,10 +177,8 @@ class _Routes:
         async def answer(request: Request) -> Response:
             body = await _read(request, kind)
             self._require_model(body.model)
-            try:
-                return JSONResponse(await asyncio.to_thread(body.answer, self._service.llm))
-            except Exception as error:
-                raise as_refusal(error) from error
+            work = self._service.tokenize(body.answer, request.state.body_bytes)
+            return JSONResponse(await _unless_disconnected(request, work))
 
         return answer
 
@@ -212,7 +209,7 @@ class _Routes:
         if body.request_id is not None and not request.state.has_id:
             request.state.request_id = body.request_id
         answer = Answer(body, self._name, request.state.request_id)
-        stream = self._service.submit(prompts, params)
+        stream = self._service.submit(prompts, params, request.state.body_bytes)
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
             if not body.stream:

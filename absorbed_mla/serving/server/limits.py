@@ -195,7 +195,7 @@ class Bodies:
         self._most, self._held = most, 0
 
     async def read(self, request: Request) -> bytes:
-        """The body of a request.
+        """The body of a request, whose length ``state.body_bytes`` has then.
 
         Raises:
             HTTPException: If it is no JSON by its type, too large, in too many parts, or too many
@@ -218,6 +218,7 @@ class Bodies:
                     raise too_large
                 if self._held > _MOST_BODIES * self._most:
                     raise HTTPException(503, "too many large requests arrive; try again later")
+            request.state.body_bytes = len(content)
             if len(content) > _SMALL:
                 _require_few_parts(content)
             return bytes(content)

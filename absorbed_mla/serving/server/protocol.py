@@ -183,6 +183,8 @@ class CompletionRequest(GenerationRequest, _OfCompletions):  # type: ignore[vali
         tokens = prompt
         if isinstance(prompt, str) and (self.echo or not self.add_special_tokens):
             begin = None if self.add_special_tokens else False
+            if self.truncate_prompt_tokens is None:
+                llm.require_few_characters(prompt)
             tokens = required(llm.tokenizer).encode(prompt, begin=begin)
         if self.echo and tokens:
             text = prompt if isinstance(prompt, str) else text_of(tokens, llm.tokenizer)
@@ -270,7 +272,7 @@ class Conversation(KnownFields):
         names = ("add_generation_prompt", "continue_final_message")
         options = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         messages = [message.for_template() for message in self.messages]
-        return llm.tokenizer.chat(messages, **{**options, **given})
+        return llm.encode_chat(messages, {**options, **given})
 
 
 class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[valid-type, misc]

@@ -9,14 +9,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from absorbed_mla.serving.llm import LLM, Prompt
+from absorbed_mla.serving.llm_engine import EncodedPrompt
 from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
@@ -25,12 +28,20 @@ _LONGEST_STEP = 10.0
 # Bounds of the buckets of histograms.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
-# Makes a prompt; called in the model's thread.
+# Makes a prompt; called in a thread of its own.
 MakePrompt = Callable[[LLM], Prompt]
+_Result = TypeVar("_Result")
 
 
 class ServiceStopped(RuntimeError):
     """The model has stopped: its processes have ended, or the server is shutting down."""
+
+
+class ServerBusy(ServiceStopped):
+    """Too many large requests wait already."""
+
+    def __init__(self) -> None:
+        super().__init__("too many large requests wait; try again later")
 
 
 class ModelFailed(RuntimeError):
@@ -137,7 +148,7 @@ class RequestStream:
 @dataclass(frozen=True)
 class _Submit:
     # By the name of its request.
-    prompts: dict[str, MakePrompt]
+    prompts: dict[str, EncodedPrompt]
     params: SamplingParams
     stream: RequestStream
 
@@ -165,6 +176,7 @@ class Service:
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
         self._lock = threading.Lock()
+        self._tokenizing = TokenizingThreads()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
@@ -185,26 +197,74 @@ class Service:
         """Whether requests can run."""
         return self._stopped is None
 
-    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> RequestStream:
+    def submit(
+        self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
+    ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
         Args:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
+            size: Bytes of the request.
 
         Returns:
             For their updates; to be closed.
 
         Raises:
-            ServiceStopped: If the model has stopped.
+            ServiceStopped: If the model has stopped, or too much waits for it.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         stream = RequestStream(names, self._abort)
-        with self._lock:
-            if self._stopped is not None:
-                raise self._stopped
-            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
+
+        def encode() -> None:
+            if stream.is_over:
+                return
+            try:
+                self._require_running()
+                made = [self.llm.encode(make(self.llm), params) for make in prompts]
+                self._queue(_Submit(dict(zip(names, made)), params, stream))
+            except ServiceStopped as error:
+                _fail(stream, error)
+            except Exception as error:
+                _fail(stream, as_refusal(error))
+
+        self._in_thread(size, encode)
         return stream
+
+    async def tokenize(self, function: Callable[[LLM], _Result], size: int) -> _Result:
+        """The result of a function that uses the tokenizer.
+
+        Args:
+            function: Called in another thread.
+            size: Bytes of the request.
+
+        Raises:
+            ValueError: If it fails.
+            ServiceStopped: If the model has stopped, or too much waits for it.
+        """
+        try:
+            return await asyncio.wrap_future(self._in_thread(size, lambda: function(self.llm)))
+        except ServiceStopped:
+            raise
+        except Exception as error:
+            raise as_refusal(error) from error
+
+    def _in_thread(self, size: int, function: Callable[[], Any]) -> Future:
+        with self._lock:
+            self._require_running()
+            future = self._tokenizing.submit(size, function)
+        if future is None:
+            raise ServerBusy
+        return future
+
+    def _queue(self, command: _Submit) -> None:
+        with self._lock:
+            self._require_running()
+            self._commands.put(command)
+
+    def _require_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -243,7 +303,9 @@ class Service:
             self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue prompts; whatever one does to tokenizer or template, others run on."""
+        """Queue prompts, unless their caller has left."""
+        if command.stream.is_over:
+            return
         try:
             self._add_all(command)
         except Exception as error:
@@ -255,10 +317,9 @@ class Service:
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""
-        prompts = {name: make(self.llm) for name, make in command.prompts.items()}
         added: list[str] = []
         try:
-            for name, prompt in prompts.items():
+            for name, prompt in command.prompts.items():
                 self.llm.add_request(prompt, command.params, name)
                 added.append(name)
         except BaseException:
@@ -283,6 +344,7 @@ class Service:
         """Tell every caller, also those whose requests were never taken."""
         with self._lock:
             self._stopped = reason
+            self._tokenizing.close()
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):

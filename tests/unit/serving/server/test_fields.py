@@ -104,10 +104,13 @@ def test_biases(kind):
 
 
 def recorded(method: str):
-    """An ``LLM`` whose tokenizer notes the options that it gets."""
+    """An ``LLM`` that notes the options that its tokenizer, or the template, gets."""
     options = {}
     tokenizer = SimpleNamespace(**{method: lambda given, **found: options.update(found) or [1]})
-    return SimpleNamespace(tokenizer=tokenizer), options
+    encode_chat = lambda given, found: tokenizer.chat(given, **found)  # noqa: E731
+    llm = SimpleNamespace(tokenizer=tokenizer, encode_chat=encode_chat)
+    llm.require_few_characters = lambda text: None
+    return llm, options
 
 
 @pytest.mark.parametrize(
