@@ -71,8 +71,11 @@ class StopStrings:
 
     @property
     def held_back(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        return 0 if self._node is None else self._node.depth
+        """Length of the longest end of the text after which a stop string would go on."""
+        node = self._node
+        while node is not None and not node.next:
+            node = node.shorter
+        return 0 if node is None else node.depth
 
     def read(self, text: str) -> tuple[int, str] | None:
         """Read what was added to the text.

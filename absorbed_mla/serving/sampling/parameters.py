@@ -19,7 +19,7 @@ _MOST_TOP_LOG_PROBS = 100
 
 
 # Of a request, so that looking for their ends costs a step little.
-_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 128
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 256
 
 
 def _are_stops(texts: Sequence[Any]) -> bool:
