@@ -242,12 +242,13 @@ def _server_request(llm) -> Trace:
     """A request of four tokens to ``/v1/completions``, in the server's and the model's thread."""
     from absorbed_mla.serving.server import service
     from absorbed_mla.serving.server.app import build_app
+    from absorbed_mla.serving.server.metrics import Metrics
 
     while llm.has_unfinished_requests():
         llm.step()
     # Between two requests it looks whether the model's processes are there.
     service._CHECK = 60.0
-    metrics, trace = service.Metrics(), Trace()
+    metrics, trace = Metrics(), Trace()
     model = service.Service(llm, metrics, lambda: None)
     app = build_app(model, metrics, "model", None)
     threading.setprofile(trace)

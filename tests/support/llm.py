@@ -193,18 +193,20 @@ def serving(
     origins: Sequence[str] = (),
     *,
     http_options: Mapping[str, Any] = {},
+    step_timeout: float = 60.0,
     **options,
 ) -> Iterator[Served]:
     """A server around a fake model, on a free port, in a thread; with options of its engine."""
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
-    from absorbed_mla.serving.server.service import Metrics, Service
+    from absorbed_mla.serving.server.metrics import Metrics
+    from absorbed_mla.serving.server.service import Service
 
     runner, deaths = FakeRunner(**options), []
     llm = fake_llm(runner)
     metrics = Metrics()
-    service = Service(llm, metrics, lambda: deaths.append("died"))
+    service = Service(llm, metrics, lambda: deaths.append("died"), step_timeout=step_timeout)
     app = build_app(service, metrics, "tiny", api_key, origins)
     http = HTTPServer(app, service, "127.0.0.1", 0, **http_options)
     service.start()

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from absorbed_mla import __version__
 from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
+from absorbed_mla.serving.server.metrics import CountAnswers, Metrics
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
@@ -35,7 +36,6 @@ from absorbed_mla.serving.server.protocol import (
     event,
 )
 from absorbed_mla.serving.server.service import (
-    Metrics,
     ModelFailed,
     RequestStream,
     Service,
@@ -92,7 +92,11 @@ def build_app(
         expose_headers=[_REQUEST_ID],
     )
     app = Starlette(
-        middleware=[*([cross_origin] if origins else []), Middleware(_PathsAndIds)],
+        middleware=[
+            Middleware(CountAnswers, metrics=metrics),
+            *([cross_origin] if origins else []),
+            Middleware(_PathsAndIds),
+        ],
         routes=[
             Route("/health", routes.health),
             Route("/ping", routes.health, methods=["GET", "POST"]),
@@ -150,9 +154,9 @@ class _Routes:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while the model can run."""
-        alive = self._service.is_alive
-        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+        """200 while requests can run."""
+        status = self._service.health
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""

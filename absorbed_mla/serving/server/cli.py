@@ -56,6 +56,12 @@ class ServerOptions(Options):
         True, flag="--no-access-log", flag_help={False: "write no line for each request"}
     )
     """A line is written for each request."""
+    log_format: str = option("text", choices=("text", "json"))
+    """Of the log: lines to read, or an object of JSON on each."""
+    shutdown_timeout: float = option(5.0, least=0)
+    """Seconds that running requests have to end after SIGTERM, when no more are taken."""
+    step_timeout: float = option(300.0, above=0)
+    """Seconds that a step may take; then ``/health`` answers 503."""
 
     @property
     def origins(self) -> list[str]:
@@ -127,11 +133,12 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         allow_many_connections,
         require_free,
     )
-    from absorbed_mla.serving.server.service import Metrics, Service
+    from absorbed_mla.serving.server.metrics import Metrics
+    from absorbed_mla.serving.server.service import Service
 
     require_free(own.host, own.port)
     name = own.served_model_name or model.resolve().name
-    metrics, died = Metrics(), []
+    metrics, died = Metrics(name), []
 
     def on_death() -> None:
         died.append(True)
@@ -143,11 +150,18 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
         return 1
     with llm:
-        service = Service(llm, metrics, on_death)
+        service = Service(llm, metrics, on_death, step_timeout=own.step_timeout)
         most = own.max_body_bytes
         app = build_app(service, metrics, name, api_key, own.origins, max_body_bytes=most)
         server = HTTPServer(
-            app, service, own.host, own.port, access_log=own.access_log, max_body_bytes=most
+            app,
+            service,
+            own.host,
+            own.port,
+            access_log=own.access_log,
+            max_body_bytes=most,
+            shutdown_timeout=own.shutdown_timeout,
+            log_format=own.log_format,
         )
         leave_out_what_is_there()
         allow_many_connections()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import socket
 
@@ -10,10 +11,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from absorbed_mla.serving.server.limits import HEAD_BYTES, MAX_BODY_BYTES, limited_protocol
+from absorbed_mla.serving.server.logs import log_config
 from absorbed_mla.serving.server.service import Service
 
-# Seconds that running answers have after a signal; then their clients get an error.
-_GRACE = 5
 # Seconds to send the errors, after which connections are cut.
 _LAST_WORDS = 5
 
@@ -28,6 +28,9 @@ class HTTPServer(uvicorn.Server):
         port: 0 for any that is free; uvicorn logs which.
         access_log: Whether it logs each request.
         max_body_bytes: Of a request.
+        shutdown_timeout: Seconds that running answers have after a signal; then their clients get
+            an error.
+        log_format: See :func:`log_config`.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class HTTPServer(uvicorn.Server):
         *,
         access_log: bool = True,
         max_body_bytes: int = MAX_BODY_BYTES,
+        shutdown_timeout: float = 5,
+        log_format: str = "text",
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -48,14 +53,16 @@ class HTTPServer(uvicorn.Server):
             ws="none",
             h11_max_incomplete_event_size=HEAD_BYTES,
             access_log=access_log,
-            timeout_graceful_shutdown=_GRACE + _LAST_WORDS,
+            timeout_graceful_shutdown=math.ceil(shutdown_timeout + _LAST_WORDS),
+            log_config=log_config(log_format),
         )
         super().__init__(config)
-        self._service = service
+        self._service, self._grace = service, shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        timer = asyncio.get_running_loop().call_later(_GRACE, self._service.end)
+        self._service.drain()
+        timer = asyncio.get_running_loop().call_later(self._grace, self._service.end)
         try:
             await super().shutdown(sockets)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -13,20 +14,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.llm_engine import EncodedPrompt
 from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
 # Seconds that the end of the server waits for a step.
 _LONGEST_STEP = 10.0
-# Bounds of the buckets of histograms.
-_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+# Seconds between two looks at the engine's statistics.
+_SAMPLE = 1.0
+# Seconds that a step may take: kernels are compiled in the first ones.
+STEP_TIMEOUT = 300.0
+
+_SHUTTING_DOWN = "the server is shutting down"
+_logger = logging.getLogger(__name__)
 
 # Makes a prompt; called in a thread of its own.
 MakePrompt = Callable[[LLM], Prompt]
@@ -165,9 +170,17 @@ class Service:
         llm: Used by nobody else from now on.
         metrics: Counts what happens.
         on_death: Called once, in the model's thread, if the model dies.
+        step_timeout: Seconds after which a step that has not ended is a failure of the model.
     """
 
-    def __init__(self, llm: LLM, metrics: Metrics, on_death: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        metrics: Metrics,
+        on_death: Callable[[], Any],
+        *,
+        step_timeout: float = STEP_TIMEOUT,
+    ) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
@@ -175,6 +188,10 @@ class Service:
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
+        self._drains, self._step_timeout = False, step_timeout
+        # When the step that runs began, and when statistics were last read.
+        self._step_began: float | None = None
+        self._sampled = -_SAMPLE
         self._lock = threading.Lock()
         self._tokenizing = TokenizingThreads()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -192,10 +209,24 @@ class Service:
         self.end()
         self._thread.join(_LONGEST_STEP)
 
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        self._drains = True
+
     @property
     def is_alive(self) -> bool:
-        """Whether requests can run."""
+        """Whether the model runs."""
         return self._stopped is None
+
+    @property
+    def health(self) -> str:
+        """``"ok"`` if requests can run, ``"draining"``, ``"hung"`` or ``"stopped"``."""
+        began = self._step_began
+        if not self.is_alive:
+            return "stopped"
+        if began is not None and time.monotonic() - began > self._step_timeout:
+            return "hung"
+        return "draining" if self._drains else "ok"
 
     def submit(
         self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
@@ -252,6 +283,8 @@ class Service:
     def _in_thread(self, size: int, function: Callable[[], Any]) -> Future:
         with self._lock:
             self._require_running()
+            if self._drains:
+                raise ServiceStopped(_SHUTTING_DOWN)
             future = self._tokenizing.submit(size, function)
         if future is None:
             raise ServerBusy
@@ -273,14 +306,25 @@ class Service:
         try:
             while self._take_commands():
                 if self.llm.has_unfinished_requests():
+                    self._step_began = time.monotonic()
                     outputs = self.llm.step()
                     # A client that has its answer finds it among the metrics.
-                    self._metrics.observe(outputs, self.llm.num_running)
+                    self._metrics.observe(outputs)
                     self._publish(outputs)
-            self._end(ServiceStopped("the server is shutting down"))
+                    self._sample()
+                    self._step_began = None
+            self._end(ServiceStopped(_SHUTTING_DOWN))
         except Exception as error:
-            self._end(ServiceStopped(f"the model has stopped: {error}"))
+            # It may have paths and lines of a log, which are not for clients.
+            _logger.critical("the model has stopped: %s", error)
+            self._end(ServiceStopped("the model has stopped"))
             self._on_death()
+
+    def _sample(self) -> None:
+        """Read the engine's statistics, now and then, and when nothing is left to run."""
+        now = time.monotonic()
+        if now - self._sampled >= _SAMPLE or not self.llm.has_unfinished_requests():
+            self._metrics.engine, self._sampled = self.llm.statistics(), now
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting if nothing runs; False ends the thread."""
@@ -352,67 +396,6 @@ class Service:
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
-
-
-class Metrics:
-    """What ``/metrics`` shows, in Prometheus' text format.
-
-    Counters of one server; written by the model's thread, read by any.
-    """
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        made = {"registry": self._registry, "namespace": "absorbed_mla"}
-        self._requests = Counter("requests", "Requests that have ended", ["finish_reason"], **made)
-        self._prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
-        self._generated = Counter("generated_tokens", "Tokens generated", **made)
-        self._running = Gauge("outputs_running", "Outputs that run or wait", **made)
-        self._first = Histogram(
-            "first_token_seconds", "From request to first token", buckets=_SECONDS, **made
-        )
-        self._whole = Histogram(
-            "request_seconds", "From request to its end", buckets=_SECONDS, **made
-        )
-        # When requests that run began, and how many of their tokens are counted.
-        self._began: dict[str, float] = {}
-        self._counted: dict[str, int] = {}
-
-    def begin(self, request_id: str) -> None:
-        """A request was queued."""
-        self._began[request_id] = time.monotonic()
-
-    def observe(self, outputs: Sequence[RequestOutput], num_running: int) -> None:
-        """A step has run.
-
-        Args:
-            outputs: That have grown or ended.
-            num_running: Outputs that run or wait.
-        """
-        now, generated = time.monotonic(), 0
-        for output in outputs:
-            name = output.request_id
-            count = sum([len(one.token_ids) for one in output.outputs])
-            before = self._counted.get(name, 0)
-            self._counted[name] = count
-            generated += count - before
-            if count and not before:
-                self._first.observe(now - self._began.setdefault(name, now))
-                self._prompt_tokens.inc(len(output.prompt_token_ids))
-            if output.finished:
-                self._end(output, now)
-        self._generated.inc(generated)
-        self._running.set(num_running)
-
-    def _end(self, output: RequestOutput, now: float) -> None:
-        name = output.request_id
-        self._whole.observe(now - self._began.pop(name, now))
-        for one in output.outputs:
-            self._requests.labels(one.finish_reason).inc()
-        del self._counted[name]
-
-    def text(self) -> bytes:
-        """All of it."""
-        return generate_latest(self._registry)
 
 
 def require_no_failure(updates: Iterable[Update]) -> None:

@@ -228,9 +228,10 @@ class TestEndToEnd:
             time.sleep(0.3)
             children[1].kill()
             for one in waiting:
-                with pytest.raises(openai.APIError, match="process of rank 1 has ended"):
+                with pytest.raises(openai.APIError, match="the model has stopped"):
                     one.result(30)
         self.require_gone(process, children, tmp_path, 1)
+        assert "the process of rank 1 has ended with code -9" in (tmp_path / "log").read_text()
 
     def test_terminated(self, folder, tmp_path):
         process, client = self.start(folder, tmp_path, tp=1)

@@ -11,7 +11,9 @@ import pytest
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server import tokenizing
-from absorbed_mla.serving.server.service import Metrics, ServerBusy, Service, ServiceStopped
+from absorbed_mla.serving.server.metrics import Metrics
+from absorbed_mla.serving.server.service import ServerBusy, Service, ServiceStopped
+from absorbed_mla.serving.statistics import Statistics
 from tests.support.llm import until
 
 
@@ -44,6 +46,9 @@ class CountingLLM:
         self.steps += 1
         ended, self.requests = self.requests, []
         return [RequestOutput(name, None, [], [], finished=True) for name in ended]
+
+    def statistics(self):
+        return Statistics()
 
     def check(self):
         pass
