@@ -109,6 +109,8 @@ class LLMEngine:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and params.truncate_prompt_tokens is None:
             self.require_few_characters(text, where)
+        elif text is None and params.truncate_prompt_tokens is None:
+            self._require_few_tokens(prompt, where)
         tokens = list(prompt) if text is None else required(tokenizer).encode(text)
         most = params.truncate_prompt_tokens
         if most == -1:
@@ -143,6 +145,14 @@ class LLMEngine:
         text = render(messages, **options)
         self.require_few_characters(text)
         return tokenizer.encode(text, begin=False)
+
+    def _require_few_tokens(self, tokens: Sequence[int], where: str) -> None:
+        """Check that token ids may fit, before any is looked at."""
+        if len(tokens) > max(_FEW_CHARACTERS, self.max_model_len):
+            raise ValueError(
+                f"{where}the prompt has {len(tokens)} tokens and must be shorter than "
+                f"{self.max_model_len}"
+            )
 
     def require_few_characters(self, text: str, where: str = "") -> None:
         """Check that a text may fit, without its tokens, which take long to find if it does not.

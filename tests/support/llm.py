@@ -19,7 +19,7 @@ from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
-from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer, Tokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 if TYPE_CHECKING:
@@ -167,10 +167,10 @@ class FakeRunner:
         pass
 
 
-def fake_llm(runner: FakeRunner | None = None) -> LLM:
+def fake_llm(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = None) -> LLM:
     """``LLM`` itself, without a model."""
     llm = LLM.__new__(LLM)
-    LLMEngine.__init__(llm, runner or FakeRunner(), ChatBytes(), (), awake=True)
+    LLMEngine.__init__(llm, runner or FakeRunner(), tokenizer or ChatBytes(), (), awake=True)
     return llm
 
 
@@ -194,6 +194,7 @@ def serving(
     *,
     http_options: Mapping[str, Any] = {},
     step_timeout: float = 60.0,
+    tokenizer: Tokenizer | None = None,
     **options,
 ) -> Iterator[Served]:
     """A server around a fake model, on a free port, in a thread; with options of its engine."""
@@ -204,7 +205,7 @@ def serving(
     from absorbed_mla.serving.server.service import Service
 
     runner, deaths = FakeRunner(**options), []
-    llm = fake_llm(runner)
+    llm = fake_llm(runner, tokenizer)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"), step_timeout=step_timeout)
     app = build_app(service, metrics, "tiny", api_key, origins)

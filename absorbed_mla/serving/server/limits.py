@@ -42,6 +42,11 @@ _MOST_ARRIVING = 512
 _MOST_PARTS, _MOST_COMMAS = 2**15, 2**20
 # Smaller bodies have few.
 _SMALL = 128 << 10
+# Bytes of a body that cost nothing worth counting; of what is more, all clients together get so
+# many a second, after a burst of as many seconds: reading and parsing them holds up all others.
+_FREE_BYTES, _BYTES_OF_ALL, _BURST_SECONDS = 64 << 10, 4 << 20, 2.0
+# That a number counts for besides its own.
+_BYTES_OF_A_NUMBER = 3
 # Bodies that are in memory together, of the largest size.
 _MOST_BODIES = 16
 _REASONS = {408: "the request came too slowly", 431: f"headers may have {HEAD_BYTES} bytes"}
@@ -193,6 +198,8 @@ class Bodies:
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
+        # Until when the time of the loop's clock is spent.
+        self._spent = 0.0
 
     async def read(self, request: Request) -> bytes:
         """The body of a request, whose length ``state.body_bytes`` has then.
@@ -218,16 +225,28 @@ class Bodies:
                     raise too_large
                 if self._held > _MOST_BODIES * self._most:
                     raise HTTPException(503, "too many large requests arrive; try again later")
+                await self._pace(min(len(chunk), len(content) - _FREE_BYTES))
             request.state.body_bytes = len(content)
             if len(content) > _SMALL:
-                _require_few_parts(content)
+                await self._pace(_BYTES_OF_A_NUMBER * _require_few_parts(content))
             return bytes(content)
         finally:
             self._held -= len(content)
 
+    async def _pace(self, count: int) -> None:
+        """Wait until bytes may be read."""
+        if count > 0:
+            now = asyncio.get_running_loop().time()
+            self._spent = max(self._spent, now - _BURST_SECONDS) + count / _BYTES_OF_ALL
+            if self._spent > now:
+                await asyncio.sleep(self._spent - now)
 
-def _require_few_parts(content: bytearray) -> None:
+
+def _require_few_parts(content: bytearray) -> int:
     """Check that a JSON document is no burden to parse, which is so where it has few parts.
+
+    Returns:
+        Commas, which come between numbers.
 
     Raises:
         HTTPException: If it has too many.
@@ -238,8 +257,9 @@ def _require_few_parts(content: bytearray) -> None:
     if parts <= _MOST_PARTS:
         outside = b"".join(bare.split(b'"')[::2])
         parts += outside.count(b"[") + outside.count(b"{")
-        if parts <= _MOST_PARTS and outside.count(b",") <= _MOST_COMMAS:
-            return
+        commas = outside.count(b",")
+        if parts <= _MOST_PARTS and commas <= _MOST_COMMAS:
+            return commas
     raise HTTPException(
         413,
         f"the body must have at most {_MOST_PARTS} strings, lists and objects together, and "
