@@ -207,3 +207,15 @@ def test_content_type(kind):
         for good in ("application/json", "Application/JSON; charset=utf-8", "application/x+json"):
             headers = {"content-type": good}
             assert send(served, "POST", COMPLETIONS, {"prompt": "a"}, headers)[0] == 200
+
+
+def test_large_bodies_are_paced(monkeypatch):
+    """All of them together, beyond what is free for each and a burst; none is refused for it."""
+    monkeypatch.setattr(limits, "_BYTES_OF_ALL", 1 << 20)
+    monkeypatch.setattr(limits, "_BURST_SECONDS", 0.0)
+    content = b'{"prompt": "a"}' + b" " * (1 << 19)
+    with serving() as served:
+        for size, least in ((1 << 15, 0.0), (1 << 19, 0.4)):
+            began = time.monotonic()
+            assert send(served, "POST", COMPLETIONS, content[:size])[0] == 200
+            assert (time.monotonic() - began >= least) if least else True
