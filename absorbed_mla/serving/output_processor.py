@@ -251,7 +251,8 @@ class Completion:
             skip = params.skip_special_tokens
             self._stream = tokenizer.stream(prompt, skip_special_tokens=skip)
         # The text so far, with what may yet turn out to be a stop string.
-        self._text, self._stop_strings = "", StopStrings(params.stop)
+        self._text = ""
+        self._stop_strings = StopStrings(params.stop) if params.stop else None
         self.output = CompletionOutput(index)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -303,11 +304,15 @@ class Completion:
                 return
             output.finish_reason = "stop"
             output.stop_reason = token if token in params.stop_token_ids else None
+        elif self._stop_strings is None:
+            output.text = self._text
         else:
             output.text = self._text[: len(self._text) - self._stop_strings.held_back]
 
     def _ends_with_stop_string(self) -> bool:
         """Cut the text at the first stop string that ends in what is new, if there is one."""
+        if self._stop_strings is None:
+            return False
         found, params = self._stop_strings.read(self._text), self._params
         if found is None or len(self.output.token_ids) < params.min_tokens:
             return False

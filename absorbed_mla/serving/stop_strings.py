@@ -66,16 +66,16 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._node = _beginnings(tuple(strings)) if strings else None
+        self._node = _beginnings(tuple(strings))
         self._read = 0
 
     @property
     def held_back(self) -> int:
         """Length of the longest end of the text after which a stop string would go on."""
         node = self._node
-        while node is not None and not node.next:
+        while not node.next and node.shorter is not None:
             node = node.shorter
-        return 0 if node is None else node.depth
+        return node.depth
 
     def read(self, text: str) -> tuple[int, str] | None:
         """Read what was added to the text.
@@ -83,8 +83,6 @@ class StopStrings:
         Returns:
             Of the strings that end in it, the one that begins first, and where.
         """
-        if self._node is None:
-            return None
         node, found = self._node, []
         for end, character in enumerate(text[self._read :], self._read + 1):
             node = node.after(character)

@@ -57,9 +57,9 @@ class ServerOptions(Options):
     )
     """A line is written for each request."""
     log_format: str = option("text", choices=("text", "json"))
-    """Of the log: lines to read, or an object of JSON on each."""
+    """Of the log. With json, each line is an object."""
     shutdown_timeout: float = option(5.0, least=0)
-    """Seconds that running requests have to end after SIGTERM, when no more are taken."""
+    """Seconds that requests have to end after SIGTERM. No more are taken then."""
     step_timeout: float = option(300.0, above=0)
     """Seconds that a step may take; then ``/health`` answers 503."""
 

@@ -321,9 +321,9 @@ class Service:
             self._on_death()
 
     def _sample(self) -> None:
-        """Read the engine's statistics, now and then, and when nothing is left to run."""
+        """Read the engine's statistics, now and then."""
         now = time.monotonic()
-        if now - self._sampled >= _SAMPLE or not self.llm.has_unfinished_requests():
+        if now - self._sampled >= _SAMPLE:
             self._metrics.engine, self._sampled = self.llm.statistics(), now
 
     def _take_commands(self) -> bool:
@@ -335,6 +335,7 @@ class Service:
             except queue.Empty:
                 if wait:
                     self.llm.check()
+                    self._sample()
                 return True
             wait = False
             if command is None:
