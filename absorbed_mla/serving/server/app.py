@@ -298,7 +298,7 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         problems = [
             f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()
         ]
-        raise ValueError("; ".join(problems)) from error
+        raise ValueError("; ".join(problems).replace(": Value error, ", ": ")) from error
 
 
 async def _write(send: Send, message: Message) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_validator
-from pydantic_core import PydanticCustomError
 
 from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
@@ -67,7 +66,7 @@ class KnownFields(BaseModel):
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
-            raise PydanticCustomError("object", "Input should be an object")
+            raise ValueError("Input should be an object")
         fields = cls.model_fields.items()
         no_null = {name for name, one in fields if type(None) not in get_args(one.annotation)}
         return {k: v for k, v in given.items() if v is not None or k not in no_null}
