@@ -124,8 +124,7 @@ class _PathsAndIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(_REQUEST_ID)
-        # A body may have another one.
-        state = {**scope.get("state", {}), "has_id": given is not None}
+        state = dict(scope.get("state", {}))
         state["request_id"] = uuid.uuid4().hex if given is None else given
 
         async def with_id(message: Message) -> None:
@@ -203,7 +202,7 @@ class _Routes:
     async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
-        if body.request_id is not None and not request.state.has_id:
+        if body.request_id is not None and _REQUEST_ID not in request.headers:
             request.state.request_id = body.request_id
         answer = Answer(body, self._name, request.state.request_id)
         stream = self._service.submit(prompts, params)

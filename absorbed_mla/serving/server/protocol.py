@@ -283,7 +283,7 @@ class TokenizeRequest(Conversation):
         if self.prompt is None:
             tokens = self.token_ids(llm)
         else:
-            begin = None if self.add_special_tokens in (None, True) else False
+            begin = False if self.add_special_tokens is False else None
             tokens = tokenizer.encode(self.prompt, begin=begin)
         found = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
         texts = list(map(tokenizer.token_text, tokens)) if self.return_token_strs else None
