@@ -133,8 +133,7 @@ class _PathsAndIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(_REQUEST_ID)
-        # A body may have another one.
-        state = {**scope.get("state", {}), "has_id": given is not None}
+        state = dict(scope.get("state", {}))
         state["request_id"] = uuid.uuid4().hex if given is None else given
 
         async def with_id(message: Message) -> None:
@@ -210,7 +209,7 @@ class _Routes:
     async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
-        if body.request_id is not None and not request.state.has_id:
+        if body.request_id is not None and _REQUEST_ID not in request.headers:
             request.state.request_id = body.request_id
         answer = Answer(body, self._name, request.state.request_id)
         stream = self._service.submit(prompts, params, request.state.body_bytes)
@@ -299,7 +298,7 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
             f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}"
             for one in found[:_MOST_PROBLEMS]
         ]
-        raise ValueError("; ".join(problems)) from error
+        raise ValueError("; ".join(problems).replace(": Value error, ", ": ")) from error
 
 
 async def _write(send: Send, message: Message) -> None:

@@ -26,7 +26,6 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
@@ -102,7 +101,7 @@ class KnownFields(BaseModel):
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
-            raise PydanticCustomError("object", "Input should be an object")
+            raise ValueError("Input should be an object")
         fields = cls.model_fields.items()
         no_null = {
             name for name, one in fields if type(None) not in typing.get_args(one.annotation)
@@ -323,7 +322,7 @@ class TokenizeRequest(Conversation):
         if self.prompt is None:
             tokens = self.token_ids(llm)
         else:
-            begin = None if self.add_special_tokens in (None, True) else False
+            begin = False if self.add_special_tokens is False else None
             tokens = tokenizer.encode(self.prompt, begin=begin)
         found = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
         texts = list(map(tokenizer.token_text, tokens)) if self.return_token_strs else None

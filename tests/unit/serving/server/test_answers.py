@@ -94,10 +94,11 @@ class TestCompletions:
 
     def test_stop(self, client):
         [choice] = complete(client, "abcdef", stop=["dc", "no"]).choices
-        assert (choice.text, choice.finish_reason) == ("fe", "stop")
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("fe", "stop", "dc")
         extra = {"stop_token_ids": [ord("d")]}
         [choice] = complete(client, "abcdef", extra_body=extra).choices
-        assert (choice.text, choice.finish_reason) == ("fe", "stop")
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("fe", "stop", ord("d"))
+        assert complete(client, "abcdef", max_tokens=1).choices[0].stop_reason is None
 
     def test_logprobs(self, client):
         [choice] = complete(client, "ab", max_tokens=2, logprobs=2).choices
@@ -131,13 +132,6 @@ class TestCompletions:
         """In characters of the text; parts of a character are where it begins."""
         [choice] = complete(client, [97, 0xA9, 0xC3, 98], max_tokens=5, logprobs=0).choices
         assert choice.text == "béab" and choice.logprobs.text_offset == [0, 1, 1, 2, 3]
-
-    def test_what_ended_it(self, client):
-        [choice] = complete(client, "abcdef", stop=["dc"]).choices
-        assert choice.stop_reason == "dc"
-        extra = {"stop_token_ids": [ord("d")]}
-        assert complete(client, "abcdef", extra_body=extra).choices[0].stop_reason == ord("d")
-        assert complete(client, "abcdef", max_tokens=1).choices[0].stop_reason is None
 
     def test_tokens_by_their_ids(self, client):
         extra = {"return_tokens_as_token_ids": True}

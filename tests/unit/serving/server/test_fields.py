@@ -69,7 +69,7 @@ def test_values_that_ask_for_nothing(kinds, name, accepted, other):
         [problem] = found.value.errors()
         words = " or ".join([*map(json.dumps, accepted), "null"])
         assert problem["loc"] == (name,)
-        assert problem["msg"] == f"must be {words}, got {json.dumps(other)}"
+        assert problem["msg"] == f"Value error, must be {words}, got {json.dumps(other)}"
 
 
 @pytest.mark.parametrize("kind", BOTH)
