@@ -224,7 +224,7 @@ class LLM(LLMEngine):
             # All of them, before any is queued.
             encoded = []
             for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((prompt, self._encode(prompt, params, f"prompt {i}: "), params))
+                encoded.append((self.encode(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
 
 

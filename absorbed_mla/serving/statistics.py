@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 
+from absorbed_mla.serving.megatron_engine.allocator import pool_of
 from absorbed_mla.serving.megatron_engine.attributes import (
     prefix_blocks_matched,
     tokens_accepted,
     tokens_drafted,
 )
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
+from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Statistics:
         chunks: Forward passes that ended in the middle of a prompt.
         drafted: Tokens that MTP layers proposed.
         accepted: Of these, tokens that were generated.
+        running, waiting: Requests, now.
+        blocks, used_blocks: Of the cache, and those of requests, now.
     """
 
     steps: int = 0
@@ -46,6 +50,20 @@ class Statistics:
     chunks: int = 0
     drafted: int = 0
     accepted: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    used_blocks: int = 0
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that the prefix cache had already."""
+        return self.prefix_blocks * BLOCK_SIZE
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's blocks that requests use."""
+        return self.used_blocks / max(1, self.blocks)
 
     @classmethod
     def of_engines(cls, each: Sequence[Statistics]) -> Statistics:
@@ -80,6 +98,15 @@ class MegatronCounters:
         """Bring the fields that Megatron counts up to date."""
         for name, total in self._totals().items():
             setattr(statistics, name, total - self._before[name])
+        context, allocator = self._host.context, self._host.context.kv_block_allocator
+        count, free = pool_of(allocator)
+        if allocator.enable_prefix_caching:
+            free += int(allocator.get_evictable_block_count())
+        paused = context.paused_request_count
+        statistics.running = context.total_request_count - paused
+        statistics.waiting = len(self._host.waiting_request_ids) + paused
+        # The dummy one is nobody's.
+        statistics.blocks, statistics.used_blocks = count - 1, max(0, count - 1 - free)
 
     def _totals(self) -> dict[str, int]:
         """By field of :class:`Statistics`, since Megatron's engine was reset."""

@@ -59,7 +59,7 @@ BUDGETS = (
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 21_300, 14_000),
     Budget("tests", "lines", 68_000, 52_000),
-    Budget("docs", "words", 22_000, 22_000, but_not="docs/measurements"),
+    Budget("docs", "words", 22_400, 22_000, but_not="docs/measurements"),
 )
 
 

@@ -40,7 +40,7 @@ from absorbed_mla.options import FORMS  # noqa: E402
 from console.parser import Parser  # noqa: E402
 from console.script import FAILED, leave, run_script  # noqa: E402
 
-BOUNDS = {"training forward": 16, "decode": 14, "LLM decode step": 22, "server request": 36}
+BOUNDS = {"training forward": 16, "decode": 14, "LLM decode step": 22, "server request": 39}
 DEPTHS = {"LLM decode step": 14}
 _SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "normalization": "RMSNorm"}
 _SIZES |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
@@ -242,12 +242,13 @@ def _server_request(llm) -> Trace:
     """A request of four tokens to ``/v1/completions``, in the server's and the model's thread."""
     from absorbed_mla.serving.server import service
     from absorbed_mla.serving.server.app import build_app
+    from absorbed_mla.serving.server.metrics import Metrics
 
     while llm.has_unfinished_requests():
         llm.step()
-    # Between two requests it looks whether the model's processes are there.
-    service._CHECK = 60.0
-    metrics, trace = service.Metrics(), Trace()
+    # Between two requests it looks whether the model's processes are there, and for statistics.
+    service._CHECK = service._SAMPLE = 60.0
+    metrics, trace = Metrics(), Trace()
     model = service.Service(llm, metrics, lambda: None)
     app = build_app(model, metrics, "model", None)
     threading.setprofile(trace)

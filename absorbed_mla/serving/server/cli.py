@@ -23,6 +23,11 @@ _API_KEY = "ABSORBED_MLA_API_KEY"
 _SWITCH_INTERVAL = 0.0005
 
 
+def _are_origins(text: str) -> bool:
+    """Whether it is ``*``, or schemes and hosts separated by commas."""
+    return text == "*" or all("://" in one.strip(" /") for one in text.split(","))
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
@@ -38,10 +43,30 @@ class ServerOptions(Options):
     """Port to listen on; 0: any that is free."""
     api_key: str | None = option(None, unset=f"${_API_KEY}, if set")
     """Key that clients must send."""
+    max_body_bytes: int = option(2**24, least=1)
+    """Most bytes of a request's body."""
+    allowed_origins: str | None = option(
+        None,
+        valid=_are_origins,
+        accepted="* or origins such as https://example.com, separated by commas",
+        unset="none",
+    )
+    """Web pages that may read answers (CORS), by their origins, separated by commas; *: all."""
     access_log: bool = option(
         True, flag="--no-access-log", flag_help={False: "write no line for each request"}
     )
     """A line is written for each request."""
+    log_format: str = option("text", choices=("text", "json"))
+    """Of the log. With json, each line is an object."""
+    shutdown_timeout: float = option(5.0, least=0)
+    """Seconds that requests have to end after SIGTERM. No more are taken then."""
+    step_timeout: float = option(300.0, above=0)
+    """Seconds that a step may take; then ``/health`` answers 503."""
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of web pages that may read answers."""
+        return [one.strip(" /") for one in (self.allowed_origins or "").split(",") if one]
 
     @property
     def key(self) -> str | None:
@@ -79,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="absorbed-mla-serve",
         description="Serve a model over OpenAI's HTTP interface: /v1/completions, "
-        "/v1/chat/completions, /v1/models, /health, /metrics.",
+        "/v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /health, /ping, "
+        "/metrics.",
     )
     parser.add_argument(
         "model", type=Path, help="folder with a checkpoint: Hugging Face's, Megatron's or absorbed"
@@ -102,12 +128,17 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     from absorbed_mla.serving.gc_freeze import leave_out_what_is_there
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.server.app import build_app
-    from absorbed_mla.serving.server.http_server import HTTPServer, require_free
-    from absorbed_mla.serving.server.service import Metrics, Service
+    from absorbed_mla.serving.server.http_server import (
+        HTTPServer,
+        allow_many_connections,
+        require_free,
+    )
+    from absorbed_mla.serving.server.metrics import Metrics
+    from absorbed_mla.serving.server.service import Service
 
     require_free(own.host, own.port)
     name = own.served_model_name or model.resolve().name
-    metrics, died = Metrics(), []
+    metrics, died = Metrics(name), []
 
     def on_death() -> None:
         died.append(True)
@@ -119,10 +150,21 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
         return 1
     with llm:
-        service = Service(llm, metrics, on_death)
-        app = build_app(service, metrics, name, api_key)
-        server = HTTPServer(app, service, own.host, own.port, access_log=own.access_log)
+        service = Service(llm, metrics, on_death, step_timeout=own.step_timeout)
+        most = own.max_body_bytes
+        app = build_app(service, metrics, name, api_key, own.origins, max_body_bytes=most)
+        server = HTTPServer(
+            app,
+            service,
+            own.host,
+            own.port,
+            access_log=own.access_log,
+            max_body_bytes=most,
+            shutdown_timeout=own.shutdown_timeout,
+            log_format=own.log_format,
+        )
         leave_out_what_is_there()
+        allow_many_connections()
         sys.setswitchinterval(_SWITCH_INTERVAL)
         service.start()
         # uvicorn ends at these signals, and then raises them once more.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import resource
 import socket
 
 import uvicorn
 from starlette.applications import Starlette
 
+from absorbed_mla.serving.server.limits import HEAD_BYTES, MAX_BODY_BYTES, limited_protocol
+from absorbed_mla.serving.server.logs import log_config
 from absorbed_mla.serving.server.service import Service
 
-# Seconds that running answers have after a signal; then their clients get an error.
-_GRACE = 5
 # Seconds to send the errors, after which connections are cut.
 _LAST_WORDS = 5
 
@@ -25,21 +27,42 @@ class HTTPServer(uvicorn.Server):
         host: Address.
         port: 0 for any that is free; uvicorn logs which.
         access_log: Whether it logs each request.
+        max_body_bytes: Of a request.
+        shutdown_timeout: Seconds that running answers have after a signal; then their clients get
+            an error.
+        log_format: See :func:`log_config`.
     """
 
     def __init__(
-        self, app: Starlette, service: Service, host: str, port: int, *, access_log: bool = True
+        self,
+        app: Starlette,
+        service: Service,
+        host: str,
+        port: int,
+        *,
+        access_log: bool = True,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        shutdown_timeout: float = 5,
+        log_format: str = "text",
     ) -> None:
-        grace = _GRACE + _LAST_WORDS
         config = uvicorn.Config(
-            app, host=host, port=port, access_log=access_log, timeout_graceful_shutdown=grace
+            app,
+            host=host,
+            port=port,
+            http=limited_protocol(max_body_bytes),
+            ws="none",
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            access_log=access_log,
+            timeout_graceful_shutdown=math.ceil(shutdown_timeout + _LAST_WORDS),
+            log_config=log_config(log_format),
         )
         super().__init__(config)
-        self._service = service
+        self._service, self._grace = service, shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        timer = asyncio.get_running_loop().call_later(_GRACE, self._service.end)
+        self._service.drain()
+        timer = asyncio.get_running_loop().call_later(self._grace, self._service.end)
         try:
             await super().shutdown(sockets)
         finally:
@@ -59,3 +82,9 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ValueError(f"--host {host} --port {port}: {error}") from error
+
+
+def allow_many_connections() -> None:
+    """Let this process have as many open files as the machine allows; often it is 1,024 first."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -5,32 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from typing import Any, NamedTuple, TypeVar
 
 from absorbed_mla.serving.llm import LLM, Prompt
-from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.serving.llm_engine import EncodedPrompt
+from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.metrics import Metrics
+from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
 # Seconds that the end of the server waits for a step.
 _LONGEST_STEP = 10.0
-# Bounds of the buckets of histograms.
-_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+# Seconds between two looks at the engine's statistics.
+_SAMPLE = 1.0
+# Seconds that a step may take: kernels are compiled in the first ones.
+STEP_TIMEOUT = 300.0
 
-# Makes a prompt; called in the model's thread, which owns the tokenizer.
+_SHUTTING_DOWN = "the server is shutting down"
+_logger = logging.getLogger(__name__)
+
+# Makes a prompt; called in a thread of its own.
 MakePrompt = Callable[[LLM], Prompt]
+_Result = TypeVar("_Result")
 
 
 class ServiceStopped(RuntimeError):
     """The model has stopped: its processes have ended, or the server is shutting down."""
+
+
+class ServerBusy(ServiceStopped):
+    """Too many large requests wait already."""
+
+    def __init__(self) -> None:
+        super().__init__("too many large requests wait; try again later")
 
 
 class ModelFailed(RuntimeError):
@@ -44,13 +60,21 @@ class Snapshot(NamedTuple):
         text: So far.
         num_tokens: Generated so far.
         logprobs: Of at least these tokens; None unless asked for.
-        finish_reason: As in ``CompletionOutput``.
+        finish_reason, stop_reason, token_ids: As in ``CompletionOutput``.
     """
 
     text: str
     num_tokens: int
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int]
+
+    @classmethod
+    def of(cls, one: CompletionOutput) -> Snapshot:
+        """An output as it is."""
+        count, ends = len(one.token_ids), (one.finish_reason, one.stop_reason)
+        return cls(one.text, count, one.logprobs, *ends, one.token_ids)
 
 
 class Update(NamedTuple):
@@ -129,7 +153,7 @@ class RequestStream:
 @dataclass(frozen=True)
 class _Submit:
     # By the name of its request.
-    prompts: dict[str, MakePrompt]
+    prompts: dict[str, EncodedPrompt]
     params: SamplingParams
     stream: RequestStream
 
@@ -146,9 +170,17 @@ class Service:
         llm: Used by nobody else from now on.
         metrics: Counts what happens.
         on_death: Called once, in the model's thread, if the model dies.
+        step_timeout: Seconds after which a step that has not ended is a failure of the model.
     """
 
-    def __init__(self, llm: LLM, metrics: Metrics, on_death: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        metrics: Metrics,
+        on_death: Callable[[], Any],
+        *,
+        step_timeout: float = STEP_TIMEOUT,
+    ) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
@@ -156,7 +188,12 @@ class Service:
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
+        self._drains, self._step_timeout = False, step_timeout
+        # When the step that runs began, and when statistics were last read.
+        self._step_began: float | None = None
+        self._sampled = -_SAMPLE
         self._lock = threading.Lock()
+        self._tokenizing = TokenizingThreads()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
@@ -172,31 +209,95 @@ class Service:
         self.end()
         self._thread.join(_LONGEST_STEP)
 
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        self._drains = True
+
     @property
     def is_alive(self) -> bool:
-        """Whether requests can run."""
+        """Whether the model runs."""
         return self._stopped is None
 
-    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> RequestStream:
+    @property
+    def health(self) -> str:
+        """``"ok"`` if requests can run, ``"draining"``, ``"hung"`` or ``"stopped"``."""
+        began = self._step_began
+        if not self.is_alive:
+            return "stopped"
+        if began is not None and time.monotonic() - began > self._step_timeout:
+            return "hung"
+        return "draining" if self._drains else "ok"
+
+    def submit(
+        self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
+    ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
         Args:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
+            size: Bytes of the request.
 
         Returns:
             For their updates; to be closed.
 
         Raises:
-            ServiceStopped: If the model has stopped.
+            ServiceStopped: If the model has stopped, or too much waits for it.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         stream = RequestStream(names, self._abort)
-        with self._lock:
-            if self._stopped is not None:
-                raise self._stopped
-            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
+
+        def encode() -> None:
+            if stream.is_over:
+                return
+            try:
+                self._require_running()
+                made = [self.llm.encode(make(self.llm), params) for make in prompts]
+                self._queue(_Submit(dict(zip(names, made)), params, stream))
+            except ServiceStopped as error:
+                _fail(stream, error)
+            except Exception as error:
+                _fail(stream, as_refusal(error))
+
+        self._in_thread(size, encode)
         return stream
+
+    async def tokenize(self, function: Callable[[LLM], _Result], size: int) -> _Result:
+        """The result of a function that uses the tokenizer.
+
+        Args:
+            function: Called in another thread.
+            size: Bytes of the request.
+
+        Raises:
+            ValueError: If it fails.
+            ServiceStopped: If the model has stopped, or too much waits for it.
+        """
+        try:
+            return await asyncio.wrap_future(self._in_thread(size, lambda: function(self.llm)))
+        except ServiceStopped:
+            raise
+        except Exception as error:
+            raise as_refusal(error) from error
+
+    def _in_thread(self, size: int, function: Callable[[], Any]) -> Future:
+        with self._lock:
+            self._require_running()
+            if self._drains:
+                raise ServiceStopped(_SHUTTING_DOWN)
+            future = self._tokenizing.submit(size, function)
+        if future is None:
+            raise ServerBusy
+        return future
+
+    def _queue(self, command: _Submit) -> None:
+        with self._lock:
+            self._require_running()
+            self._commands.put(command)
+
+    def _require_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -205,14 +306,25 @@ class Service:
         try:
             while self._take_commands():
                 if self.llm.has_unfinished_requests():
+                    self._step_began = time.monotonic()
                     outputs = self.llm.step()
                     # A client that has its answer finds it among the metrics.
-                    self._metrics.observe(outputs, self.llm.num_running)
+                    self._metrics.observe(outputs)
                     self._publish(outputs)
-            self._end(ServiceStopped("the server is shutting down"))
+                    self._sample()
+                    self._step_began = None
+            self._end(ServiceStopped(_SHUTTING_DOWN))
         except Exception as error:
-            self._end(ServiceStopped(f"the model has stopped: {error}"))
+            # It may have paths and lines of a log, which are not for clients.
+            _logger.critical("the model has stopped: %s", error)
+            self._end(ServiceStopped("the model has stopped"))
             self._on_death()
+
+    def _sample(self) -> None:
+        """Read the engine's statistics, now and then."""
+        now = time.monotonic()
+        if now - self._sampled >= _SAMPLE:
+            self._metrics.engine, self._sampled = self.llm.statistics(), now
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting if nothing runs; False ends the thread."""
@@ -223,6 +335,7 @@ class Service:
             except queue.Empty:
                 if wait:
                     self.llm.check()
+                    self._sample()
                 return True
             wait = False
             if command is None:
@@ -235,14 +348,13 @@ class Service:
             self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue prompts; whatever one does to tokenizer or template, others run on."""
+        """Queue prompts, unless their caller has left."""
+        if command.stream.is_over:
+            return
         try:
             self._add_all(command)
-        except ValueError as error:
-            _fail(command.stream, error)
         except Exception as error:
-            reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-            _fail(command.stream, ValueError(reason))
+            _fail(command.stream, as_refusal(error))
         else:
             for i, name in enumerate(command.prompts):
                 self._streams[name] = command.stream, i
@@ -250,10 +362,9 @@ class Service:
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""
-        prompts = {name: make(self.llm) for name, make in command.prompts.items()}
         added: list[str] = []
         try:
-            for name, prompt in prompts.items():
+            for name, prompt in command.prompts.items():
                 self.llm.add_request(prompt, command.params, name)
                 added.append(name)
         except BaseException:
@@ -269,10 +380,7 @@ class Service:
             found = self._streams.pop(name, None) if finished else self._streams.get(name)
             if found is None:
                 continue
-            snapshots = [
-                Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
-                for one in output.outputs
-            ]
+            snapshots = list(map(Snapshot.of, output.outputs))
             news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
         for loop, its in news.items():
             _call(loop, _put_all, its)
@@ -281,6 +389,7 @@ class Service:
         """Tell every caller, also those whose requests were never taken."""
         with self._lock:
             self._stopped = reason
+            self._tokenizing.close()
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
@@ -288,67 +397,6 @@ class Service:
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
-
-
-class Metrics:
-    """What ``/metrics`` shows, in Prometheus' text format.
-
-    Counters of one server; written by the model's thread, read by any.
-    """
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        made = {"registry": self._registry, "namespace": "absorbed_mla"}
-        self._requests = Counter("requests", "Requests that have ended", ["finish_reason"], **made)
-        self._prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **made)
-        self._generated = Counter("generated_tokens", "Tokens generated", **made)
-        self._running = Gauge("outputs_running", "Outputs that run or wait", **made)
-        self._first = Histogram(
-            "first_token_seconds", "From request to first token", buckets=_SECONDS, **made
-        )
-        self._whole = Histogram(
-            "request_seconds", "From request to its end", buckets=_SECONDS, **made
-        )
-        # When requests that run began, and how many of their tokens are counted.
-        self._began: dict[str, float] = {}
-        self._counted: dict[str, int] = {}
-
-    def begin(self, request_id: str) -> None:
-        """A request was queued."""
-        self._began[request_id] = time.monotonic()
-
-    def observe(self, outputs: Sequence[RequestOutput], num_running: int) -> None:
-        """A step has run.
-
-        Args:
-            outputs: That have grown or ended.
-            num_running: Outputs that run or wait.
-        """
-        now, generated = time.monotonic(), 0
-        for output in outputs:
-            name = output.request_id
-            count = sum([len(one.token_ids) for one in output.outputs])
-            before = self._counted.get(name, 0)
-            self._counted[name] = count
-            generated += count - before
-            if count and not before:
-                self._first.observe(now - self._began.setdefault(name, now))
-                self._prompt_tokens.inc(len(output.prompt_token_ids))
-            if output.finished:
-                self._end(output, now)
-        self._generated.inc(generated)
-        self._running.set(num_running)
-
-    def _end(self, output: RequestOutput, now: float) -> None:
-        name = output.request_id
-        self._whole.observe(now - self._began.pop(name, now))
-        for one in output.outputs:
-            self._requests.labels(one.finish_reason).inc()
-        del self._counted[name]
-
-    def text(self) -> bytes:
-        """All of it."""
-        return generate_latest(self._registry)
 
 
 def require_no_failure(updates: Iterable[Update]) -> None:
@@ -362,6 +410,13 @@ def require_no_failure(updates: Iterable[Update]) -> None:
         for output, then in zip(update.request.outputs, update.outputs):
             if then.finish_reason == "error":
                 raise ModelFailed(output.error)
+
+
+def as_refusal(error: Exception) -> ValueError:
+    """What is wrong with a prompt at which tokenizer or template fail."""
+    if isinstance(error, ValueError):
+        return error
+    return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
 
 
 def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:

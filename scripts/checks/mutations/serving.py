@@ -37,6 +37,7 @@ absorbed_mla/serving/engine.py
     -> pass
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
 absorbed_mla/serving/engine_options.py
+  no_token_is_left_to_draw: if lost.issuperset(sampling.allowed_token_ids): -> if False:
   answers_fill_the_context_not_the_cache:
     - min(self.max_sequence_length, self.request_tokens - beyond) - length
     -> self.max_sequence_length - length
@@ -135,7 +136,8 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  stop_string_shown_too_early: self._text[: len(self._text) - self._held_back()] -> self._text
+  bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
+  stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
   stop_strings_held_back_are_missed: return
     |            output
     -> pass
@@ -185,6 +187,9 @@ absorbed_mla/serving/sampling/parameters.py
 absorbed_mla/serving/sampling/sampler.py
   seed_is_ignored: uniform(request.seed, position), *others -> uniform(0, position), *others
   penalties_of_all_drafts: drafts[:j]) for j -> drafts) for j
+  biases_that_only_some_tokens_have_for_all: [*biases.values()] -> [1.0] * len(biases)
+  bad_words_behind_anything: if row.follows(word[:-1]) -> if True
+  bad_words_without_drafts: *self.drafts] -> ]
   sampler_takes_no_notice_of_failures: if missing is not None and missing.any(): -> if False:
 absorbed_mla/serving/sampling/stop_tokens.py
   the_last_of_several_stop_tokens: in enumerate(new): -> in reversed(list(enumerate(new))):
@@ -289,13 +294,18 @@ absorbed_mla/serving/scheduler/requests.py
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
 absorbed_mla/serving/server/app.py
+  clients_ids_are_not_told: uuid.uuid4().hex if given is None else given -> uuid.uuid4().hex
+  slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
   any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
   a_failure_is_an_answer: require_no_failure(done) ->
 absorbed_mla/serving/server/logprobs.py
   log_probs_of_one_text_hide_each_other: name is None or name in names else -> name is None else
   chat_bytes_of_the_text: list(one.token_bytes), -> list((one.decoded_token or "").encode()),
   nan_in_json: if math.isnan(one.logprob): -> if False:
+  offsets_count_bytes: self._length += len(added) -> self._length += len(one.token_bytes or b"")
 absorbed_mla/serving/server/protocol.py
+  tokens_behind_an_echo_alone: not self._chat and body.max_tokens == 0 -> False
+  log_probs_of_an_echo_alone: [first, *of_prompt, *logprobs] -> [first, *logprobs]
   stream_repeats_its_text: self._sent[index] = now -> pass
   parameters_of_json_are_dropped: {name: getattr(self, name) for name in _SAMPLING} -> {}
 absorbed_mla/serving/server/service.py
@@ -305,6 +315,8 @@ absorbed_mla/serving/server/service.py
     -> for one in its:
     |                _call(loop, _put_all, [one])
   nobody_hears_of_the_death: self._on_death() ->
+absorbed_mla/serving/server/unsupported.py
+  what_is_unsupported_is_dropped: value is not None and value not in accepted -> False
 absorbed_mla/serving/tokenizers/detokenizer.py
   bytes_shown_while_they_may_change: _LONGEST_WAIT = 64 -> _LONGEST_WAIT = 4
   long_runs_that_are_no_text_are_shown_as_text: self._is_text = _begins_text(data) -> pass

@@ -45,6 +45,26 @@ GRAPHS = {"num_cuda_graphs": 4}
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
+def test_what_runs_now(model):
+    """Blocks that are only cached count as free, as in vLLM's figure."""
+
+    def now(engine):
+        found = engine.statistics
+        return found.running, found.waiting, found.used_blocks > 0
+
+    with engine_of(model, **KEPT) as engine:
+        for request in SHARED[:3]:
+            engine.add_request(request.prompt, request.sampling())
+        assert now(engine) == (0, 3, False)
+        engine.step()
+        running, waiting, used = now(engine)
+        assert running and used and running + waiting == 3
+        assert 0 < engine.statistics.cache_usage <= 1
+        while engine.is_busy():
+            engine.step()
+        assert now(engine) == (0, 0, False) and engine.statistics.blocks
+
+
 @pytest.fixture(scope="module")
 def expected(model):
     return whole_forwards(model, [*MIXED, *SHARED, *CROSSING])

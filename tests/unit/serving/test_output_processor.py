@@ -5,12 +5,14 @@ If these fail, a stop string is missed or cut in the wrong place, or text is sho
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from absorbed_mla import SamplingParams
-from absorbed_mla.serving.output_processor import Completion
+from absorbed_mla.serving.output_processor import Completion, of_output
 from absorbed_mla.serving.outputs import CompletionOutput
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.tokenizers.tokenizers import HuggingFaceTokenizer
@@ -21,6 +23,15 @@ TOKENIZERS = {
     "byte_fallback": HuggingFaceTokenizer(with_byte_fallback()),
 }
 LETTERS = st.sampled_from("ab \n\u05d0\u05dc\u0f56\U0001f468")
+
+
+def test_bad_words():
+    """Alone and behind a space, unless the latter is the former behind something."""
+    tokens = {"a": [1], " a": [2], "bc": [3, 4], " bc": [5, 3, 4]}
+    tokenizer = SimpleNamespace(encode=lambda text, begin: tokens[text])
+    params = SamplingParams(bad_words=["a", "bc", [7, 8], "a"])
+    found = of_output(params, 0, (), tokenizer).bad_words
+    assert found == ((1,), (2,), (3, 4), (7, 8))
 
 
 def grow(tokenizer, tokens: list[int], **params) -> CompletionOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from absorbed_mla.serving.server import http_server
 from tests.support.llm import serving, until
+from tests.unit.serving.server.test_refusals import head
 
-REASON = "the model has stopped: rank 1 has ended"
+REASON = "the model has stopped"
 
 
 @pytest.fixture
@@ -71,6 +72,13 @@ class TestDeath:
         assert health(served) == (503, {"status": "stopped"})
         assert served.deaths == ["died"]
 
+    def test_reason_is_for_the_operator(self, served, caplog):
+        """It may name folders, and lines of a process's log."""
+        served.runner.error = RuntimeError("rank 1 has ended; its last lines: /secret/path")
+        assert ask(served, stream=False) == REASON
+        [record] = [one for one in caplog.records if one.levelname == "CRITICAL"]
+        assert record.getMessage() == f"{REASON}: {served.runner.error}"
+
     def test_while_nothing_runs(self, served, monkeypatch):
         """It is seen without a request."""
         served.runner.dead = RuntimeError("rank 1 has ended")
@@ -100,8 +108,36 @@ class TestShutdown:
             pytest.param(0.5, 0.05, "the server is shutting down", id="long"),
         ],
     )
-    def test_answers(self, monkeypatch, request, grace, seconds_per_step, answer):
-        monkeypatch.setattr(http_server, "_GRACE", grace)
-        served = request.getfixturevalue("served")
-        assert self.shut_down(served, seconds_per_step) == [answer] * 2
-        assert served.deaths == []
+    def test_answers(self, grace, seconds_per_step, answer):
+        with serving(http_options={"shutdown_timeout": grace}) as served:
+            assert self.shut_down(served, seconds_per_step) == [answer] * 2
+            assert served.deaths == []
+
+    def test_new_requests(self, served):
+        """Those whose heads had come are refused, while those that ran before go on."""
+        served.runner.step_seconds = 0.002
+        with (
+            ThreadPoolExecutor(1) as pool,
+            socket.create_connection(("127.0.0.1", served.port)) as raw,
+        ):
+            running = pool.submit(ask, served, False)
+            until(lambda: served.runner.num_added == 1)
+            body = b'{"prompt": "a"}'
+            raw.sendall(head("/v1/completions", f"content-length: {len(body)}") + body[:1])
+            until(lambda: len(served.http.server_state.tasks) == 2)
+            served.http.should_exit = True
+            until(lambda: served.service.health == "draining")
+            raw.sendall(body[1:])
+            answer = b"".join(iter(lambda: raw.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 503") and b"the server is shutting down" in answer
+            assert running.result(20) == ""
+
+
+def test_hung_step():
+    """A rank that does not answer is no process that has ended: nothing else notices it."""
+    with serving(step_timeout=0.2) as served, ThreadPoolExecutor(1) as pool:
+        served.runner.go.clear()
+        running = pool.submit(ask, served, False)
+        until(lambda: health(served) == (503, {"status": "hung"}))
+        served.runner.go.set()
+        assert running.result(20) == "" and health(served) == (200, {"status": "ok"})
