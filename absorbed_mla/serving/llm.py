@@ -10,20 +10,32 @@ print(output.outputs[0].text)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.chat_messages import template_options_of, with_text
-from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, required
+from absorbed_mla.serving.llm_engine import LLMEngine, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.prompts import Prompt, prompts_of
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """A method of vLLM's for models that this package does not run."""
+
+    def method(self: LLM, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(f"LLM.{name} needs a pooling model; this one generates: LLM.generate")
+
+    method.__name__ = name
+    method.__doc__ = "Not available: this is no pooling model."
+    return method
 
 
 class LLM(LLMEngine):
@@ -135,15 +147,15 @@ class LLM(LLMEngine):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
 
         Args:
-            prompts: One or several; each a text or token ids.
+            prompts: One or several; each a text, token ids (also an array or a tensor), or a dict
+                with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
-            use_tqdm: Show a progress bar on stderr.
+            use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
 
         Returns:
             One for each prompt, in their order.
@@ -165,8 +177,8 @@ class LLM(LLMEngine):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
-        use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -190,7 +202,19 @@ class LLM(LLMEngine):
         with self._exclusively():
             tokenizer = required(self.tokenizer)
             prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    embed, encode = _refused("embed"), _refused("encode")
+    classify, score = _refused("classify"), _refused("score")
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer: that of transformers, where there is one.
+
+        Raises:
+            ValueError: If the model came without a tokenizer.
+        """
+        tokenizer = required(self.tokenizer)
+        return getattr(tokenizer, "of_transformers", tokenizer)
 
     def stream(
         self,
@@ -218,21 +242,14 @@ class LLM(LLMEngine):
         names: list[str],
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
-        several = _prompts_of(prompts)
+        several = prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
             for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((prompt, self._encode(prompt, params, f"prompt {i}: "), params))
+                encoded.append((*self._encode(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
-
-
-def _prompts_of(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One or several prompts as a list."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]
-    return list(given)
 
 
 def _params_of(
@@ -250,9 +267,10 @@ def _params_of(
     return list(given)
 
 
-def _bar(shown: bool) -> Any:
-    """A progress bar over prompts; only the first rank shows one."""
+def _bar(shown: bool | Callable[..., Any]) -> Any:
+    """A progress bar over prompts, of a class if one is given; only the first rank shows one."""
     from tqdm import tqdm
 
+    kind = shown if callable(shown) else tqdm
     hidden = not shown or os.environ.get("RANK", "0") != "0"
-    return tqdm(total=0, desc="prompts", disable=hidden, dynamic_ncols=True)
+    return kind(total=0, desc="prompts", disable=hidden, dynamic_ncols=True)

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.prompts import Prompt, text_and_tokens
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
     from absorbed_mla.serving.statistics import Statistics
-
-
-# A text, or token ids.
-Prompt = str | Sequence[int]
 
 
 class LLMEngine:
@@ -67,7 +64,7 @@ class LLMEngine:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
         Args:
-            prompt: Text or token ids.
+            prompt: As for :meth:`LLM.generate`.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
 
@@ -80,8 +77,7 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         with self._exclusively():
-            tokens = self._encode(prompt, params)
-            return self._add(prompt, tokens, params, request_id)
+            return self._add(*self._encode(prompt, params), params, request_id)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass over what runs.
@@ -181,12 +177,12 @@ class LLMEngine:
             yield
 
     def _run(
-        self, encoded: Sequence[tuple[Prompt, list[int], SamplingParams]], names: list[str]
+        self, encoded: Sequence[tuple[str | None, list[int], SamplingParams]], names: list[str]
     ) -> Iterator[RequestOutput]:
         """A whole call: the model is awake meanwhile, and none of its requests is left behind.
 
         Args:
-            encoded: Prompts, each with its tokens and parameters.
+            encoded: Of each prompt its text, if it has one, its tokens and parameters.
             names: The ids of their requests are appended.
         """
         try:
@@ -210,10 +206,9 @@ class LLMEngine:
                     self.sleep(free_cache=False)
 
     def _add(
-        self, prompt: Prompt, tokens: list[int], params: SamplingParams, name: str | None
+        self, text: str | None, tokens: list[int], params: SamplingParams, name: str | None
     ) -> str:
         self._require_awake()
-        text = prompt if isinstance(prompt, str) else None
         ends = () if params.ignore_eos else self._end_tokens
         return self._requests.add(text, tokens, params, name, ends)
 
@@ -225,11 +220,13 @@ class LLMEngine:
             requests.process(self._runner.step(requests.commands()))
         return requests.claim(is_own)
 
-    def _encode(self, prompt: Prompt, params: SamplingParams, where: str = "") -> list[int]:
-        """Token ids of a prompt that can run.
+    def _encode(
+        self, prompt: Prompt, params: SamplingParams, where: str = ""
+    ) -> tuple[str | None, list[int]]:
+        """Text, if there is one, and token ids of a prompt that can run.
 
         Args:
-            prompt: Text or token ids.
+            prompt: As the user gave it.
             params: As the user gave them.
             where: What an error begins with.
 
@@ -237,7 +234,13 @@ class LLMEngine:
             ValueError: If it cannot.
         """
         tokenizer, sizes = self.tokenizer, self._sizes
-        tokens = required(tokenizer).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            text, tokens = text_and_tokens(prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
+        if tokens is None:
+            assert text is not None
+            tokens = required(tokenizer).encode(text)
         if params.stop and tokenizer is None:
             raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
         assert sizes.vocab_size is not None
@@ -245,7 +248,7 @@ class LLMEngine:
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return tokens
+        return text, tokens
 
     def _wake(self) -> None:
         if not self._awake:
