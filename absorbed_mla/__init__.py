@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from absorbed_mla.dims import MLADims
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+    from absorbed_mla.serving.beam_search import BeamSearchParams
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.sampling.parameters import SamplingParams
 
@@ -39,6 +40,7 @@ __all__ = [
     "AbsorbedMLAOptions",
     "AbsorbedMLASelfAttention",
     "AbsorbedMLASelfAttentionSubmodules",
+    "BeamSearchParams",
     "MLADims",
     "SamplingParams",
     "__version__",
@@ -50,6 +52,7 @@ _MODULES = {
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
+    "BeamSearchParams": "serving.beam_search",
     "MLADims": "dims",
     "SamplingParams": "serving.sampling.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
+from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from absorbed_mla.serving.chat_messages import template_options_of, with_text
 from absorbed_mla.serving.llm_engine import LLMEngine, required
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -203,6 +204,53 @@ class LLM(LLMEngine):
             tokenizer = required(self.tokenizer)
             prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """Look for the likeliest texts after prompts; the prefix cache has what they share.
+
+        Args:
+            prompts: As for :meth:`generate`.
+            params: For all prompts.
+            use_tqdm: As for :meth:`generate`.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            ValueError: If a prompt cannot run, before any of them does.
+            RuntimeError: If the model fails, or is put to sleep meanwhile.
+        """
+        assert self._sizes.vocab_size is not None
+        ends = () if params.ignore_eos else self._end_tokens
+        each = params.of_requests(len(ends), self._sizes.vocab_size)
+        searches = []
+        with self._exclusively():
+            for i, prompt in enumerate(prompts_of(prompts)):
+                whole = each.replace(max_tokens=params.max_tokens)
+                _, tokens = self._encode(prompt, whole, f"prompt {i}: ")
+                room = self.max_model_len - len(tokens)
+                searches.append(BeamSearch(tokens, params, min(params.max_tokens, room), ends))
+        left = searches
+        with self._whole_call(), _bar(use_tqdm) as bar:
+            bar.total = len(searches)
+            while left:
+                texts = [beam.tokens for search in left for beam in search.running]
+                outputs = iter(self.generate(texts, each, False))
+                for search in left:
+                    search.advance([next(outputs) for _ in search.running])
+                before, left = left, [search for search in left if search.running]
+                bar.update(len(before) - len(left))
+        if self.tokenizer is not None:
+            for beam in (beam for search in searches for beam in search.ended):
+                text = self.tokenizer.stream([], skip_special_tokens=False)
+                beam.text = text.push(beam.tokens) + text.finish()
+        return [BeamSearchOutput(search.ended) for search in searches]
 
     embed, encode = _refused("embed"), _refused("encode")
     classify, score = _refused("classify"), _refused("score")

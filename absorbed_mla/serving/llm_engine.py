@@ -46,6 +46,7 @@ class LLMEngine:
         self._requests = OutputProcessor(tokenizer)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
+        self._calls: set[object] = set()
         self._lock = FairLock()
 
     def close(self) -> None:
@@ -185,24 +186,37 @@ class LLMEngine:
             encoded: Of each prompt its text, if it has one, its tokens and parameters.
             names: The ids of their requests are appended.
         """
+        with self._whole_call():
+            try:
+                with self._exclusively():
+                    self._woken_by_call |= not self._awake
+                    self._wake()
+                    for one in encoded:
+                        names.append(self._add(*one, None))
+                        self._requests.of_calls.add(names[-1])
+                missing = set(names)
+                while missing:
+                    with self._exclusively():
+                        grown = self._claim(missing.__contains__)
+                    for output in grown:
+                        missing -= {output.request_id} if output.finished else set()
+                        yield output
+            finally:
+                with self._exclusively():
+                    self._requests.drop(names)
+
+    @contextlib.contextmanager
+    def _whole_call(self) -> Iterator[None]:
+        """After the last one of those that run, the model sleeps again, if one has woken it."""
+        call = object()
         try:
             with self._exclusively():
-                self._woken_by_call |= not self._awake
-                self._wake()
-                for one in encoded:
-                    names.append(self._add(*one, None))
-                    self._requests.of_calls.add(names[-1])
-            missing = set(names)
-            while missing:
-                with self._exclusively():
-                    grown = self._claim(missing.__contains__)
-                for output in grown:
-                    missing -= {output.request_id} if output.finished else set()
-                    yield output
+                self._calls.add(call)
+            yield
         finally:
             with self._exclusively():
-                self._requests.drop(names)
-                if self._woken_by_call and not self._requests.of_calls:
+                self._calls.discard(call)
+                if self._woken_by_call and not self._calls:
                     self.sleep(free_cache=False)
 
     def _add(

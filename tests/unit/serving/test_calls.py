@@ -16,7 +16,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from absorbed_mla import SamplingParams
+from absorbed_mla import BeamSearchParams, SamplingParams
 from absorbed_mla.serving.llm_engine import FairLock, interrupts_deferred
 from absorbed_mla.serving.tokenizers.tokenizers import HuggingFaceTokenizer
 from tests.support.llm import (
@@ -197,6 +197,7 @@ class TestCtrlC:
             lambda text, params: llm.generate(text, params, False),
             lambda text, params: list(llm.stream(text, params)),
             lambda text, params: llm.chat([{"role": "user", "content": text}], params, False),
+            lambda text, _: llm.beam_search(text, BeamSearchParams(beam_width=1, max_tokens=100)),
         )
         for call in calls:
             when.add(runner.num_steps + 3)
@@ -206,6 +207,7 @@ class TestCtrlC:
                 "after", tokens=8
             )
             assert not runner.has_running()
+        # A search's request has ended with the step.
         assert runner.aborted == [0, 2, 4]
         assert not llm.has_unfinished_requests(), "nobody waits for them"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
