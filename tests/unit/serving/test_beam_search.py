@@ -114,6 +114,12 @@ class TestWithoutAModel:
         [output] = fake_llm().beam_search("a" * 509, params)
         assert output.sequences[0].text == "a" * 512
 
+    def test_no_better_text_can_come(self):
+        llm = fake_llm()
+        llm._end_tokens = (ord("c"),)
+        [output] = llm.beam_search("abc", BeamSearchParams(beam_width=1, max_tokens=9))
+        assert output.sequences[0].text == "abcc" and llm._runner.num_steps == 1
+
     def test_a_live_model(self, monkeypatch):
         """Sleeps afterwards, and not before: that would empty the prefix cache."""
         runner, calls = FakeRunner(), []
