@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from absorbed_mla.dims import MLADims
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+    from absorbed_mla.serving.async_llm import AsyncLLM
     from absorbed_mla.serving.beam_search import BeamSearchParams
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -40,6 +41,7 @@ __all__ = [
     "AbsorbedMLAOptions",
     "AbsorbedMLASelfAttention",
     "AbsorbedMLASelfAttentionSubmodules",
+    "AsyncLLM",
     "BeamSearchParams",
     "MLADims",
     "SamplingParams",
@@ -52,6 +54,7 @@ _MODULES = {
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
+    "AsyncLLM": "serving.async_llm",
     "BeamSearchParams": "serving.beam_search",
     "MLADims": "dims",
     "SamplingParams": "serving.sampling.parameters",

@@ -115,11 +115,15 @@ class RequestStream:
         self._running.difference_update(i for i, one in found.items() if one.finished)
         return found
 
-    def close(self) -> None:
-        """The caller leaves: abort what runs. May be called twice."""
+    def abort(self) -> None:
+        """Abort what runs; its last updates say so."""
         if self._running:
             self._abort([self._names[i] for i in self._running])
-            self._running.clear()
+
+    def close(self) -> None:
+        """The caller leaves: abort what runs. May be called twice."""
+        self.abort()
+        self._running.clear()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -229,7 +233,6 @@ class Service:
                 return False
             if isinstance(command, _Abort):
                 for name in command.names:
-                    self._streams.pop(name, None)
                     self.llm.abort(name)
                 continue
             self._submit(command)
