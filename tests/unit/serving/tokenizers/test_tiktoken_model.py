@@ -28,6 +28,7 @@ TEXTS = [
     "<|im_user|>user<|im_middle|>hi<|im_end|><|reserved_token_NUMBER|>[BOS]<tool><|im_use",
     "",
 ]
+UNREACHED = "qzxvw"
 # As its code has it: moonshotai/Kimi-K2-Instruct, tokenization_kimi.py.
 PATTERN = "|".join(
     [
@@ -60,7 +61,7 @@ def corpus() -> list[str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Learned from the docs, and tokens that no merge leads to."""
+    """Learned from the docs, and one that no merge leads to."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -69,7 +70,7 @@ def ranks() -> dict[bytes, int]:
     table = bytes_of_characters()
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(table[character] for character in word) for word, _ in words]
-    tokens += [one for one in (b"tokenizers!", "发布于".encode()) if one not in tokens]
+    tokens.append(UNREACHED.encode())
     return {token: rank for rank, token in enumerate(tokens)}
 
 
@@ -141,7 +142,7 @@ class TestTokens:
         """The docs, and texts for each part of the pattern; decoding gives them back."""
         tokenizer, reference = open_tokenizer(folder, None), Reference(ranks)
         texts = [text.replace("NUMBER", str(len(ranks) + 5)) for text in TEXTS]
-        for text in [*corpus(), *texts]:
+        for text in [*corpus(), *texts, f"{UNREACHED} {UNREACHED}s"]:
             tokens = tokenizer.encode(text)
             assert tokens == reference.encode(text)
             assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
