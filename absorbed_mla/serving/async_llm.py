@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absorbed_mla.serving.llm import LLM
+from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
-from absorbed_mla.serving.prompts import Prompt
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:

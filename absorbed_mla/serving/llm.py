@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from absorbed_mla.serving.chat_messages import template_options_of, with_text
-from absorbed_mla.serving.llm_engine import LLMEngine, required
+from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.prompts import Prompt, prompts_of
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
@@ -231,7 +230,7 @@ class LLM(LLMEngine):
         each = params.of_requests(len(ends), self._sizes.vocab_size)
         searches = []
         with self._exclusively():
-            for i, prompt in enumerate(prompts_of(prompts)):
+            for i, prompt in enumerate(_prompts_of(prompts)):
                 whole = each.replace(max_tokens=params.max_tokens)
                 _, tokens = self._encode(prompt, whole, f"prompt {i}: ")
                 room = self.max_model_len - len(tokens)
@@ -290,7 +289,7 @@ class LLM(LLMEngine):
         names: list[str],
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
-        several = prompts_of(prompts)
+        several = _prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
         with self._exclusively():
             # All of them, before any is queued.
@@ -298,6 +297,17 @@ class LLM(LLMEngine):
             for i, (prompt, params) in enumerate(zip(several, each)):
                 encoded.append((*self._encode(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
+
+
+def _prompts_of(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One or several prompts as a list; the rows of a matrix are several."""
+    if isinstance(given, str | Mapping):
+        return [given]
+    prompts = list_of(given)
+    # Arrays in a list have an index, too, if they have one number.
+    if prompts and hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0):
+        return [prompts]
+    return prompts
 
 
 def _params_of(

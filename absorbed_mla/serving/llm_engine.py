@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.prompts import Prompt, text_and_tokens
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
     from absorbed_mla.serving.statistics import Statistics
+
+# A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
+Prompt = str | Sequence[int] | Mapping[str, Any] | Any
+_TEXT, _TOKENS = "prompt", "prompt_token_ids"
 
 
 class LLMEngine:
@@ -249,7 +253,7 @@ class LLMEngine:
         """
         tokenizer, sizes = self.tokenizer, self._sizes
         try:
-            text, tokens = text_and_tokens(prompt)
+            text, tokens = _text_and_tokens(prompt)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
         if tokens is None:
@@ -286,6 +290,38 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
             "LLM(..., tokenizer=FOLDER or 'bytes')"
         )
     return tokenizer
+
+
+def _text_and_tokens(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """A prompt's text and token ids, of which a dict may have both.
+
+    Raises:
+        ValueError: If it is no prompt, or asks for more than a text.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, _token_ids(prompt)
+    others = any(v is not None for k, v in prompt.items() if k not in (_TEXT, _TOKENS))
+    text, tokens = prompt.get(_TEXT), prompt.get(_TOKENS)
+    if others or (text is None and tokens is None) or not isinstance(text, str | None):
+        raise ValueError(
+            f"a prompt's dict must have {_TEXT!r}, a text, or {_TOKENS!r}, and nothing else, got "
+            f"{prompt!r:.200}"
+        )
+    return text, None if tokens is None else _token_ids(tokens)
+
+
+def _token_ids(given: Any) -> list[int]:
+    try:
+        return list(map(operator.index, list_of(given)))
+    except TypeError as error:
+        raise ValueError(f"token ids must be integers, got {given!r:.200}") from error
+
+
+def list_of(given: Any) -> list:
+    """A list, with Python's numbers in place of an array's."""
+    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 class FairLock:

@@ -194,4 +194,43 @@ MUTATIONS = {
         "not in _NOT_HERE}, **variables}",
         "not in _NOT_HERE}}",
     ),
+    "rows_of_a_matrix_are_one_prompt": Mutation(
+        "absorbed_mla/serving/llm.py",
+        'and not getattr(prompts[0], "ndim", 0)',
+        "",
+    ),
+    "every_beam_that_ends_counts": Mutation(
+        "absorbed_mla/serving/beam_search.py", "in found[:width]", "in found"
+    ),
+    "a_beam_search_does_not_stop": Mutation(
+        "absorbed_mla/serving/beam_search.py",
+        "if len(self.ended) == width and best <=",
+        "if False and best <=",
+    ),
+    "a_live_model_sleeps_within_a_beam_search": Mutation(
+        "absorbed_mla/serving/llm_engine.py",
+        "if self._woken_by_call and not self._calls",
+        "if self._woken_by_call",
+    ),
+    "streamed_tokens_go_on_to_grow": Mutation(
+        "absorbed_mla/serving/async_llm.py",
+        "token_ids=one.token_ids[:count]",
+        "token_ids=one.token_ids",
+    ),
+    "an_aborted_stream_never_ends": Mutation(
+        "absorbed_mla/serving/server/service.py",
+        "                    self.llm.abort(name)\n                continue",
+        "                    self._streams.pop(name, None)\n"
+        "                    self.llm.abort(name)\n                continue",
+    ),
+    "kimis_words_are_merged": Mutation(
+        "absorbed_mla/serving/tokenizers/tiktoken_model.py", ", ignore_merges=True", ""
+    ),
+    "kimis_chinese_is_cut_as_other_letters": Mutation(
+        "absorbed_mla/serving/tokenizers/tiktoken_model.py",
+        r"""\p{M}&&[^\p{Han}]]"
+_LOWER""",
+        r"""\p{M}]"
+_LOWER""",
+    ),
 }
