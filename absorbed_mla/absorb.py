@@ -71,11 +71,16 @@ def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _head_product(equation: str, x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [S, B, N, ..] times a weight [N, ..]; its gradient misses no token."""
+    """``x`` [S, B, N, ..] times a weight [N, ..], whose gradient misses no token."""
     tokens, batch = x.shape[:2]
-    if tokens > 1 and torch.is_grad_enabled() and may_lose_last_row(x, tokens * batch):
-        return torch.cat([torch.einsum(equation, part, weight) for part in (x[:-1], x[-1:])])
+    trains = x.is_cuda and tokens > 1 and torch.is_grad_enabled()
+    if trains and may_lose_last_row(x, tokens * batch):
+        return _last_row_apart(equation, x, weight)
     return torch.einsum(equation, x, weight)
+
+
+def _last_row_apart(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([torch.einsum(equation, part, weight) for part in (x[:-1], x[-1:])])
 
 
 def _needs_own_product(x: Tensor) -> bool:

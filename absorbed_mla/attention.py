@@ -260,7 +260,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
             refuse_full_iterations(self.config)
             attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
-        if torch.is_grad_enabled() and not self.config.sequence_parallel:
+        if hidden_states.is_cuda and not self.config.sequence_parallel:
             warn_of_lost_rows(hidden_states)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in

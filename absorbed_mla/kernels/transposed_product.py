@@ -50,7 +50,9 @@ def warn_of_lost_rows(x: Tensor) -> None:
         x: What the layers get, [S, B, hidden_size].
     """
     rows = x.shape[0] * x.shape[1]
-    if may_lose_last_row(x, rows) and next(times_logged(_logger, "rows")) == 0:
+    if not torch.is_grad_enabled() or not may_lose_last_row(x, rows):
+        return
+    if next(times_logged(_logger, "rows")) == 0:
         _logger.warning(
             f"PyTorch's linear layers may leave the last of {rows} tokens out of the gradients of "
             "their weights: cuBLAS 13.1 does where the tokens of a rank are 64 n + 1; pad them to "

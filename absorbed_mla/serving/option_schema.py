@@ -10,7 +10,7 @@
 
 Such an entry is the only place that knows the option. The documentation of the class is derived
 and checked here; flags of command lines are derived in ``option_flags.py``, JSON in
-``server/protocol.py``, and tables of the documentation in ``scripts/checks/option_tables.py``.
+``server/protocol.py``, and tables of the documentation in ``scripts/checks/tables/options.py``.
 """
 
 from __future__ import annotations

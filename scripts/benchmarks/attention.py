@@ -19,10 +19,8 @@ TransformerEngine's and FlashAttention's. A causal sequence of S tokens and N he
 
 where backward is the five products S, dP, dV, dQ, dK; recomputation inside a kernel does not count.
 
-The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
---device cpu with small dimensions). The most important cases come first, because --time-limit
-leaves out the last ones: layers with recomputation, layers without, attention alone; each with
-small inputs before large ones. Output:
+The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. The most important
+cases come first, because --time-limit leaves out the last ones. Output:
 
     12.3 s  ours recompute n=16 S=8192 sbhd (expanded, cudnn): step_ms 7.1, step of megatron's 0.95
 """
@@ -33,10 +31,9 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,17 +53,13 @@ PLAIN = "bf16"
 PRECISIONS = (PLAIN, "tensorwise", "blockwise", "delayed")
 LAYER_TOKENS = "4k,8k,16k,32k,64k"
 CORE_TOKENS = "8k,32k"
-# A case is left out if the next smaller one makes expect a step of more seconds.
-LONGEST_STEP = 5.0
-# Upper bounds of our layer's ratio to Megatron's; 1 % is the allocator's.
-TARGETS = {"step": 1.0, "kept": 1.01}
 
 
 @dataclass(frozen=True)
 class LayerCase(kit.Case):
     """One attention layer with its projections, and its input."""
 
-    text = "{implementation}{recompute:? recompute} n={heads} S={tokens} {layout}{fp8}"
+    text = "{0.implementation}{0.again} n={0.heads} S={0.tokens} {0.layout}{0.fp8}"
     implementation: str  # "ours" or "megatron"
     recompute: bool  # whether mla_up_proj is recomputed in backward
     heads: int
@@ -75,9 +68,19 @@ class LayerCase(kit.Case):
     precision: str = "bf16"  # of the linear layers: PLAIN, or the recipe of FP8's scales
 
     @property
+    def again(self) -> str:
+        """For the name."""
+        return " recompute" if self.recompute else ""
+
+    @property
     def fp8(self) -> str:
         """For the name."""
         return "" if self.precision == PLAIN else f" fp8 {self.precision}"
+
+    @property
+    def plotted_as(self) -> str:
+        """By what both layers recompute."""
+        return ("both layers recompute" if self.recompute else "neither recomputes") + self.fp8
 
 
 Case = LayerCase | CoreCase
@@ -101,7 +104,6 @@ def document_lengths(tokens: int, seed: int) -> list[int]:
 class Row(kit.Row):
     """One case, with its figures or with the error that prevented them."""
 
-    case: LayerCase | CoreCase
     forward: kit.Times | None = None  # None if it was not measured, as the next ones
     backward: kit.Times | None = None  # likewise
     step: kit.Times | None = None  # forward and backward
@@ -117,9 +119,8 @@ class Row(kit.Row):
 
     @property
     def compared(self) -> tuple:
-        """Input, recomputation and precision of a layer."""
-        case = self.case
-        return case.heads, case.tokens, case.layout, case.recompute, case.precision
+        """Input, recomputation and precision of a layer; nothing else compares with a core."""
+        return () if self.suite == "core" else self.case.input
 
 
 def measure_layer(case: LayerCase, args: argparse.Namespace, processes: Processes) -> dict:
@@ -162,24 +163,25 @@ def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes)
     config = layers.layer_config(
         args, processes, heads=case.heads, recompute=recompute, fp8_recipe=recipe
     )
-    options = None
+    options = packed = None
     if case.implementation == "ours":
         config.mla_down_proj_fusion = args.fused_down
         options = AbsorbedMLAOptions(form=args.form, core_attention_backend=args.backend)
-    packed = None
     if case.layout == "thd":
         packed = layers.pack(document_lengths(case.tokens, args.seed), processes.device)
     return layers.build(config, options, processes, case.tokens, packed)
 
 
-class AttentionReport(kit.ComparedReport):
+class AttentionReport(kit.Report):
     """One run; ratios of a layer are to Megatron's, rates of an attention in TFLOP/s."""
 
-    row = Row
-
-    def as_json(self, row: Row) -> dict:
-        """With the suite, for readers of the file."""
-        return {"suite": row.suite, **super().as_json(row)}
+    row, case = Row, Case
+    plotted = (
+        ("step of megatron's, {0.layout}, {0.heads} heads", "step of megatron's", "tokens"),
+        ("kept of megatron's, {0.layout}, {0.heads} heads", "kept of megatron's", "tokens"),
+        ("{0.form}, forward, {0.heads} heads [TFLOP/s]", "forward TFLOP/s", "tokens"),
+        ("{0.form}, backward, {0.heads} heads [TFLOP/s]", "backward TFLOP/s", "tokens"),
+    )
 
     def of(self, suite: str) -> list[Row]:
         """Rows of a suite with times; backward may have failed."""
@@ -203,37 +205,12 @@ class AttentionReport(kit.ComparedReport):
         if row.suite == "core":
             return {f"{name} TFLOP/s": value for name, value in self.tflops(row).items()}
         times = {f"{name}_ms": 1e3 * getattr(row, name).median for name in ("forward", "step")}
-        ratios = self.ratios(row).items()
-        ratios_named = {f"{name} of megatron's": value for name, value in ratios}
-        return times | gibibytes(row) | ratios_named
-
-    @classmethod
-    def panels(cls, reports: Sequence[AttentionReport]) -> list[kit.Panel]:
-        """Ratios of ours to Megatron's layer, and TFLOP/s of attention alone, over the tokens."""
-        panels = []
-        for what, target in TARGETS.items():
-            points = []
-            for report in reports:
-                for row in report.of("layer"):
-                    case, ratio = row.case, report.ratios(row).get(what)
-                    title = f"{what} of megatron's, {case.layout}, {case.heads} heads"
-                    name = "both layers recompute" if case.recompute else "neither recomputes"
-                    name += "" if case.precision == PLAIN else f", fp8 {case.precision}"
-                    if ratio is not None:
-                        points.append((title, name, case.tokens, ratio))
-            panels += kit.collected(sorted(points), "tokens", levels={"target": target})
-        rates = sorted(
-            (f"{c.form}, {what}, {c.heads} heads [TFLOP/s]", c.implementation, c.tokens, x)
-            for report in reports
-            for c, tflops in ((row.case, report.tflops(row)) for row in report.of("core"))
-            for what, x in tflops.items()
-            if what != "step"
-        )
-        return panels + kit.collected(rates, "tokens")
+        ratios = {f"{name} of megatron's": value for name, value in self.ratios(row).items()}
+        return times | gibibytes(row) | ratios
 
 
 class AttentionBenchmark(kit.Benchmark):
-    """Layers and attention alone; a case whose step would take too long is left out."""
+    """Layers and attention alone."""
 
     files = "attention"
     report = AttentionReport
@@ -260,12 +237,6 @@ class AttentionBenchmark(kit.Benchmark):
     quick = "--form expanded --seq-lens 48"
     recorded = ("dims", "form", "backend", "fused_down", "ceilings")
 
-    def prepare(self) -> None:
-        """The processes, and nothing known of any series."""
-        super().prepare()
-        # Of the last case of each series that was measured: its cost and its seconds.
-        self._known: dict[tuple, tuple[float, float]] = {}
-
     def cases(self) -> list[Case]:
         """All cases, the most important first."""
         args = self.args
@@ -291,24 +262,11 @@ class AttentionBenchmark(kit.Benchmark):
         """Times of a case, of a layer its memory, too.
 
         Raises:
-            Refused: If it is left out, or not supported.
+            Refused: If it is not supported.
         """
-        if isinstance(case, CoreCase):
-            series: tuple = case.implementation, case.form
-            cost = sum(attention_flops(case, kit.dims_of(self.args)))
-            measure = core_attention.measure_core
-        else:
-            series = case.implementation, case.recompute, case.heads, case.layout, case.precision
-            cost = case.heads * case.tokens**2
-            measure = measure_layer
-        if series in self._known:
-            known_cost, known_seconds = self._known[series]
-            expected = known_seconds * cost / known_cost
-            if expected > LONGEST_STEP:
-                raise kit.Refused(f"left out: a step would take about {expected:.0f} s")
-        row = Row(case=case, **measure(case, self.args, self.processes))
-        self._known[series] = (cost, (row.step or row.forward).median)
-        return row
+        of_core = isinstance(case, CoreCase)
+        measure: Any = core_attention.measure_core if of_core else measure_layer
+        return Row(case=case, **measure(case, self.args, self.processes))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Measure one attention layer under context parallelism, ours beside Megatron's own.
 
-    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py RESULTS \
-          --profile
+    $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py RESULTS
     $ python scripts/benchmarks/context_parallel.py /tmp/both --render two.json four.json
 
 All processes are one context-parallel group. For every sequence length, number of heads and layout
@@ -20,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -41,13 +40,16 @@ LAYOUTS = ("sbhd", "thd")
 RECOMPUTE = ("none", "mla_up_proj")
 # What TransformerEngine 2.12 accepts for multi-head latent attention.
 MEGATRON_COMM_TYPE = "p2p"
+_PANEL = "{1.cp_size} ranks, {0.layout}, {0.heads} heads"
 
 
 @dataclass(frozen=True)
 class RingCase(kit.Case):
     """One layer and one input."""
 
-    text = "{implementation} {cp_comm_type} {form}{again} {layout} S={tokens} n={heads}"
+    text = (
+        "{0.implementation} {0.cp_comm_type} {0.form}{0.again} {0.layout} S={0.tokens} n={0.heads}"
+    )
     implementation: str  # "ours" or "megatron"
     cp_comm_type: str  # as in Megatron's config
     form: str  # of ours; "expanded" for Megatron's own, which has no other
@@ -62,6 +64,11 @@ class RingCase(kit.Case):
         """For the name."""
         return "" if self.recompute == "none" else f" recompute {self.recompute}"
 
+    @property
+    def plotted_as(self) -> str:
+        """With what both layers recompute."""
+        return f"{self.implementation}, {self.cp_comm_type}, {self.form}{self.again}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
@@ -70,7 +77,6 @@ class Row(kit.Row):
     Times and bytes are the largest over the ranks; those of a repetition over the same repetition.
     """
 
-    case: RingCase
     cp_size: int  # ranks
     forward_seconds: Sequence[float] = ()  # every timed forward
     step_seconds: Sequence[float] = ()  # every timed forward and backward
@@ -83,10 +89,6 @@ class Row(kit.Row):
     backward_sent_bytes: int = 0  # by a rank, counted likewise
     # Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
     traffic: dict[str, list[dict]] | None = None
-    # Least fraction of the time of a rank's NCCL kernels in forward, waiting included, that other
-    # kernels run in; None if not measured.
-    forward_overlap: float | None = None
-    backward_overlap: float | None = None  # the same of backward
     ran: str = ""  # form and backend that a layer of ours took; empty if that was not recorded
 
     @property
@@ -104,55 +106,27 @@ class Row(kit.Row):
         return {name: num_bytes / pairs for name, num_bytes in sent.items()}
 
 
-class CPReport(kit.ComparedReport):
+class CPReport(kit.Report):
     """One run, with one number of ranks."""
 
-    row = Row
+    row, case = Row, RingCase
+    plotted = (
+        (f"{_PANEL}: step [ms]", "step_ms", "tokens"),
+        (f"{_PANEL}: bytes per token", "forward_bytes_per_token", "tokens"),
+    )
 
     def quantities(self, row: Row) -> dict[str, float | None]:
         """Bytes sent and time of a step, and kept memory."""
         sent = row.forward_sent_bytes + row.backward_sent_bytes
         return {"bytes": sent, "time": median(row.step_seconds), "kept": row.kept_bytes}
 
-    def as_json(self, row: Row) -> dict:
-        """With medians and bytes per token, for readers of the file."""
-        content = asdict(row)
-        if not row.error:
-            for name in ("forward", "step"):
-                times = getattr(row, f"{name}_seconds")
-                content[f"{name}_ms"] = {
-                    what.__name__: 1e3 * what(times) for what in (median, min, max)
-                }
-            for name, value in row.bytes_per_token.items():
-                content[f"{name}_bytes_per_token"] = value
-        return content
-
     def figures(self, row: Row) -> dict[str, float]:
-        """Medians, memory, bytes per token, overlaps, and ratios to Megatron's."""
+        """Medians, memory, bytes per token, and ratios to Megatron's."""
         times = {"forward_ms": row.forward_seconds, "step_ms": row.step_seconds}
         found = {"cp_size": row.cp_size} | {k: 1e3 * median(x) for k, x in times.items()}
         found |= gibibytes(row)
         found |= {f"{name}_bytes_per_token": x for name, x in row.bytes_per_token.items()}
-        overlaps = {"forward": row.forward_overlap, "backward": row.backward_overlap}
-        found |= {f"{name}_overlap": x for name, x in overlaps.items() if x is not None}
         return found | {f"{name} of megatron's": x for name, x in self.ratios(row).items()}
-
-    @classmethod
-    def panels(cls, reports: Sequence[CPReport]) -> list[kit.Panel]:
-        """Step time and bytes per token over S, for each number of ranks, layout and head count."""
-        points = []
-        for row in (row for report in reports for row in report.measured):
-            case = row.case
-            title = f"{row.cp_size} ranks, {case.layout}, {case.heads} heads"
-            recompute = "" if case.recompute == "none" else ", recompute"
-            name = f"{case.implementation}, {case.cp_comm_type}, {case.form}{recompute}"
-            points.append(
-                (f"{title}: step [ms]", name, case.tokens, 1e3 * median(row.step_seconds))
-            )
-            for way, value in row.bytes_per_token.items():
-                if value:
-                    points.append((f"{title}: bytes per token, {way}", name, case.tokens, value))
-        return kit.collected(points, "tokens of the whole sequence", log_y=True)
 
 
 class CPBenchmark(kit.Benchmark):
@@ -176,7 +150,6 @@ class CPBenchmark(kit.Benchmark):
             RECOMPUTE,
             "none",
         ),
-        profile=kit.flag("measure how far our communication overlaps with computation (GPUs only)"),
         dims=kit.DIMS,
     )
     quick = "--sizes 64 --layouts sbhd,thd --documents 2 --recompute none,mla_up_proj"
@@ -191,8 +164,6 @@ class CPBenchmark(kit.Benchmark):
         super().prepare()
         # Raised on every rank, if a case fails on any.
         self.errors = CaseError
-        if self.args.profile and not self.processes.on_gpu and self.processes.rank == 0:
-            print("--profile has no effect: there is no GPU.")
 
     def about(self) -> dict:
         """With the backend and the environment variables of communication."""
@@ -241,13 +212,9 @@ class CPBenchmark(kit.Benchmark):
         from benchmarks.kit import layers
 
         processes = self.processes
-        config = layers.layer_config(
-            self.args,
-            processes,
-            heads=case.heads,
-            recompute=None if case.recompute == "none" else case.recompute,
-            cp_comm_type=case.cp_comm_type,
-        )
+        recompute = None if case.recompute == "none" else case.recompute
+        more = {"recompute": recompute, "cp_comm_type": case.cp_comm_type}
+        config = layers.layer_config(self.args, processes, heads=case.heads, **more)
         options = AbsorbedMLAOptions(form=case.form) if case.implementation == "ours" else None
         packed = None
         if case.layout == "thd":
@@ -263,7 +230,6 @@ class CPBenchmark(kit.Benchmark):
         """
         from benchmarks.kit.chosen_backends import ChosenBackends
         from benchmarks.kit.layers import observe
-        from benchmarks.kit.overlap import least_overlaps
         from benchmarks.kit.timing import Repeated, repeat_together
 
         args, processes = self.args, self.processes
@@ -276,9 +242,6 @@ class CPBenchmark(kit.Benchmark):
         processes.together(repeated.once)
         observed = processes.together(lambda: observe(subject, processes))
         forward, step = repeat_together(repeated, args.seconds_per_row, processes)
-        overlaps: tuple[float | None, float | None] = (None, None)
-        if args.profile and processes.on_gpu and case.implementation == "ours":
-            overlaps = least_overlaps(subject, processes)
         sent = [observed.forward.num_bytes, observed.backward.num_bytes]
         forward_sent, backward_sent = map(int, processes.maximum(sent))
         traffic = {"forward": observed.forward, "backward": observed.backward}
@@ -292,14 +255,12 @@ class CPBenchmark(kit.Benchmark):
             forward_sent_bytes=forward_sent,
             backward_sent_bytes=backward_sent,
             traffic={name: one.breakdown() for name, one in traffic.items()},
-            forward_overlap=overlaps[0],
-            backward_overlap=overlaps[1],
             ran=str(ran),
         )
 
-    def failed(self, case: RingCase, error: str) -> Row:
+    def failed(self, case: RingCase, error: Exception) -> Row:
         """With the number of ranks."""
-        return Row(case=case, cp_size=self.processes.size, error=error)
+        return Row(case=case, cp_size=self.processes.size, error=kit.reason(error))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ The exit code is 1 if a bound is missed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -28,49 +29,49 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import kit
+from benchmarks import kit, synthetic
 from benchmarks.kit.command import CommandError, Run, folder_bytes, measure, sync
-from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
-from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
+from benchmarks.synthetic import Choice
 from console.outputs import require_writable
 from console.parent import ends_with_this_process
 from console.script import Failure
 
-MODEL = "deepseek-v3"
-ROOT = Path(__file__).resolve().parents[2]
-MAKE = Path(__file__).with_name("make_synthetic_checkpoint.py")
+SCRIPTS = Path(__file__).resolve().parents[1]
 TOOL = (sys.executable, "-m", "checkpoint_conversion")
+# In a process of its own, whose memory is not this one's.
+MAKE = (
+    "import json, pathlib, sys; sys.path.insert(0, sys.argv[1]); "
+    "from benchmarks.synthetic import Choice, write; "
+    "write(pathlib.Path(sys.argv[2]), Choice(**json.loads(sys.argv[3])))"
+)
 # Needed disk space over the largest checkpoint: the source, a copy or the target, and a margin.
 DISK_FACTOR = 2.4
 MEMORY_FACTOR, MEMORY_BASE = 2.5, 600 * 10**6
 THROUGHPUT = 0.6
 # Smaller checkpoints have no bound: importing torch takes much of their time.
 THROUGHPUT_FROM = 4 * 10**9
-_PACKAGES = ("torch", "safetensors", "xxhash")
+# Name, source, format of the target, and whether dtypes are kept; a target is the next one's
+# source.
+FP8 = "hf (FP8) → megatron"
+CONVERSIONS = (
+    ("hf → absorbed", "hf", "absorbed"),
+    ("hf → megatron", "hf", "megatron"),
+    ("megatron → hf", "megatron", "hf"),
+    (FP8, "fp8", "megatron"),
+)
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        return [parse_size(size) for size in text.split(",")]
+        return [synthetic.parse_size(size) for size in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _check_disk(folder: Path, choices: list[Choice]) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"--work-folder {folder} is no folder")
-    needed = DISK_FACTOR * max(total_bytes(model_config(choice)) for choice in choices)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"--work-folder {folder} has {free / 1e9:.1f} GB free; {needed / 1e9:.1f} GB needed"
-        )
 
 
 def describe(folder: Path) -> dict:
@@ -82,7 +83,7 @@ def describe(folder: Path) -> dict:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "filesystem": filesystem(folder),
-        "versions": kit.provenance.versions(_PACKAGES),
+        "versions": kit.provenance.versions(("torch", "safetensors", "xxhash")),
     }
 
 
@@ -96,113 +97,6 @@ def filesystem(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """A conversion that is measured; the source is a folder's name in the work folder."""
-
-    name: str
-    source: str
-    options: tuple[str, ...]
-    keeps_dtypes: bool = True
-
-
-FROM_HF = (
-    Conversion("hf → absorbed", "hf", ("--to", "absorbed")),
-    # Last, because its target is the next one's source.
-    Conversion("hf → megatron", "hf", ("--to", "megatron")),
-)
-TO_HF = Conversion("megatron → hf", "megatron", ("--to", "hf"))
-FROM_FP8 = Conversion("hf (FP8) → megatron", "fp8", ("--to", "megatron"), keeps_dtypes=False)
-
-
-@dataclass(frozen=True)
-class Conversions:
-    """All conversions of one size of checkpoint, in one work folder."""
-
-    folder: Path
-    choice: Choice
-    repeat: int
-
-    def rows(self) -> Iterator[Row]:
-        """Measure everything; at most two checkpoints are on the disk at a time."""
-        self._make("hf")
-        # A first copy that is not counted: a virtual machine is given its memory when it first
-        # touches it, which takes longer than a copy.
-        source, copy = self.folder / "hf", self.folder / "copy"
-        self._run(["cp", "-r", str(source), str(copy)], source, copy)
-        self._remove("copy")
-        for conversion in FROM_HF:
-            yield self._measure(conversion)
-        self._remove("hf")
-        (self.folder / "target").rename(self.folder / "megatron")
-        yield self._measure(TO_HF)
-        self._remove("megatron")
-        self._remove("target")
-        self._make("fp8", "--fp8")
-        yield self._measure(FROM_FP8)
-        self._remove("fp8")
-        self._remove("target")
-
-    def _measure(self, conversion: Conversion) -> Row:
-        """Copy and convert in turn; the last target stays."""
-        source, target, copy = (self.folder / n for n in (conversion.source, "target", "copy"))
-        copies, conversions = [], []
-        for _ in range(self.repeat):
-            self._remove("target")
-            copies.append(self._run(["cp", "-r", str(source), str(copy)], source, copy))
-            self._remove("copy")
-            command = [*TOOL, "convert", str(source), str(target), *conversion.options]
-            conversions.append(self._run(command, source, target))
-        return Row(
-            path=conversion.name,
-            model=self._description(),
-            source_bytes=folder_bytes(source),
-            target_bytes=folder_bytes(target),
-            largest_tensor=largest_tensor(self.choice),
-            keeps_dtypes=conversion.keeps_dtypes,
-            cp_seconds=[run.seconds for run in copies],
-            tool_seconds=[run.seconds for run in conversions],
-            peak_bytes=max(run.peak_bytes for run in conversions),
-            anonymous_bytes=max(run.anonymous_bytes for run in conversions),
-        )
-
-    def _run(self, command: list[str], source: Path, target: Path) -> Run:
-        return measure(command, source, target, self.folder / "output.log")
-
-    def _description(self) -> str:
-        choice = self.choice
-        return (
-            f"{choice.model}, {choice.layers} layers, the first {choice.dense_layers} dense, "
-            f"{choice.experts} experts, vocabulary {model_config(choice)['vocab_size']}, "
-            + (f"widths / {choice.scale_down}, " if choice.scale_down > 1 else "real widths, ")
-            + f"largest tensor {largest_tensor(choice) / 1e6:.0f} MB"
-        )
-
-    def _make(self, name: str, *options: str) -> None:
-        choice = self.choice
-        sizes = {
-            "--layers": choice.layers,
-            "--experts": choice.experts,
-            "--scale-down": choice.scale_down,
-            "--vocab-size": model_config(choice)["vocab_size"],
-        }
-        command = [sys.executable, str(MAKE)]
-        command += [str(self.folder / name), "--model", choice.model, *options]
-        command += [str(word) for pair in sizes.items() for word in pair]
-        subprocess.run(command, check=True, preexec_fn=ends_with_this_process())
-
-    def _remove(self, name: str) -> None:
-        """Remove a folder, and wait until the disk is done with it."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        sync(self.folder)
-
-
-def largest_tensor(choice: Choice) -> int:
-    """Bytes of the largest tensor of the unquantised checkpoint."""
-    config = model_config(choice)
-    return max(map(stored_bytes, stored_tensors(config)))
-
-
-@dataclass(frozen=True)
 class Row:
     """One conversion at one size."""
 
@@ -210,7 +104,7 @@ class Row:
     model: str  # the checkpoint in words
     source_bytes: int  # of all files of the source
     target_bytes: int  # of all files of the target
-    largest_tensor: int  # bytes of the largest tensor
+    largest_tensor: int  # bytes of the largest tensor of the unquantised checkpoint
     keeps_dtypes: bool  # whether source and target have the same bytes
     cp_seconds: Sequence[float]  # every measured copy of the source
     tool_seconds: Sequence[float]  # every measured conversion, each after its copy
@@ -239,15 +133,11 @@ class Row:
         if self.peak_bytes > self.memory_bound:
             got, bound = self.peak_bytes / 1e6, self.memory_bound / 1e6
             problems.append(f"{self.case}: {got:.0f} MB resident, at most {bound:.0f} MB")
-        if self.judged_by_throughput and self.ratio < THROUGHPUT:
+        judged = self.keeps_dtypes and self.source_bytes >= THROUGHPUT_FROM
+        if judged and self.ratio < THROUGHPUT:
             rate = f"{self.ratio:.2f} of cp's throughput"
             problems.append(f"{self.case}: {rate}, at least {THROUGHPUT}")
         return problems
-
-    @property
-    def judged_by_throughput(self) -> bool:
-        """Whether the bound on throughput is for this row."""
-        return self.keeps_dtypes and self.source_bytes >= THROUGHPUT_FROM
 
 
 class ConversionReport(kit.Report):
@@ -282,19 +172,14 @@ class ConversionReport(kit.Report):
 
     @classmethod
     def panels(cls, reports: Sequence[ConversionReport]) -> list[kit.Panel]:
-        """Peak memory beside its bound, and throughput beside that of cp, over the size."""
-        rows = [row for report in reports for row in report.rows]
-        memory, rates = [], []
-        for row in rows:
-            size = row.source_bytes / 1e9
-            for name, num_bytes in ((row.path, row.peak_bytes), ("bound", row.memory_bound)):
-                memory.append(("peak resident memory [GB]", name, size, num_bytes / 1e9))
-            rates.append(("throughput relative to cp -r", row.path, size, row.ratio))
-        levels = {"bound where dtypes are kept": THROUGHPUT}
-        return [
-            *kit.collected(memory, "source [GB]", sizes=False),
-            *kit.collected(rates, "source [GB]", levels=levels, sizes=False),
-        ]
+        """Peak memory and throughput, with their bounds, over the size."""
+        points = []
+        for row in (row for report in reports for row in report.rows):
+            size, memory = row.source_bytes / 1e9, "peak memory [MB]"
+            points.append((memory, row.path, size, row.peak_bytes / 1e6))
+            points.append((memory, "bound", size, row.memory_bound / 1e6))
+            points.append(("throughput relative to cp -r", row.path, size, row.ratio))
+        return kit.collected(points, "source [GB]", sizes=False)
 
 
 class ConversionBenchmark(kit.Benchmark):
@@ -312,12 +197,15 @@ class ConversionBenchmark(kit.Benchmark):
 
     def prepare(self) -> None:
         """What is converted, and that there is room for it."""
-        args, empty = self.args, Choice(model=MODEL, layers=2, experts=2)
-        self.choices = [fit_size(empty, size) for size in sorted(args.sizes)]
-        _check_disk(args.work_folder, self.choices)
-        require_writable(folders={"--work-folder": args.work_folder})
+        folder = self.args.work_folder
+        if not folder.is_dir():
+            raise ValueError(f"--work-folder {folder} is no folder")
+        self.choices = [synthetic.fit_size(size) for size in sorted(self.args.sizes)]
+        needed = DISK_FACTOR * max(map(synthetic.total_bytes, self.choices))
+        synthetic.require_room("--work-folder", folder, needed)
+        require_writable(folders={"--work-folder": folder})
         # The tool is that of this tree, wherever the measurement is started.
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
     def environment(self) -> dict:
@@ -330,13 +218,65 @@ class ConversionBenchmark(kit.Benchmark):
         Raises:
             Failure: If the tool fails.
         """
-        folder = self.args.work_folder
         try:
-            with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as work:
-                for choice in self.choices:
-                    yield from Conversions(Path(work), choice, self.args.repeat).rows()
+            for choice in self.choices:
+                with tempfile.TemporaryDirectory(dir=self.args.work_folder) as work:
+                    yield from self._of_size(choice, Path(work))
         except (CommandError, subprocess.CalledProcessError) as error:
             raise Failure(str(error)) from error
+
+    def _of_size(self, choice: Choice, work: Path) -> Iterator[Row]:
+        """All conversions; at most two checkpoints are on the disk at a time."""
+        target, last = work / "target", ""
+        for name, source, kind in CONVERSIONS:
+            if source != last:
+                if last:
+                    _remove(work / last)
+                if source == "megatron":
+                    target.rename(work / source)
+                else:
+                    _remove(target)
+                    self._make(replace(choice, fp8=source == "fp8"), work / source)
+                last = source
+            yield self._measure(name, choice, work / source, target, kind)
+
+    def _make(self, choice: Choice, folder: Path) -> None:
+        words = [str(SCRIPTS), str(folder), json.dumps(asdict(choice))]
+        command = [sys.executable, "-c", MAKE, *words]
+        subprocess.run(command, check=True, preexec_fn=ends_with_this_process())
+        # A copy that is not counted: a virtual machine is given its memory when it first touches
+        # it, which takes longer than a copy.
+        self._copy(folder)
+
+    def _copy(self, folder: Path) -> Run:
+        copy = folder.with_name("copy")
+        run = measure(["cp", "-r", str(folder), str(copy)], folder, copy, folder.parent / "log")
+        _remove(copy)
+        return run
+
+    def _measure(self, name: str, choice: Choice, source: Path, target: Path, kind: str) -> Row:
+        """Copy and convert in turn; the last target stays."""
+        copies, conversions = [], []
+        for _ in range(self.args.repeat):
+            _remove(target)
+            copies.append(self._copy(source))
+            command = [*TOOL, "convert", str(source), str(target), "--to", kind]
+            conversions.append(measure(command, source, target, source.parent / "log"))
+        largest = largest_tensor(choice)
+        widths = f"widths / {choice.scale_down}" if choice.scale_down > 1 else "real widths"
+        return Row(
+            path=name,
+            model=f"deepseek-v3, {choice.layers} layers, the first {choice.dense_layers} dense, "
+            f"{choice.experts} experts, {widths}, largest tensor {largest / 1e6:.0f} MB",
+            source_bytes=folder_bytes(source),
+            target_bytes=folder_bytes(target),
+            largest_tensor=largest,
+            keeps_dtypes=name != FP8,
+            cp_seconds=[run.seconds for run in copies],
+            tool_seconds=[run.seconds for run in conversions],
+            peak_bytes=max(run.peak_bytes for run in conversions),
+            anonymous_bytes=max(run.anonymous_bytes for run in conversions),
+        )
 
     def exit_code(self, report: kit.Report) -> int:
         """1 if a bound is missed; prints which."""
@@ -344,6 +284,18 @@ class ConversionBenchmark(kit.Benchmark):
         for problem in problems:
             print(f"missed: {problem}", file=sys.stderr)
         return 1 if problems else 0
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, and wait until the disk is done with it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    sync(folder.parent)
+
+
+def largest_tensor(choice: Choice) -> int:
+    """Bytes of the largest tensor of the unquantised checkpoint."""
+    config = synthetic.model_config(choice)
+    return max(tensor.num_bytes for tensor in synthetic.stored_tensors(config))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from benchmarks.peers.attention import PEERS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from absorbed_mla.core_attention.backend import AttentionBackend
     from absorbed_mla.core_attention.types import AttentionInputs
     from benchmarks.kit.processes import Device
 
@@ -30,7 +29,7 @@ REFERENCE_PAIRS = 16 * 4096**2
 class CoreCase(kit.Case):
     """One implementation on one input."""
 
-    text = "{implementation} {form} n={heads} S={tokens}"
+    text = "{0.implementation} {0.form} n={0.heads} S={0.tokens}"
     implementation: str  # one of IMPLEMENTATIONS
     form: str  # "expanded" (keys and values of every head) or "absorbed" (one latent)
     heads: int
@@ -86,11 +85,14 @@ def measure_core(case: CoreCase, args: argparse.Namespace, processes: Device) ->
     return {**named_times(times), "error": error}
 
 
-def named_times(
-    times: tuple[kit.Times, kit.Times | None, kit.Times | None],
-) -> dict[str, kit.Times | None]:
+def named_times(times: tuple[kit.Times | None, ...]) -> dict[str, kit.Times | None]:
     """Times of ``Repeated`` by the names of a row's fields."""
     return dict(zip(("forward", "backward", "step"), times))
+
+
+def scale_of(dims: dict[str, int]) -> float:
+    """What the scores are multiplied by, in either form."""
+    return (dims["qk-head-dim"] + dims["qk-pos-emb-head-dim"]) ** -0.5
 
 
 def build_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> Attention:
@@ -100,13 +102,12 @@ def build_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> A
         kit.Refused: If the implementation does not support the case, or is not installed.
     """
     dims = kit.dims_of(args)
-    scale = (dims["qk-head-dim"] + dims["qk-pos-emb-head-dim"]) ** -0.5
     inputs = random_inputs(case, dims, processes)
     value = inputs.k_content if inputs.value is None else inputs.value
     grad_out = processes.random(case.tokens, 1, case.heads, value.shape[-1])
     if case.implementation in OURS:
-        return _ours(case, dims, processes, inputs, scale, grad_out)
-    attend, leaves = PEERS[case.implementation](inputs, scale)
+        return _ours(case, dims, processes, inputs, grad_out)
+    attend, leaves = PEERS[case.implementation](inputs, scale_of(dims))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, grad_out.view_as(out))
@@ -115,60 +116,18 @@ def build_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> A
 
 
 def random_inputs(case: CoreCase, dims: dict[str, int], processes: Device) -> AttentionInputs:
-    """Normal values, laid out as in a layer; absorbed as :func:`over_latent` says."""
-    key, value = pair_widths(case.form, dims)
-    tokens, heads, random = case.tokens, case.heads, processes.random
+    """Normal values, laid out as in a layer; absorbed, parts of one [latent | k_rope]."""
     from absorbed_mla.core_attention.types import AttentionInputs
 
+    key, value = pair_widths(case.form, dims)
+    tokens, heads, random = case.tokens, case.heads, processes.random
     if case.form == "expanded":
         q, k = (random(tokens, 1, heads, key) for _ in range(2))
         return AttentionInputs.multi_head(q, k, random(tokens, 1, heads, value))
     widths = [value, key - value]
     q_content, q_rope = (random(tokens, 1, heads, width) for width in widths)
-    return over_latent(q_content, q_rope, random(tokens, 1, key))
-
-
-def over_latent(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInputs:
-    """Inputs whose key's parts are views of one [latent | k_rope], [S, 1, C + R]."""
-    from absorbed_mla.core_attention.types import AttentionInputs
-
-    latent, k_rope = kv.split([q_content.shape[-1], q_rope.shape[-1]], dim=-1)
+    latent, k_rope = random(tokens, 1, key).split(widths, dim=-1)
     return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
-
-
-def backend_of(
-    name: str, form: str, dims: dict[str, int], processes: Device, **wanted: Any
-) -> AttentionBackend:
-    """A backend of ours for attention without dropout and mask.
-
-    Args:
-        name: Of the backend.
-        form: One of :data:`FORMS`.
-        dims: The layer's.
-        processes: For device and dtype.
-        wanted: More of ``AttentionRequest``.
-
-    Raises:
-        kit.Refused: If it does not support it.
-    """
-    from absorbed_mla.core_attention.backend import AttentionRequest
-    from absorbed_mla.registry import ATTENTION_BACKENDS
-
-    key_width, value_width = pair_widths(form, dims)
-    request = AttentionRequest(
-        device=processes.device,
-        dtype=processes.dtype,
-        key_width=key_width,
-        value_width=value_width,
-        form=form,
-        masked=False,
-        dropout=False,
-        **wanted,
-    )
-    runnable, reasons = ATTENTION_BACKENDS.examine(name, request)
-    if not runnable:
-        raise kit.Refused(reasons[name])
-    return runnable[0]
 
 
 def _ours(
@@ -176,28 +135,42 @@ def _ours(
     dims: dict[str, int],
     processes: Device,
     inputs: AttentionInputs,
-    scale: float,
     grad_out: Tensor,
 ) -> Attention:
     """One of our backends."""
+    from absorbed_mla.core_attention.backend import AttentionRequest
     from absorbed_mla.core_attention.masks.scores import ScoreRules
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
+    from absorbed_mla.registry import ATTENTION_BACKENDS
 
     name = case.implementation.removeprefix("ours, ")
     if name == "reference" and case.heads * case.tokens**2 > REFERENCE_PAIRS:
         raise kit.Refused("the reference is measured at small sizes only")
-    backend = backend_of(name, case.form, dims, processes)
-    rules = ScoreRules(scale=scale, spans=(Span(0, case.tokens, 0, case.tokens, 0),))
+    key_width, value_width = pair_widths(case.form, dims)
+    request = AttentionRequest(
+        device=processes.device,
+        dtype=processes.dtype,
+        key_width=key_width,
+        value_width=value_width,
+        form=case.form,
+        masked=False,
+        dropout=False,
+    )
+    runnable, reasons = ATTENTION_BACKENDS.examine(name, request)
+    if not runnable:
+        raise kit.Refused(reasons[name])
+    span = Span(0, case.tokens, 0, case.tokens, 0)
+    rules = ScoreRules(scale=scale_of(dims), spans=(span,))
     grad = OutputGradient(grad_out, None)
 
     # Nothing requires a gradient here; a layer turns gradients off once for all of its attention.
     def forward() -> AttentionOutput:
-        out, lse = backend.forward(inputs, rules)
+        out, lse = runnable[0].forward(inputs, rules)
         return AttentionOutput(out.to(grad_out.dtype), lse)
 
     @torch.no_grad()
     def backward(attended: AttentionOutput) -> AttentionInputs:
-        return backend.backward(grad, attended, inputs, rules)
+        return runnable[0].backward(grad, attended, inputs, rules)
 
     return Attention(forward, backward)

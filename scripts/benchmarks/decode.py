@@ -5,29 +5,22 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --heads 16 --batches 1,32,128 --kv 8k --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;FlashMLA" --kv 8k \
           --heads 16,64,128 --lengths uniform,exponential,one_long --block-sizes 64
-    $ python scripts/benchmarks/decode.py --implementations "ours, triton" --kv 8k \
-          --block-sizes 1,100
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
-    $ python scripts/benchmarks/decode.py --kv 8k --block-sizes 64 \
-          --implementations "ours, hopper, parity;ours, hopper, fp8, parity"
     $ python scripts/benchmarks/decode.py --render docs/measurements/decode/decode.json
 
 The requests of a batch have so many keys as --lengths says:
 
     equal        --kv each
-    spaced       evenly spaced up to --kv
     uniform      drawn from 64 to --kv
     exponential  drawn, --kv / 8 on average, from 64 to --kv
     one_long     one has --kv, the others --kv / 64
 
-Their blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels,
-where they can be imported; what cannot run has the reason in its row. Outputs are compared with the
-reference's in fp32; "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the
-reference over what is read from them; "..., parity" is parity mode (batch_invariant), measured
-where it is named. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a
-GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
-before every repetition, outside of the time. All implementations of an input are repeated in turns.
-A call counts
+Their blocks lie in random order in the cache. Outputs are compared with the reference's in fp32;
+"..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the reference over what
+is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named. The
+widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded
+as a CUDA graph where that is possible, and the L2 cache is overwritten before every repetition,
+outside of the time. All implementations of an input are repeated in turns. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
@@ -46,8 +39,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -79,46 +72,35 @@ IN_PARITY = tuple(
 FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
 # The peer of ratios.
 _PEER = "FlashMLA"
+_TITLE = "n={0.heads} b={0.batch} kv={0.keys} s_q={0.query_length} block={0.block_size}"
+_PANEL = _TITLE.replace(" b={0.batch}", "")
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 # The shortest of drawn requests.
 _LEAST_KEYS = 64
 
 
-def _spaced(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    step = (kv - new) / batch
-    lengths = [kv - int(number * step) for number in range(batch)]
-    draw.shuffle(lengths)
-    return lengths
+# How many keys requests have; see the description.
+LENGTHS = ("equal", "uniform", "exponential", "one_long")
 
 
-def _exponential(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    drawn = [int(draw.expovariate(8 / kv)) for _ in range(batch)]
-    return [min(max(keys, _LEAST_KEYS), kv) for keys in drawn]
-
-
-def _one_long(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    lengths = [kv] + [kv // 64] * (batch - 1)
-    draw.shuffle(lengths)
-    return lengths
-
-
-# Numbers of keys of a batch, by name; see the description.
-LENGTHS: dict[str, Callable[[random.Random, int, int, int], list[int]]] = {
-    "equal": lambda draw, batch, kv, new: [kv] * batch,
-    "spaced": _spaced,
-    "uniform": lambda draw, batch, kv, new: [
-        draw.randint(min(_LEAST_KEYS, kv), kv) for _ in range(batch)
-    ],
-    "exponential": _exponential,
-    "one_long": _one_long,
-}
+def key_counts(lengths: str, batch: int, kv: int) -> list[int]:
+    """Keys of every request of a batch; the same for the same arguments."""
+    draw = random.Random(batch)
+    if lengths == "uniform":
+        return [draw.randint(min(_LEAST_KEYS, kv), kv) for _ in range(batch)]
+    if lengths == "exponential":
+        drawn = (int(draw.expovariate(8 / kv)) for _ in range(batch))
+        return [min(max(keys, _LEAST_KEYS), kv) for keys in drawn]
+    counts = [kv] * batch if lengths == "equal" else [kv] + [kv // 64] * (batch - 1)
+    draw.shuffle(counts)
+    return counts
 
 
 @dataclass(frozen=True)
 class DecodeCase(kit.Case):
     """Requests, and whose attention."""
 
-    text = "{implementation} n={heads} b={batch} kv={keys} s_q={query_length} block={block_size}"
+    text = "{0.implementation} " + _TITLE
     implementation: str  # one of IMPLEMENTATIONS or IN_PARITY
     heads: int  # of one rank
     batch: int  # requests
@@ -140,20 +122,18 @@ class DecodeCase(kit.Case):
     @property
     def backend(self) -> str:
         """The name of ours among the backends."""
-        name = self.implementation.removeprefix("ours, ").removesuffix(_PARITY)
-        return name.removesuffix(_FP8)
+        return self.implementation.split(", ")[1]
 
     @property
     def keys(self) -> str:
-        """``kv`` for people; ``"spaced<=8192"`` where not all requests have so many."""
+        """``kv`` for people; ``"uniform<=8192"`` where not all requests have so many."""
         return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
 
     @property
     def kv_lengths(self) -> list[int]:
-        """Keys of each request, new tokens included; the same for the same case."""
-        draw = random.Random(self.batch)
-        lengths = LENGTHS[self.lengths](draw, self.batch, self.kv, self.query_length)
-        return [max(keys, self.query_length) for keys in lengths]
+        """Keys of each request, new tokens included."""
+        counts = key_counts(self.lengths, self.batch, self.kv)
+        return [max(keys, self.query_length) for keys in counts]
 
     def flops(self, content: int, rope: int) -> float:
         """Of scores and values; a token sees its request's keys up to its own."""
@@ -191,7 +171,6 @@ class Ratio:
 class Row(kit.Row):
     """Of one call."""
 
-    case: DecodeCase
     times: kit.Times | None = None  # None if it was not measured
     graph: bool = False  # whether it was a CUDA graph
     # Relative difference of the output from the reference's in fp32.
@@ -202,8 +181,8 @@ class Row(kit.Row):
 class DecodeReport(kit.Report):
     """One run."""
 
-    row = Row
-    shows_ceilings = True
+    row, case = Row, DecodeCase
+    plotted = ((f"{_PANEL} [TFLOP/s]", "tflops", "batch"), (f"{_PANEL} [TB/s]", "tbps", "batch"))
 
     def figures(self, row: Row) -> dict[str, float]:
         """Microseconds, TFLOP/s, TB/s of latents read, difference, and the ratio to FlashMLA."""
@@ -220,21 +199,6 @@ class DecodeReport(kit.Report):
             "difference": row.difference,
             **beside,
         }
-
-    @classmethod
-    def panels(cls, reports: Sequence[DecodeReport]) -> list[kit.Panel]:
-        """TFLOP/s, and TB/s of latents, with the ceilings, over the batch."""
-        rates = []
-        title = "n={{0.heads}} kv={{0.keys}} s_q={{0.query_length}} block={{0.block_size}} [{}]"
-        for rate, unit, ceiling in (
-            ("tflops", "TFLOP/s", "matmul_tflops"),
-            ("tbps", "TB/s", "copy_tbps"),
-        ):
-            levels = {ceiling: reports[0].environment["ceilings"][ceiling]}
-            of_unit = title.format(unit)
-            rates.append(cls.over(reports, of_unit, rate, "batch", "batch", levels=levels))
-        # Both rates of the same requests beside each other.
-        return [panel for pair in zip(*rates) for panel in pair]
 
 
 class DecodeBenchmark(kit.InTurns):
@@ -282,7 +246,7 @@ class DecodeBenchmark(kit.InTurns):
 
     def about(self) -> dict:
         """With the widths, and the packages of the peers."""
-        versions = kit.provenance.versions(("flash-mla", "flashinfer-python", "vllm"))
+        versions = kit.provenance.versions(("flash-mla", "vllm"))
         return super().about() | {"widths": [self.content, self.rope], "versions": versions}
 
     def cases(self) -> list[DecodeCase]:
@@ -306,21 +270,24 @@ class DecodeBenchmark(kit.InTurns):
         """Inputs, and the output of the reference in fp32."""
         inputs = self._new_inputs(case)
         self.now.inputs = inputs, self._expected(inputs, inputs.cache)
-        self.now.rows = {}
 
-    def work(self, case: DecodeCase) -> Repeated:
+    def work(self, case: DecodeCase) -> tuple[Repeated, dict]:
         """The call, as a graph where it can be recorded; its output has been compared."""
-        from benchmarks.kit.timing import Repeated
+        from benchmarks.kit.timing import Repeated, graphed
 
         inputs, expected = self._over_fp8() if case.over_fp8 else self.now.inputs
         attend = self._attention(case, inputs)
         out = attend().float()
         difference = float((out - expected).norm() / expected.norm())
-        graph = self._graph(attend) if self.on_gpu else None
-        self.now.rows[case] = Row(case=case, graph=graph is not None, difference=difference)
+        graph = None
+        if self.on_gpu:
+            try:
+                graph = graphed(attend)
+            except RuntimeError:  # it cannot be recorded
+                torch.cuda.synchronize()
         work = Repeated(graph or attend, finish=self._flush, on_gpu=self.on_gpu)
         work.once()
-        return work
+        return work, {"graph": graph is not None, "difference": difference}
 
     def count(self, works: Sequence[Repeated]) -> int:
         """So often that the shortest is repeated for --seconds-per-row."""
@@ -328,18 +295,11 @@ class DecodeBenchmark(kit.InTurns):
 
         return max(repetitions(work.once(), self.args.seconds_per_row) for work in works)
 
-    def together(self, works: Mapping[Any, Repeated]) -> dict[Any, Row]:
-        """With ratios to the peer's times of the same turns."""
-        from benchmarks.kit.timing import in_turns
-
-        turns = in_turns([*works.values()], self.count([*works.values()]))
-        seconds = {case: [step for _, _, step in own] for case, own in zip(works, turns)}
+    def repeated(self, seconds: Mapping[Any, Sequence[float]]) -> dict[Any, dict[str, Any]]:
+        """Ratios to the peer's times of the same turns."""
         peer = next((own for case, own in seconds.items() if case.implementation == _PEER), None)
-        rows = {}
-        for case, own in seconds.items():
-            ratio = Ratio.of(own, peer) if peer and own is not peer else None
-            rows[case] = replace(self.now.rows[case], times=kit.Times.of(own), ratio=ratio)
-        return rows
+        others = {case: own for case, own in seconds.items() if peer and own is not peer}
+        return {case: {"ratio": Ratio.of(own, peer)} for case, own in others.items()}
 
     def _attention(self, case: DecodeCase, inputs: Inputs) -> Attend:
         """Ready to be called again and again.
@@ -353,30 +313,15 @@ class DecodeBenchmark(kit.InTurns):
             if not self.on_gpu:
                 raise kit.Refused("it needs a GPU")
             return PEERS[case.implementation](inputs)
+        cache = "fp8" if case.over_fp8 else "model"
+        sizes = case.heads, self.content, self.rope, case.block_size
         request = PagedRequest(
-            self.device,
-            self.dtype,
-            case.heads,
-            self.content,
-            self.rope,
-            case.block_size,
-            case.batch_invariant,
-            latent_cache_dtype="fp8" if case.over_fp8 else "model",
+            self.device, self.dtype, *sizes, case.batch_invariant, latent_cache_dtype=cache
         )
         with kit.refusing(ValueError):
             backend = choose(case.backend, request)
         forward = partial(backend.forward, *inputs, batch_invariant=case.batch_invariant)
         return lambda: forward()[0]
-
-    def _graph(self, attend: Attend) -> Callable[[], None] | None:
-        """The call as a CUDA graph; None where it cannot be recorded."""
-        from benchmarks.kit.timing import graphed
-
-        try:
-            return graphed(attend)
-        except RuntimeError:
-            torch.cuda.synchronize()
-            return None
 
     def _expected(self, inputs: Inputs, cache: Tensor) -> Tensor:
         from absorbed_mla.inference.backends.reference import paged_reference

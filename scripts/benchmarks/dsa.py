@@ -18,7 +18,7 @@ sequence; "share" is its time per query over that of the fastest sparse forward 
 many keys, "bound" the share that its operations alone have at the rate of the matrix product in
 bf16, "agreement" the share of its choice that scores in fp32 choose, of random vectors.
 FlashMLA is the library in vLLM's wheel, see ``peers/sparse.py``; TileLang the kernels in
-Megatron-Core, see ``peers/tilelang.py``. Output:
+Megatron-Core. Output:
 
     1.9 s  forward n=128 kv=8192 random: FlashMLA: ms 3.85, tflops 607, difference 0.002
 """
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
-from benchmarks.dsa_inputs import Inputs, difference, expected, selection, union, whole
-from benchmarks.peers.sparse import flash_mla
-from benchmarks.peers.tilelang import tilelang_backward, tilelang_forward
+from benchmarks.dsa_inputs import WIDTHS, Inputs, difference, selection, union, whole
+from benchmarks.peers.sparse import flash_mla, tilelang_backward, tilelang_forward
 from console.parser import Parser
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from benchmarks.kit.timing import Repeated
 
 torch: Any = kit.lazy("torch")
-WIDTHS = {name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")}
 IMPLEMENTATIONS = {
     "forward": ("hopper", "triton", "FlashMLA", "TileLang"),
     "backward": ("hopper", "hopper, in order", "triton", "triton, in order", "TileLang"),
@@ -58,42 +56,27 @@ IMPLEMENTATIONS = {
 class DSACase(kit.Case):
     """One implementation on one input."""
 
-    text = "{work} n={heads} kv={kv} {indices}: {implementation}"
+    text = "{0.work} n={0.heads} kv={0.kv} shared={0.shared}: {0.implementation}"
     work: str  # "forward", "backward" or "indexer"
     heads: int  # of the attention; of the indexer in its rows
     kv: int  # keys
     shared: bool  # whether neighbours share keys
     implementation: str  # one of IMPLEMENTATIONS
 
-    @property
-    def indices(self) -> str:
-        """What they are like."""
-        return "shared" if self.shared else "random"
-
-
-Row = kit.row_of(DSACase, kit.TimedRow)
-
 
 class DSAReport(kit.Report):
     """One run."""
 
-    row = Row
-    shows_ceilings = True
+    row, case = kit.TimedRow, DSACase
+    plotted = (("{0.work} kv={0.kv} shared={0.shared} [TFLOP/s]", "tflops", "heads"),)
 
-    def figures(self, row: Row) -> dict[str, float]:
+    def figures(self, row: kit.TimedRow) -> dict[str, float]:
         """Milliseconds, TFLOP/s, and what is compared."""
         assert row.times is not None
-        flops = row.more.get("flops")
-        rate = {"tflops": flops / row.times.median / 1e12} if flops else {}
-        others = {name: value for name, value in row.more.items() if name != "flops"}
-        return {"ms": round(row.times.median * 1e3, 4), **rate, **others}
-
-    @classmethod
-    def panels(cls, reports: Sequence[DSAReport]) -> list[kit.Panel]:
-        """TFLOP/s over the heads."""
-        title = "{0.work} kv={0.kv} {0.indices} [TFLOP/s]"
-        of_attention = lambda case: case.work != "indexer"  # noqa: E731
-        return cls.over(reports, title, "tflops", "heads", "heads", of_attention)
+        seconds, more = row.times.median, dict(row.more)
+        flops = more.pop("flops", 0)
+        rate = {"tflops": flops / seconds / 1e12} if flops else {}
+        return {"ms": round(seconds * 1e3, 4), **rate, **more}
 
 
 class DSABenchmark(kit.InTurns):
@@ -137,44 +120,56 @@ class DSABenchmark(kit.InTurns):
     def cases(self) -> list[DSACase]:
         """The table of attention first, then the indexer."""
         args = self.args
-        found = [
-            DSACase(work, heads, kv, shared, implementation)
+        attention = [
+            (work, heads, kv, shared)
             for work in ("forward", "backward")
             for heads in args.heads
             for kv in args.kv
             for shared in (False, True)
-            for implementation in IMPLEMENTATIONS[work]
         ]
-        return found + [
-            DSACase("indexer", args.indexer_heads, kv, False, backend)
-            for kv in args.indexer
-            for backend in IMPLEMENTATIONS["indexer"]
+        indexer = [("indexer", args.indexer_heads, kv, False) for kv in args.indexer]
+        return [
+            DSACase(*one, name) for one in attention + indexer for name in IMPLEMENTATIONS[one[0]]
         ]
-
-    def measure(self, case: DSACase) -> Row:
-        """All implementations of an input in turns; the indexer's alone."""
-        return self._indexer(case) if case.work == "indexer" else super().measure(case)
 
     def begin(self, case: DSACase) -> None:
         """Inputs, and what they must give."""
-        self.now.inputs = self.inputs(case)
-        self.now.wanted = expected(case.work, self.now.inputs, self.content, self.scale, self.dtype)
-        self.now.differences = {}
+        if case.work != "indexer":
+            self.now.inputs = self.inputs(case)
+            self.now.wanted = self.now.inputs.expected(case.work, self.scale)
 
-    def work(self, case: DSACase) -> Repeated:
+    def work(self, case: DSACase) -> tuple[Repeated, dict]:
         """A call whose result has been compared."""
         from benchmarks.kit.timing import Repeated
 
-        run = self.implementation(case, self.now.inputs, self.now.wanted)
-        self.now.differences[case] = difference(run(), self.now.wanted)
+        if case.work == "indexer":
+            from benchmarks.dsa_indexer import indexer_work
+
+            sizes = case.heads, case.kv, self.args.topk
+            run, more = indexer_work(case.implementation, *sizes, self.dtype, self.randoms()[0])
+        else:
+            run = self.implementation(case, self.now.inputs, self.now.wanted)
+            more = {"flops": self.flops(case), "difference": difference(run(), self.now.wanted)}
+            more["union"] = union(self.now.inputs.chosen)
         work = Repeated(run, on_gpu=self.on_gpu)
         work.once()
-        return work
+        vars(self.now).setdefault("more", {})[case] = more
+        return work, {"more": more}
 
-    def timed(self, case: DSACase, times: kit.Times) -> Row:
-        """With what is compared."""
-        more = {"flops": self.flops(case), "difference": self.now.differences[case]}
-        return Row(case=case, times=times, more=more | {"union": union(self.now.inputs.chosen)})
+    def repeated(self, seconds: Mapping[Any, Sequence[float]]) -> dict[Any, dict[str, Any]]:
+        """Of the indexer, what it adds to the fastest of our sparse forwards of 128 heads."""
+        case = next(iter(seconds))
+        beside = self._forward_beside(case) if case.work == "indexer" else None
+        if beside is None:
+            return {}
+        per_query, peak = beside / self.args.queries, self._ceilings["matmul_tflops"] * 1e12
+        found = {}
+        for case, own in seconds.items():
+            more = self.now.more[case]
+            share = kit.Times.of(own).median / more["queries"] / per_query
+            bound = more["flops"] / more["queries"] / peak / per_query
+            found[case] = {"more": more | {"share": share, "bound": bound}}
+        return found
 
     def flops(self, case: DSACase) -> float:
         """Of the attention, see above."""
@@ -209,8 +204,7 @@ class DSABenchmark(kit.InTurns):
             self.on_gpu and torch.cuda.get_device_capability(self.device) == (9, 0)
         ):
             raise kit.Refused("it needs compute capability 9.0")
-        backend = SPARSE_BACKENDS[name]
-        latent = inputs.latent(self.content)
+        backend, latent = SPARSE_BACKENDS[name], inputs.latent()
         if case.work == "forward":
             return lambda: backend.forward(latent, inputs.chosen, self.scale)
         output = AttentionOutput(wanted[0].to(self.dtype), wanted[1])
@@ -245,23 +239,6 @@ class DSABenchmark(kit.InTurns):
             return (*wanted[:2], dq.unsqueeze(1), dkv)
 
         return gradients
-
-    def _indexer(self, case: DSACase) -> Row:
-        from benchmarks.dsa_indexer import measure_indexer
-
-        args = self.args
-        sizes = case.heads, case.kv, args.topk
-        budget, (make, _) = args.seconds_per_row, self.randoms()
-        times, queries, more = measure_indexer(
-            case.implementation, *sizes, self.dtype, make, budget
-        )
-        beside = self._forward_beside(case)
-        if beside is not None:
-            per_query = beside / args.queries
-            more["share"] = times.median / queries / per_query
-            bound = more["flops"] / queries / (self._ceilings["matmul_tflops"] * 1e12)
-            more["bound"] = bound / per_query
-        return Row(case=case, times=times, more=more)
 
     def _forward_beside(self, case: DSACase) -> float | None:
         """Seconds of the fastest of our sparse forwards of 128 heads over as many keys."""

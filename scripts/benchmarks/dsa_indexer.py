@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,22 +15,15 @@ from absorbed_mla.dsa.key_subset import visible_keys
 from absorbed_mla.dsa.selection import select
 from absorbed_mla.dsa.selection_triton import ELEMENTS, chunk_queries, triton_index_scores
 from absorbed_mla.registry import INDEXER_BACKENDS
-from benchmarks.kit.report import Times
 from benchmarks.kit.timing import Repeated
 
 # Queries in the middle of the sequence.
 _INDEXED = 1024
 
 
-def measure_indexer(
-    backend: str,
-    heads: int,
-    keys: int,
-    topk: int,
-    dtype: torch.dtype,
-    make: torch.Generator,
-    budget: float,
-) -> tuple[Times, int, dict]:
+def indexer_work(
+    backend: str, heads: int, keys: int, topk: int, dtype: torch.dtype, make: torch.Generator
+) -> tuple[Callable[[], Any], dict]:
     """Scores and choice for queries in the middle of a sequence of so many keys.
 
     Args:
@@ -38,12 +33,11 @@ def measure_indexer(
         topk: Keys to choose.
         dtype: Of queries and keys.
         make: Random numbers, on the device.
-        budget: Seconds of the repetitions.
 
     Returns:
-        Times of scores and choice, for how many queries, and ``flops`` of the scores, whether the
-        choice is ``exact``, that of the reference from the same scores, its ``agreement`` with
-        that of scores in fp32, and ``scores_ms`` of the scores alone.
+        What is repeated, and for how many ``queries``, ``flops`` of the scores, whether the choice
+        is ``exact``, that of the reference from the same scores, its ``agreement`` with that of
+        scores in fp32, and ``scores_ms`` of the scores alone.
     """
     device, on_gpu = make.device, make.device.type == "cuda"
     random = partial(torch.randn, device=device, generator=make)
@@ -63,14 +57,12 @@ def measure_indexer(
     chosen = run()
     exact = torch.equal(chosen, select(scored, spans, topk, relu=True, scores=triton_index_scores))
     agreement = _agreement(chosen, select(index, spans, topk, relu=True), keys)
-    work = Repeated(run, on_gpu=on_gpu)
-    times = work.times(work.once(), budget)[0]
     flops = 2.0 * heads * width * count * (offset + (count + 1) / 2)
     chunk = next(iter(visible_keys(spans, 1, device, ELEMENTS, chunk_queries(None))))
     scores = Repeated(lambda: triton_index_scores(scored, chunk, True), on_gpu=on_gpu)
-    alone = scores.times(scores.once(), budget)[0].median * count / chunk.span.num_queries
-    more = {"flops": flops, "exact": exact, "agreement": agreement, "scores_ms": alone * 1e3}
-    return times, count, more
+    alone = scores.times(scores.once(), 0.1)[0].median * count / chunk.span.num_queries
+    more = {"queries": count, "flops": flops, "exact": exact, "agreement": agreement}
+    return run, more | {"scores_ms": alone * 1e3}
 
 
 def _agreement(chosen: torch.Tensor, expected: torch.Tensor, keys: int) -> float:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import kit
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+torch: Any = kit.lazy("torch")
+WIDTHS = {name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")}
 # Queries that keep a key's random number.
 KEPT = 8
 
@@ -23,22 +26,36 @@ class Inputs:
     grad: Tensor
     chosen: Tensor
 
-    def latent(self, content: int, dtype: type | None = None) -> Any:
-        """For the functions of the package, in fp32 if ``dtype`` is float."""
+    def latent(self, dtype: torch.dtype | None = None) -> Any:
+        """For the functions of the package, in ``dtype`` if it is not the tensors' own."""
         from absorbed_mla.dsa.sparse_reference import latent_inputs
 
-        query, kv = (x.float() if dtype is float else x for x in (self.query, self.kv))
+        query, kv = (x.to(dtype or x.dtype) for x in (self.query, self.kv))
+        content = self.grad.shape[-1]
         # Parts of their own, as the projections of a layer make them.
         parts = (query[..., :content].contiguous(), query[..., content:].contiguous())
         return latent_inputs(*parts, kv)
 
+    def expected(self, work: str, scale: float) -> tuple[Tensor, ...]:
+        """Output and LSE in fp32, for ``"backward"`` with the gradients of query and keys.
+
+        Backward begins with the output rounded to the dtype of the inputs.
+        """
+        from absorbed_mla.core_attention.types import OutputGradient
+        from absorbed_mla.dsa.sparse_reference import sparse_backward, sparse_forward
+
+        floats = self.latent(torch.float32)
+        output = sparse_forward(floats, self.chosen, scale)
+        if work == "forward":
+            return tuple(output)
+        rounded = output._replace(out=output.out.to(self.grad.dtype).float())
+        grad = OutputGradient(self.grad.float(), None)
+        return (*output, *whole(sparse_backward(grad, rounded, floats, self.chosen, scale)))
+
 
 def selection(queries: int, keys: int, topk: int, shared: bool, make: Any) -> Tensor:
     """The keys of largest random numbers, which change with every query or with every eighth."""
-    import torch
-
-    device = make.device
-    kept = KEPT if shared else 1
+    device, kept = make.device, KEPT if shared else 1
     number = torch.rand(queries // kept + 2, keys, device=device, generator=make)
     phase = torch.randint(kept, (keys,), device=device, generator=make)
     found = torch.empty(queries, 1, topk, dtype=torch.int32, device=device)
@@ -51,8 +68,6 @@ def selection(queries: int, keys: int, topk: int, shared: bool, make: Any) -> Te
 
 def whole(found: Any) -> tuple[Tensor, Tensor]:
     """Gradients of whole queries and keys."""
-    import torch
-
     query = torch.cat((found.q_content, found.q_rope), -1)
     return query, torch.cat((found.k_content.squeeze(2), found.k_rope), -1)
 
@@ -68,27 +83,3 @@ def union(chosen: Tensor) -> float:
     groups = chosen[: len(chosen) // 4 * 4, 0][:128]
     sizes = [len(group.unique()) for group in groups.flatten().split(4 * groups.shape[1])]
     return sum(sizes) / len(sizes) / groups.shape[1]
-
-
-def expected(
-    work: str, inputs: Inputs, content: int, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Output and LSE, or for ``"backward"`` these with the gradients of query and keys, in fp32.
-
-    Args:
-        work: "forward" or "backward".
-        inputs: Of the attention.
-        content: ``kv_lora_rank``.
-        scale: Multiplies the scores.
-        dtype: That the output is rounded to before backward.
-    """
-    from absorbed_mla.core_attention.types import OutputGradient
-    from absorbed_mla.dsa.sparse_reference import sparse_backward, sparse_forward
-
-    floats = inputs.latent(content, float)
-    output = sparse_forward(floats, inputs.chosen, scale)
-    if work == "forward":
-        return tuple(output)
-    rounded = output._replace(out=output.out.to(dtype).float())
-    grad = OutputGradient(inputs.grad.float(), None)
-    return (*output, *whole(sparse_backward(grad, rounded, floats, inputs.chosen, scale)))

@@ -20,7 +20,7 @@ _PARAMETERS = re.compile(r"model parallel rank \(.*\): (\d+)")
 CHOSEN = "Core attention of ours ran:"
 _CHOSEN = re.compile(rf"^{re.escape(CHOSEN)} (.+)$", re.MULTILINE)
 # The line of Python that says what went wrong, with torchrun's prefix or without.
-_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,23 @@ def iterations(text: str) -> Iterator[Iteration]:
         yield Iteration(int(head[1]), **{"tflops": 0.0, **values})
 
 
-def peak_bytes(text: str) -> int | None:
-    """Most memory allocated on the GPU so far when Megatron last said so."""
-    found = _PEAK.findall(text)
-    return int(float(found[-1]) * 2**20) if found else None
+def facts(text: str) -> dict[str, int | str | None]:
+    """Of the whole run, where the log has them.
 
-
-def parameters(text: str) -> int | None:
-    """Of the model."""
-    found = _PARAMETERS.search(text)
-    return int(found[1]) if found else None
-
-
-def chosen_backends(text: str) -> str:
-    """Form and backend of our attentions; empty for another's."""
-    found = _CHOSEN.search(text)
-    return found[1] if found else ""
+    Returns:
+        ``parameters`` of the model, ``peak_bytes``, the most memory allocated on the GPU, and
+        ``ran``, form and backend of our attentions; empty for another's.
+    """
+    parameters, peaks, ran = _PARAMETERS.search(text), _PEAK.findall(text), _CHOSEN.search(text)
+    return {
+        "parameters": int(parameters[1]) if parameters else None,
+        "peak_bytes": int(float(peaks[-1]) * 2**20) if peaks else None,
+        "ran": ran[1] if ran else "",
+    }
 
 
 def problem(text: str) -> str:
     """The first error's message, or the last line."""
+    found = _ERROR.search(text)
     lines = [line for line in text.splitlines() if line.strip()]
-    for line in lines:
-        found = _ERROR.match(line)
-        if found:
-            return found[1]
-    return lines[-1] if lines else "no output"
+    return found[1] if found else lines[-1] if lines else "no output"

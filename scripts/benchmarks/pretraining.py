@@ -5,12 +5,12 @@
     $ python scripts/benchmarks/pretraining.py /tmp/quick --iterations 20 --layers 2 --skip 5
     $ python scripts/benchmarks/pretraining.py RESULTS --render old/pretraining.json
 
-Each run is scripts/benchmarks/pretrain_gpt.py in processes of its own, which calls
-megatron.training.pretrain with mock data; all runs begin with the same weights. The model's MLA has
-DeepSeek-V3's dimensions and 16 heads. GPUs compute in bfloat16 with TransformerEngine's layers; a
-CPU computes in float32 with Megatron's local ones, which is for tests. Compared are the losses of
-every iteration, tokens per second, and MFU: Megatron's own count of TFLOP/s, in which backward is
-twice forward and causal attention half, over 989.4 (H100, H200). The logs stay in the folder.
+Each run is pretrain_gpt.py in processes of its own, with mock data; all runs begin with the same
+weights. The model's MLA has DeepSeek-V3's dimensions and 16 heads. GPUs compute in bfloat16 with
+TransformerEngine's layers, a CPU in float32 with Megatron's local ones, for tests. Compared are the
+losses of every iteration, tokens per second, and MFU: Megatron's own count of TFLOP/s, in which
+backward is twice forward and causal attention half, over 989.4 (H100, H200). The logs stay in the
+folder.
 Output:
 
     95.0 s  absorbed (expanded, cudnn): iteration_ms 300, tokens_per_second 54613, mfu 0.32
@@ -33,20 +33,19 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit, megatron_log
-from benchmarks.kit.command import run_to_log
+from benchmarks.kit.command import ALONE, run_to_log
 from benchmarks.kit.tables import gibibytes
 from benchmarks.megatron_log import Iteration
 from console.parser import Parser
 
-ATTENTIONS = ("standard", "absorbed")
+# Each with its layers; on a GPU Megatron builds TransformerEngine's without a spec.
+SPECS = {
+    "standard": ("absorbed_mla.standard_mla", "get_standard_mla_layer_spec"),
+    "absorbed": ("specs.absorbed_mla_layer_specs", "get_absorbed_mla_layer_spec"),
+}
 # Of an H100 or H200, dense bf16, by NVIDIA's datasheet.
 PEAK_TFLOPS = 989.4
 ENTRY = Path(__file__).with_name("pretrain_gpt.py")
-_SPECS = {
-    "absorbed": ("specs.absorbed_mla_layer_specs", "get_absorbed_mla_layer_spec"),
-    # Only where there is no TransformerEngine, whose layers Megatron builds without a spec.
-    "standard": ("absorbed_mla.standard_mla", "get_standard_mla_layer_spec"),
-}
 # Fusion of gradient accumulation needs apex; the logger is a package of NVIDIA's.
 _ALWAYS = """
 --multi-latent-attention --qk-layernorm --swiglu --disable-bias-linear --no-rope-fusion
@@ -71,7 +70,7 @@ def megatron_arguments(args: argparse.Namespace, attention: str, on_gpu: bool) -
 
     Args:
         args: The script's.
-        attention: One of ``ATTENTIONS``.
+        attention: A name in ``SPECS``.
         on_gpu: bf16 with TransformerEngine's layers, or fp32 with Megatron's local ones.
     """
     options = {f"--{name}": size for name, size in kit.dims_of(args).items()}
@@ -94,7 +93,7 @@ def megatron_arguments(args: argparse.Namespace, attention: str, on_gpu: bool) -
     own = [str(part) for pair in options.items() for part in pair]
     own += [*_ALWAYS.split(), *(_ON_GPU if on_gpu else _ON_CPU).split()]
     if attention == "absorbed" or not on_gpu:
-        own += ["--spec", *_SPECS[attention]]
+        own += ["--spec", *SPECS[attention]]
     return own + args.megatron.split()
 
 
@@ -121,54 +120,32 @@ class Run:
         """The iterations that are in the throughput."""
         return self.iterations[self.skip :]
 
-    @property
-    def seconds(self) -> float:
-        """Median of an iteration's."""
-        return median(one.seconds for one in self.timed)
-
-    @property
-    def tflops(self) -> float:
-        """Median of an iteration's, of one GPU."""
-        return median(one.tflops for one in self.timed)
-
 
 def train(attention: str, weights: Path, args: argparse.Namespace, on_gpu: bool) -> Run:
     """Train once, in processes of their own, because Megatron's loop ends its process.
 
     Args:
-        attention: One of ``ATTENTIONS``; also the name of the log in the folder.
+        attention: A name in ``SPECS``; also of the log in the folder.
         weights: File of the weights to begin with; written if it is not there.
         args: The script's.
         on_gpu: Whether there is a GPU.
     """
-    print(f"training with {attention} MLA ...", flush=True)
     option = "--first-weights" if weights.exists() else "--save-first-weights"
-    command = [sys.executable]
-    if args.gpus > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.gpus)]
-    command += [str(ENTRY), *megatron_arguments(args, attention, on_gpu), option, str(weights)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    command = [sys.executable, *(launcher if args.gpus > 1 else ()), str(ENTRY)]
+    command += [*megatron_arguments(args, attention, on_gpu), option, str(weights)]
     path = args.folder / f"{attention}.log"
-    code = run_to_log(command, path, TIMEOUT)
+    code = run_to_log(command, path, TIMEOUT, ALONE)
     text = path.read_text(errors="replace")
-    lines = list(megatron_log.iterations(text))
-    error = ""
+    lines, error = list(megatron_log.iterations(text)), ""
     if code is None:
         error = f"not over after {TIMEOUT:g} s"
     elif code:
         error = megatron_log.problem(text)
     elif len(lines) < args.iterations:
         error = f"the log has {len(lines)} of {args.iterations} iterations"
-    return Run(
-        name=attention,
-        attention=attention,
-        iterations=lines,
-        skip=args.skip,
-        parameters=megatron_log.parameters(text),
-        peak_bytes=megatron_log.peak_bytes(text) if on_gpu else None,
-        ran=megatron_log.chosen_backends(text),
-        error=error,
-    )
+    facts = megatron_log.facts(text)
+    return Run(attention, attention, lines, args.skip, **facts, error=error)
 
 
 class PretrainingReport(kit.Report):
@@ -179,66 +156,43 @@ class PretrainingReport(kit.Report):
 
     def figures(self, run: Run) -> dict[str, float]:
         """Of the iterations that are timed, and the last loss."""
+        seconds, tflops = (
+            median(getattr(one, name) for one in run.timed) for name in ("seconds", "tflops")
+        )
         peak = self.environment["peak_tflops"]
         return {
-            "iteration_ms": 1e3 * run.seconds,
-            "tokens_per_second": self.environment["tokens_per_iteration"] / run.seconds,
-            "tflops": run.tflops,
-            **({"mfu": run.tflops / peak} if peak else {}),
+            "iteration_ms": 1e3 * seconds,
+            "tokens_per_second": self.environment["tokens_per_iteration"] / seconds,
+            "tflops": tflops,
+            **({"mfu": tflops / peak} if peak else {}),
             **gibibytes(run),
             "first_loss": run.iterations[0].loss,
             "last_loss": run.iterations[-1].loss,
         }
 
-    def differences(self) -> list[dict]:
-        """Largest difference of the losses of each run and the one before it."""
+    @classmethod
+    def notes(cls, reports: Sequence[PretrainingReport]) -> list[str]:
+        """Differences of the losses of each run and the one before it."""
+        pairs = [pair for report in reports for pair in pairwise(report.measured)]
         found = []
-        for left, right in pairwise(self.measured):
-            gaps = [abs(gap) for _, gap in loss_differences(left, right)]
+        for left, right in pairs:
+            gaps = [abs(a.loss - b.loss) for a, b in zip(left.iterations, right.iterations)]
             last = [mean(one.loss for one in run.iterations[-10:]) for run in (left, right)]
             found.append(
-                {
-                    "runs": [left.name, right.name],
-                    "largest": max(gaps),
-                    "largest_at": 1 + gaps.index(max(gaps)),
-                    "last": last[1] - last[0],
-                }
+                f"- {left.name} and {right.name}: largest difference of the loss {max(gaps):.1e}, "
+                f"of the mean of the last ten {last[1] - last[0]:+.1e}"
             )
         return found
 
-    def summary(self) -> dict:
-        """With the differences of the losses."""
-        return {**super().summary(), "differences": self.differences()}
-
-    @classmethod
-    def notes(cls, reports: Sequence[PretrainingReport]) -> list[str]:
-        """The differences of the losses."""
-        return [
-            f"- {' and '.join(one['runs'])}: largest difference of the loss {one['largest']:.1e}, "
-            f"in iteration {one['largest_at']}; of the mean of the last ten {one['last']:+.1e}"
-            for report in reports
-            for one in report.differences()
-        ]
-
     @classmethod
     def panels(cls, reports: Sequence[PretrainingReport]) -> list[kit.Panel]:
-        """Losses, and by how much they differ."""
-        curves, gaps = {}, {}
-        for report in reports:
-            for run in report.measured:
-                curves[run.name] = [(one.iteration, one.loss) for one in run.iterations]
-            for left, right in pairwise(report.measured):
-                gaps[f"{left.name} - {right.name}"] = loss_differences(left, right)
-        return [
-            kit.Panel("loss per token (nats)", "iteration", curves, sizes=False, marker=""),
-            kit.Panel("difference of the losses", "iteration", gaps, sizes=False, marker=""),
-        ]
-
-
-def loss_differences(left: Run, right: Run) -> list[tuple[int, float]]:
-    """By iteration."""
-    pairs = zip(left.iterations, right.iterations)
-    return [(a.iteration, a.loss - b.loss) for a, b in pairs]
+        """Losses."""
+        curves = {
+            run.name: [(one.iteration, one.loss) for one in run.iterations]
+            for report in reports
+            for run in report.measured
+        }
+        return [kit.Panel("loss per token (nats)", "iteration", curves, sizes=False, marker="")]
 
 
 class PretrainingBenchmark(kit.Benchmark):
@@ -249,7 +203,7 @@ class PretrainingBenchmark(kit.Benchmark):
     strict = True
     options = kit.declare(
         "folder render seed=1234",
-        attentions=kit.some("which MLA to train", ATTENTIONS),
+        attentions=kit.some("which MLA to train", SPECS),
         iterations=kit.number("updates of each run", 60),
         skip=kit.number("first updates, left out of the throughput", 10),
         layers=kit.number("decoder layers of the model", 8),
@@ -268,7 +222,8 @@ class PretrainingBenchmark(kit.Benchmark):
         dims={**kit.DIMS, "hidden-size": 2048},
     )
     quick = (
-        "--iterations 4 --skip 2 --layers 1 --vocab-size 128 --seq-length 32 --global-batch-size 2"
+        "--iterations 4 --skip 2 --layers 1 --vocab-size 128 --seq-length 32 "
+        "--global-batch-size 2 --ffn-hidden-size 64"
     )
 
     def prepare(self) -> None:
@@ -297,15 +252,15 @@ class PretrainingBenchmark(kit.Benchmark):
 
     def environment(self) -> dict:
         """With the sizes of the model."""
-        args = self.args
+        args, on_gpu = self.args, self.on_gpu
         sizes = {"layers": args.layers, "heads": args.heads}
         sizes |= {"ffn-hidden-size": args.ffn_hidden_size} | kit.dims_of(args)
         sizes |= {"vocabulary": args.vocab_size, "sequence": args.seq_length}
         return kit.provenance.describe(
-            self.on_gpu,
-            "bfloat16" if self.on_gpu else "float32",
-            gpus=args.gpus if self.on_gpu else 0,
-            peak_tflops=PEAK_TFLOPS if self.on_gpu else None,
+            on_gpu,
+            "bfloat16" if on_gpu else "float32",
+            gpus=args.gpus if on_gpu else 0,
+            peak_tflops=PEAK_TFLOPS if on_gpu else None,
             tokens_per_iteration=args.global_batch_size * args.seq_length,
             model=sizes,
             megatron=args.megatron,

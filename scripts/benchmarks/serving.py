@@ -2,7 +2,6 @@
 """``LLM`` and the server beside vLLM's: time to first token, prefill and decode tokens per second.
 
     $ python scripts/benchmarks/serving.py --vllm /tmp/vllm --json serving.json
-    $ python scripts/benchmarks/serving.py --implementations ours --profile profile.txt
     $ python scripts/benchmarks/serving.py --implementations ours,ours-parity --json parity.json
 
 All run the same checkpoint of random weights with DeepSeek-V3's widths: 4 dense and 4 MoE layers,
@@ -16,29 +15,19 @@ two kinds:
 
 Prompts are random token ids, so that no prefix is shared, and outputs have their exact length. Each
 implementation runs in processes of its own, with the same number of tokens in a step, the same
-cache and CUDA graphs; `ours` and `vllm` are driven step by step, the servers over HTTP with one
-stream per request. `ours` and `vllm` live at the same time and take turns at each row, then the
-two servers do; nothing is measured before both are ready. `ours-parity`, which is measured only if
-it is named, is `ours` with LLM(parity=True); it takes turns with `ours` and `vllm`, and is compared
-with `ours`. Before a row is measured, its number of requests runs with few output tokens, and with
-prompts that are read while others generate. Output:
+cache and CUDA graphs; `ours`, `vllm` and `ours-parity` (LLM(parity=True), only if it is named) are
+driven step by step and take turns at each row, then the servers, over HTTP with one stream per
+request; nothing is measured before all of them are ready. Before a row is measured, its number of
+requests runs with few output tokens, and with prompts that are read while others generate. Output:
 
-    61.0 s  ours, 32 x 1k/256: ttft_ms 410, ttft_mean_ms 412, ttft_p90_ms 800,
-            prefill_tokens_per_second 60000, decode_tokens_per_second 3000, step_ms 10.6
-    75.0 s  ours, 64 x 1k/256 * 4: ttft_ms 210, ttft_mean_ms 350, ttft_p90_ms 900,
-            output_tokens_per_second 4000, token_ms 14.1, token_p90_ms 16.2
+    61.0 s  ours, 32 x 1k/256: ttft_ms 410, ..., prefill_tokens_per_second 60000, step_ms 10.6
 
-ttft_ms is the time from sending a request to its first token, the median of all; ttft_mean_ms does
-not depend on how requests are divided into steps. prefill_tokens_per_second is that of
-requests with one output token (of --prefill-tokens in all at most); decode_tokens_per_second that
-of the time in which all requests of the row were generating, of which step_ms is the time per token
-of each. Of traffic, output_tokens_per_second is that of its whole time, and token_ms a request's
-time per token after its first. Medians of --repeats, of five times as many where a row is one
-request, which a busy host delays by milliseconds.
-
---profile measures none of this: it says where the time of our steps goes, of those that decode and
-of those that read prompts, on the host and on the GPU: of `ours`, of `ours-parity`, or of both, as
---implementations says. The exit code is 1 if a row has an error.
+ttft_ms is the time from sending a request to its first token, the median of all; prefill tokens per
+second those of requests with one output token (of --prefill-tokens in all at most), decode tokens
+per second those of the time in which all requests of the row were generating, of which step_ms is
+the time per token of each. Of traffic, output tokens are of its whole time, and token_ms is a
+request's time per token after its first. Medians of --repeats, of five times as many where a row is
+one request, which a busy host delays by milliseconds. The exit code is 1 if a row has an error.
 """
 
 from __future__ import annotations
@@ -46,6 +35,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
 import sys
 import tempfile
 import time
@@ -58,8 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
-from benchmarks.kit.arguments import at_least_0, parse_size, seconds, use_device
-from benchmarks.served import profiling
+from benchmarks.kit.arguments import parse_size, seconds, use_device
 from benchmarks.served.burst import Burst
 from benchmarks.served.contenders import (
     IMPLEMENTATIONS,
@@ -70,11 +59,10 @@ from benchmarks.served.contenders import (
     start,
     vllm_version,
 )
-from benchmarks.served.engines import OURS
-from benchmarks.served.model import read_config, token_bytes, write_model
+from benchmarks.served.engines import BLOCK, Settings
+from benchmarks.served.model import token_bytes, write_model
 from benchmarks.served.report import Case, Row, ServingReport, Size, parse_row
-from benchmarks.served.settings import BLOCK, Settings
-from benchmarks.synthetic_checkpoint.models import Choice
+from benchmarks.synthetic import Choice
 from console.outputs import require_writable
 from console.parser import Parser
 
@@ -86,13 +74,18 @@ TOGETHER = (("ours", "ours-parity", "vllm"), ("ours-server", "vllm-server"))
 _TIMES_ALONE = 5
 # Steps that all requests of a warm-up decode together.
 WARM_UP_STEPS = 8
-
-
 # Of the checkpoint's config.json.
 _MODEL_FIELDS = (
     *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "intermediate_size"),
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "vocab_size"),
 )
+_SETTINGS = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cache_tokens", "graphs")
+
+
+def _temperature(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return float(text)
 
 
 class ServingBenchmark(kit.Benchmark):
@@ -110,7 +103,7 @@ class ServingBenchmark(kit.Benchmark):
         ),
         temperature=kit.Option(
             "of the sampling, 0 is greedy; rows are measured with each",
-            kit.list_of(at_least_0),
+            kit.list_of(_temperature),
             "0",
         ),
         repeats=kit.number("bursts of each kind that are measured", 2),
@@ -119,20 +112,9 @@ class ServingBenchmark(kit.Benchmark):
         ),
         max_num_batched_tokens=kit.number("most tokens of a step, beside one of a request", 8192),
         eager=kit.flag("run all of them without CUDA graphs"),
-        prefill_graph_tokens=kit.Option(
-            "LLM(prefill_graph_tokens=...) and our server's (default: theirs)",
-            int,
-            more={"metavar": "N"},
-        ),
-        our_experts=kit.Option(
-            "LLM(experts=...), not of the server",
-            kit.one_of(("auto", "grouped", "sequential")),
-            "auto",
-        ),
         start_limit=kit.Option(
             "seconds that processes have to start, vLLM's compiler included", seconds, 240.0
         ),
-        profile_steps=kit.number("decode steps of each profile", 30),
         dense_layers=kit.number("layers with a dense MLP", 4),
         moe_layers=kit.number("layers with experts", 4),
         experts=kit.number("routed experts of a MoE layer", 16),
@@ -149,7 +131,6 @@ class ServingBenchmark(kit.Benchmark):
             "folder of the checkpoint; written if it is missing (default: a temporary one)", Path
         ),
         logs=kit.Option("folder for the processes' output (default: a temporary one)", Path),
-        profile=kit.Option("profile our steps instead", Path, more={"metavar": "FILE"}),
     )
     quick = (
         "--implementations ours --rows 2x64/8 --scale-down 32 --vocab-size 300 --dense-layers 1 "
@@ -165,16 +146,20 @@ class ServingBenchmark(kit.Benchmark):
         self._logs = args.logs or work
         self._logs.mkdir(parents=True, exist_ok=True)
         model = args.model or work / "model"
-        begin = time.monotonic()
         self._device = use_device(args.device)
+        choice = Choice(
+            layers=args.dense_layers + args.moe_layers,
+            experts=args.experts,
+            dense_layers=args.dense_layers,
+            vocab_size=args.vocab_size,
+            scale_down=args.scale_down,
+        )
         # Before anything is computed on the GPU: it forks.
-        write_model(model, _choice(args))
-        self._write_seconds = time.monotonic() - begin
-        self._config = read_config(model)
+        self._config = write_model(model, choice)
         self._settings = settings(args, self._config, model, self._device)
         self._running: dict[str, Contender] = {}
-        self._ended: set[str] = set()
         self._failed: dict[str, ContenderError] = {}
+        self._ended: set[str] = set()
         self._warm: set[tuple] = set()
 
     @classmethod
@@ -183,17 +168,6 @@ class ServingBenchmark(kit.Benchmark):
         require_writable(folders={"--logs": args.logs})
         if args.server_packages and not args.server_packages.is_dir():
             parser.error(f"--server-packages must be a folder, got {args.server_packages}")
-        limit, captured = args.max_num_batched_tokens, args.prefill_graph_tokens
-        if captured is not None and not 0 <= captured <= (0 if args.eager else limit):
-            parser.error(
-                "--prefill-graph-tokens must be from 0 to --max-num-batched-tokens, and 0 with "
-                f"--eager, got {captured}"
-            )
-        if args.profile:
-            args.implementations = [one for one in OURS if one in args.implementations]
-            if not args.implementations:
-                parser.error(f"--profile needs some of {', '.join(OURS)} in --implementations")
-            require_writable(files={"--profile": args.profile})
         theirs = [name for name in args.implementations if name.startswith("vllm")]
         if theirs and not args.render and not vllm_version(args.vllm):
             where = f"in {args.vllm}" if args.vllm else "installed here"
@@ -212,18 +186,13 @@ class ServingBenchmark(kit.Benchmark):
 
     def environment(self) -> dict:
         """With the sizes of the model and what all implementations are started with."""
-        names = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cache_tokens")
         return kit.provenance.describe(
             self._device == "cuda",
             "bfloat16",
             **self.about(),
             **{name: self._config[name] for name in _MODEL_FIELDS},
-            **{name: getattr(self._settings, name) for name in names},
-            cuda_graphs=self._settings.graphs,
-            prefill_graph_tokens=self._settings.prefill_graph_tokens,
-            our_experts=self._settings.our_experts,
+            **{name: getattr(self._settings, name) for name in _SETTINGS},
             interleaved="; ".join(", ".join(names) for names in TOGETHER),
-            checkpoint_write_seconds=self._write_seconds,
             versions={"vllm": vllm_version(self.args.vllm) or "not installed"},
         )
 
@@ -253,73 +222,49 @@ class ServingBenchmark(kit.Benchmark):
                 one.close()
             self._stack.close()
 
+    def _run(self) -> int:
+        # They load their weights while this process looks at the machine.
+        self._start(self.cases()[0].implementation)
+        return super()._run()
+
     def measure(self, case: Case) -> Row:
         """Warm up, then repeat a burst with one output token each and one with all of them.
 
         Traffic is repeated alone.
         """
-        contender = self._contender(case)
+        contender, size = self._contender(case), case.size
         self._warm_up(contender, case)
-        if case.size.rounds > 1:
-            return self._traffic(contender, case)
+        row = Row(case=case, start_seconds=contender.start_seconds)
+        times = self.args.repeats * (_TIMES_ALONE if size.requests * size.rounds == 1 else 1)
         prefills, bursts = [], []
-        times = _TIMES_ALONE if case.size.requests == 1 else 1
-        for repeat in range(times * self.args.repeats):
-            prefills.append(self._burst(contender, case, self._prefill(case.size), repeat))
-            bursts.append(self._burst(contender, case, case.size, repeat))
-        rates = [one["decode_tokens_per_second"] for one in bursts]
-        measured = [rate for rate in rates if rate is not None]
-        return Row(
-            case=case,
+        for repeat in range(times):
+            if size.rounds == 1:
+                prefills.append(self._burst(contender, case, self._prefill(size), repeat))
+            bursts.append(self._burst(contender, case, size, repeat))
+        if size.rounds > 1:
+            names = (*_TTFT, "output_tokens_per_second", "token_ms", "token_p90_ms")
+            rates = [one["output_tokens_per_second"] for one in bursts]
+            return dataclasses.replace(row, output_rates=rates, **_medians(bursts, names))
+        rates = [rate for one in bursts if (rate := one["decode_tokens_per_second"]) is not None]
+        return dataclasses.replace(
+            row,
             **_medians(bursts, _TTFT),
             prefill_tokens_per_second=median(one["input_tokens_per_second"] for one in prefills),
-            decode_tokens_per_second=median(measured) if measured else None,
-            step_ms=1e3 * case.size.requests / median(measured) if measured else None,
-            decode_rates=measured,
-            start_seconds=contender.start_seconds,
+            decode_tokens_per_second=median(rates) if rates else None,
+            step_ms=1e3 * size.requests / median(rates) if rates else None,
+            decode_rates=rates,
         )
 
-    def _traffic(self, contender: Contender, case: Case) -> Row:
-        repeats = range(self.args.repeats)
-        bursts = [self._burst(contender, case, case.size, repeat) for repeat in repeats]
-        names = (*_TTFT, "output_tokens_per_second", "token_ms", "token_p90_ms")
-        return Row(
-            case=case,
-            **_medians(bursts, names),
-            output_rates=[one["output_tokens_per_second"] for one in bursts],
-            start_seconds=contender.start_seconds,
-        )
-
-    def _run(self) -> int:
-        if not self.args.profile:
-            # They load their weights while this process looks at the machine.
-            self._start(self.cases()[0].implementation)
-            return super()._run()
-        with self._stack:
-            profiling.write(
-                self.args.profile,
-                self.args.implementations,
-                self._settings,
-                self._config["vocab_size"],
-                prompt=min(size.prompt for size in self.args.rows),
-                steps=self.args.profile_steps,
-                logs=self._logs,
-            )
-        return 0
-
-    def _start(self, name: str) -> None:
-        """Start an implementation and those that live at the same time."""
-        for one in self._together(name):
+    def _start(self, name: str) -> list[str]:
+        """Start an implementation and those that live at the same time, until their last cases."""
+        names = next(names for names in TOGETHER if name in names)
+        together = [n for n in names if n in self.args.implementations and n not in self._ended]
+        for one in together:
             if one not in self._running.keys() | self._failed:
                 theirs = one.startswith("vllm")
                 folder = self.args.vllm if theirs else self.args.server_packages
                 self._running[one] = start(one, self._settings, self._logs / f"{one}.log", folder)
-
-    def _together(self, name: str) -> list[str]:
-        """An implementation and those that live at the same time, until their last cases."""
-        together = next(names for names in TOGETHER if name in names)
-        left = set(self.args.implementations) - self._ended
-        return [one for one in together if one in left]
+        return together
 
     def _contender(self, case: Case) -> Contender:
         """The process of an implementation, when those that live with it are ready, too.
@@ -330,20 +275,16 @@ class ServingBenchmark(kit.Benchmark):
             ContenderError: If it did not start, now or for a former case.
         """
         name = case.implementation
-        self._start(name)
-        for one in self._together(name):
-            if one not in self._failed:
-                self._await(one)
+        for one in self._start(name):
+            try:
+                if one not in self._failed:
+                    self._running[one].await_ready(self.args.start_limit)
+            except ContenderError as error:
+                self._failed[one] = error
+                self._running.pop(one).close()
         if name in self._failed:
             raise self._failed[name]
         return self._running[name]
-
-    def _await(self, name: str) -> None:
-        try:
-            self._running[name].await_ready(self.args.start_limit)
-        except ContenderError as error:
-            self._failed[name] = error
-            self._running.pop(name).close()
 
     def _warm_up(self, contender: Contender, case: Case) -> None:
         """Run what compiles at this number of requests, and at this length of a prompt."""
@@ -377,16 +318,10 @@ class ServingBenchmark(kit.Benchmark):
         self, contender: Contender, case: Case, size: Size, repeat: int | str
     ) -> dict[str, Any]:
         """Figures of a burst, which all implementations get alike, and each only once."""
-        named = f"{self.args.seed}: {case.work}, {size}, {repeat}"
-        burst = Burst(
-            size.requests,
-            size.prompt,
-            size.output,
-            case.temperature,
-            zlib.crc32(named.encode()),
-            self._config["vocab_size"],
-            size.rounds,
-        )
+        seed = zlib.crc32(f"{self.args.seed}: {case.work}, {size}, {repeat}".encode())
+        sizes = size.requests, size.prompt, size.output
+        vocabulary = self._config["vocab_size"]
+        burst = Burst(*sizes, case.temperature, seed, vocabulary, size.rounds)
         left = self.args.begin + self.args.time_limit - time.monotonic()
         return contender.run(burst, max(left, 1.0))
 
@@ -399,37 +334,20 @@ def _medians(bursts: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, 
 
 def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -> Settings:
     """What all implementations are started with: room for every row, and no more."""
-
-    def blocks(size: Size) -> int:
-        return -(-size.longest // BLOCK)
-
-    most = max(size.requests for size in args.rows)
-    longest = max(map(blocks, args.rows))
+    blocks = {size: -(-size.longest // BLOCK) for size in args.rows}
+    longest = max(blocks.values())
     # One more block for each request: vLLM keeps some for itself, and plans one token ahead.
-    cached = max(size.requests * (blocks(size) + 1) for size in args.rows)
+    cached = max(size.requests * (blocks[size] + 1) for size in args.rows)
     return Settings(
         model=str(model.resolve()),
         device=device,
         max_model_len=longest * BLOCK,
-        max_num_seqs=most,
+        max_num_seqs=max(size.requests for size in args.rows),
         max_num_batched_tokens=args.max_num_batched_tokens,
         cache_tokens=(max(cached, longest + 1) + BLOCK) * BLOCK,
         token_bytes=token_bytes(config),
         sizes=tuple(sorted({size.requests for size in args.rows})),
         graphs=device == "cuda" and not args.eager,
-        prefill_graph_tokens=args.prefill_graph_tokens,
-        our_experts=args.our_experts,
-    )
-
-
-def _choice(args: argparse.Namespace) -> Choice:
-    return Choice(
-        model="deepseek-v3",
-        layers=args.dense_layers + args.moe_layers,
-        experts=args.experts,
-        dense_layers=args.dense_layers,
-        vocab_size=args.vocab_size,
-        scale_down=args.scale_down,
     )
 
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.kit.report import write_json
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -74,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _render(file: Path) -> int:
-    from checks.fuzz.tables import rendered
+    from checks.fuzz.results import rendered
 
     if not file.is_file():
         raise ValueError(f"--render must be a file of --output, got {file}")
@@ -88,7 +89,7 @@ def _families(names: list[str] | None):
 
     # Megatron warns about every optional package it does not find.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    from checks.fuzz.registry import all_families, named
+    from checks.fuzz.family import all_families, named
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not interpreted:
@@ -100,9 +101,8 @@ def _families(names: list[str] | None):
 
 
 def _fuzz(args: argparse.Namespace, names: list[str] | None) -> int:
-    from checks.fuzz.results import Results, failure_text, write
+    from checks.fuzz.results import Results, family_table, summary
     from checks.fuzz.runner import Runner
-    from checks.fuzz.tables import family_table, summary
 
     families, left_out = _families(names)
     if not families:
@@ -113,13 +113,14 @@ def _fuzz(args: argparse.Namespace, names: list[str] | None) -> int:
     def progress(seconds: float) -> None:
         nonlocal shown
         for failure in results.failures[shown:]:
-            print(failure_text(failure), flush=True)
+            print(f"FAILED {failure['family']} {failure['configuration']}")
+            print(f"  {failure['error'][:600]}\n  {failure['command']}", flush=True)
         shown = len(results.failures)
         print(f"{seconds:.0f} s: {results.cases} cases, {shown} failures", flush=True)
         if args.output is not None:
-            write(results.report(time.monotonic() - start), args.output)
+            write_json(args.output, results.report(time.monotonic() - start))
 
-    Runner(families, args.seed, args.seconds, args.jobs, results, progress).run()
+    Runner(args.seed, args.seconds, args.jobs, results, progress).run()
     seconds = time.monotonic() - start
     progress(seconds)
     report = results.report(seconds)
@@ -149,7 +150,7 @@ def _about(args: argparse.Namespace) -> dict:
 def _repeat(names: list[str] | None, text: str) -> int:
     """Run one case in this process, and let its error through."""
     from checks.fuzz.case import CaseId, run_case
-    from checks.fuzz.worker import prepare_device
+    from checks.fuzz.runner import prepare_device
 
     case, (families, left_out) = CaseId.parse(text), _families(names)
     if len(families) + len(left_out) != 1:

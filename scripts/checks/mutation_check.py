@@ -20,12 +20,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checks.mutations import MUTATIONS
-from checks.mutations.mutation import Mutation
+from checks.mutations.table import Mutation
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
@@ -38,7 +39,7 @@ def pytest(paths: list[str], processes: int = 1) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(torchrun if processes > 1 else [])]
     command += ["-m", "pytest", "-x", "-q", "-W", "ignore", *paths]
-    # The tests of the list above would notice whatever is broken.
+    # Its tests would notice whatever is broken.
     return [*command, "--deselect", "tests/unit/scripts/checks/test_mutations.py"]
 
 
@@ -65,10 +66,10 @@ def _check() -> int:
     names = arguments.names or list(MUTATIONS)
     unknown = sorted(set(names) - set(MUTATIONS))
     if unknown:
-        parser.error(f"unknown mutation {', '.join(unknown)}; known are {', '.join(MUTATIONS)}")
-    suites = SUITES
-    if arguments.tests:
-        suites = {"the chosen files": pytest(arguments.tests, arguments.processes)}
+        near = get_close_matches(unknown[0], MUTATIONS, 3, 0.3)
+        parser.error(f"unknown mutation {unknown[0]}; known are {', '.join(near)}, ..., see --help")
+    chosen = {"the chosen files": pytest(arguments.tests or [], arguments.processes)}
+    suites = chosen if arguments.tests else SUITES
     if first_failure("(nothing broken)", None, suites):
         parser.error("the tests fail without any mutation; mend that first")
     caught = [first_failure(name, MUTATIONS[name], suites) for name in names]
@@ -112,14 +113,8 @@ def mutate(target: Path, mutation: Mutation) -> None:
 def run_until_failure(command: list[str], folder: Path) -> str | None:
     """The id of the first failed test, or None if all passed."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        preexec_fn=ends_with_this_process(),
-    )
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    result = subprocess.run(command, **how, preexec_fn=ends_with_this_process())
     if result.returncode == 0:
         return None
     # Only a failed test counts; a broken environment or a syntax error proves nothing.

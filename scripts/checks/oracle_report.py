@@ -25,39 +25,25 @@ from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
 
-# Columns of a combination, in the order of the table.
-COLUMNS = (
-    "tensor_parallel",
-    "context_parallel",
-    "cp_comm_type",
-    "sequence_parallel",
-    "down_projection",
-    "form",
-    "recompute",
-    "core_attention_backend",
-    "layout",
-)
+# Columns of a combination, in the order of the table, and their heads.
+COLUMNS = {
+    "tensor_parallel": "TP",
+    "context_parallel": "CP",
+    "cp_comm_type": "exchange",
+    "sequence_parallel": "SP",
+    "down_projection": "down-projection",
+    "form": "form",
+    "recompute": "recompute",
+    "core_attention_backend": "core attention",
+}
 # Values of columns that older tables do not have.
 DEFAULTS = {"context_parallel": 1, "cp_comm_type": None, "core_attention_backend": "auto"}
 PRECISION = ("device", "backend", "dtype", "rotary_table")
 # What makes a case of summary.json, and what it says about its combinations.
-CASE = (
-    *PRECISION,
-    "core_attention_backend",
-    "layout",
-    "tensor_parallel",
-    "context_parallel",
-    "cp_comm_type",
-    "form",
-)
-FIGURES = (
-    "combinations",
-    "worst_relative_error",
-    "least_bound",
-    "greatest_bound",
-    "worst_error_over_bound",
-    "tensor",
-)
+CASE = (*PRECISION, "core_attention_backend", "layout")
+CASE += ("tensor_parallel", "context_parallel", "cp_comm_type", "form")
+FIGURES = ("combinations", "worst_relative_error", "least_bound", "greatest_bound")
+FIGURES += ("worst_error_over_bound", "tensor")
 
 
 def main() -> int:
@@ -78,11 +64,30 @@ def _report() -> None:
         parser.error("the tables hold no rows")
     require_writable(folders={"folder": arguments.folder})
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "shape")])
+    rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "layout", "shape")])
     write_summary(rows, arguments.folder / "summary.json")
-    (arguments.folder / "errors.md").write_text(markdown(rows))
+    by_precision = summary_table(rows)
+    exact = [r for r in rows if r["dtype"] == "float64" and r["rotary_table"].startswith("module")]
+    report = _REPORT.format(by_precision, combination_table(exact))
+    (arguments.folder / "errors.md").write_text(report)
     plot(rows, arguments.folder / "errors.png")
-    print(summary_table(rows))
+    print(by_precision)
+
+
+_REPORT = """# Errors against the float64 oracle
+
+Written by `scripts/checks/oracle_report.py` from what the tests recorded. An error is \
+the relative Frobenius norm of the worst tensor among output, input gradient and the \
+gradient of every parameter.
+
+## Worst of all combinations, by precision
+
+{}
+
+## Every combination in float64, same rotary table
+
+{}
+"""
 
 
 def write_summary(rows: list[dict], path: Path) -> None:
@@ -93,9 +98,9 @@ def write_summary(rows: list[dict], path: Path) -> None:
     lines = []
     for case, group in cases.items():
         nearest = max(group, key=share_of_bound)
+        errors = [row["worst_relative_error"] for row in group]
         bounds = [row["bound"] for row in group]
-        worst = max(row["worst_relative_error"] for row in group)
-        figures = [worst, min(bounds), max(bounds), share_of_bound(nearest)]
+        figures = [max(errors), min(bounds), max(bounds), share_of_bound(nearest)]
         figures = [float(f"{figure:.6g}") for figure in figures]
         lines.append(json.dumps([*case, len(group), *figures, nearest["tensor"]]))
     head = json.dumps([*CASE, *FIGURES])
@@ -111,22 +116,6 @@ def read_summary(path: Path) -> list[dict]:
 def share_of_bound(row: dict) -> float:
     """Error over bound; above 1 the test has failed."""
     return row["worst_relative_error"] / row["bound"]
-
-
-def markdown(rows: list[dict]) -> str:
-    """The whole report."""
-    exact = [r for r in rows if r["dtype"] == "float64" and r["rotary_table"].startswith("module")]
-    parts = [
-        "# Errors against the float64 oracle",
-        "Written by `scripts/checks/oracle_report.py` from what the tests recorded. An error is "
-        "the relative Frobenius norm of the worst tensor among output, input gradient and the "
-        "gradient of every parameter.",
-        "## Worst of all combinations, by precision",
-        summary_table(rows),
-        "## Every combination in float64, same rotary table",
-        combination_table(exact),
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def summary_table(rows: list[dict]) -> str:
@@ -149,15 +138,14 @@ def combination_table(rows: list[dict]) -> str:
     layouts = sorted({row["layout"] for row in rows})
     cells: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        key = tuple("-" if row[c] is None else str(row[c]) for c in COLUMNS[:-1])
+        key = tuple("-" if row[c] is None else str(row[c]) for c in COLUMNS)
         worst = max(cells[key].get(row["layout"], 0.0), row["worst_relative_error"])
         cells[key][row["layout"]] = worst
     lines = [
         [*key, *(f"{by_layout[n]:.1e}" if n in by_layout else "" for n in layouts)]
         for key, by_layout in sorted(cells.items(), key=str)
     ]
-    head = ["TP", "CP", "exchange", "SP", "down-projection", "form", "recompute", "core attention"]
-    head += layouts
+    head = [*COLUMNS.values(), *layouts]
     return markdown_table(head, lines, head)
 
 

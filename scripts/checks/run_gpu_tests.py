@@ -7,7 +7,7 @@
 --gpus 1 runs tests/unit and, with one process, tests/distributed; more GPUs run tests/distributed
 with as many processes, and the unit tests that use several GPUs. What no GPU changes is left out:
 tests/conversion, tests/training, tests/readme, tests/old_megatron, and of tests/unit project,
-scripts, testing, serving/server and the files of CPU_ONLY in scripts/checks/gpu_tests/selection.py.
+scripts, testing, serving/server and the files of CPU_ONLY in scripts/checks/gpu_tests/plan.py.
 
 Compiling kernels takes most of the time of short tests, so files run in processes of their own at
 the same time, the longest first; those that disturb others run last, alone. What
@@ -37,8 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kit import provenance
 from benchmarks.kit.report import write_json
 from checks.gpu_tests.plan import Job, jobs_of, known_seconds, shard_of
-from checks.gpu_tests.processes import Limits, run_jobs
-from checks.gpu_tests.results import FileResult, seconds_by_file
+from checks.gpu_tests.processes import FileResult, Limits, run_jobs, seconds_by_file
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -46,6 +45,7 @@ from console.script import leave, run_script
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "transformers", "pytest")
 _LINES_OF_A_LOG = 40
+_COUNTS = ("passed", "failed", "skipped")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
         jobs, folder, limits, range(visible), lambda one: print(one.line(), flush=True)
     )
     wall = round(time.monotonic() - begin, 1)
-    _write(folder, args, environment, gpus, wall, results)
+    _write(folder, args.shard, environment, gpus, wall, results)
     print("\n".join(_summary(folder, wall, results)))
     return int(any(one.is_bad for one in results))
 
@@ -149,7 +149,7 @@ def _environment() -> dict:
 
 def _write(
     folder: Path,
-    args: argparse.Namespace,
+    shard: tuple[int, int],
     environment: dict,
     gpus: int,
     wall: float,
@@ -160,7 +160,7 @@ def _write(
     report = {
         "environment": environment,
         "gpus_of_a_test": gpus,
-        "shard": "{}/{}".format(*args.shard),
+        "shard": "{}/{}".format(*shard),
         "wall_seconds": wall,
         **totals,
         "ended_otherwise": sum(bool(one.ended) for one in results),
@@ -169,9 +169,6 @@ def _write(
     write_json(folder / "summary.json", report)
     known = {**known_seconds(gpus), **seconds_by_file(results)}
     write_json(folder / "seconds.json", {str(gpus): dict(sorted(known.items()))})
-
-
-_COUNTS = ("passed", "failed", "skipped")
 
 
 def _summary(folder: Path, wall: float, results: Sequence[FileResult]) -> list[str]:

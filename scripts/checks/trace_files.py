@@ -20,11 +20,12 @@ bound.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -41,30 +42,16 @@ from console.script import FAILED, leave, run_script  # noqa: E402
 
 BOUNDS = {"training forward": 16, "decode": 14, "LLM decode step": 22, "server request": 36}
 DEPTHS = {"LLM decode step": 14}
-_SIZES = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_layernorm": True,
-    "rope_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "attention_dropout": 0.0,
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
-    "cache_mla_latents": True,
-}
+_SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "normalization": "RMSNorm"}
+_SIZES |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+_SIZES |= {"v_head_dim": 8, "qk_layernorm": True, "rope_type": "rope", "cache_mla_latents": True}
+_SIZES |= {"add_bias_linear": False, "attention_dropout": 0.0, "use_cpu_initialization": True}
+_SIZES |= {"gradient_accumulation_fusion": False, "apply_rope_fusion": False}
 _BLOCK_SIZE = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print both traces; returns the exit code."""
+    """Print the traces; returns the exit code."""
     return run_script("trace_files.py", lambda: _run(argv))
 
 
@@ -73,13 +60,26 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--form", choices=FORMS[1:], default="expanded", help="of the training forward"
     )
-    exceeded = False
-    for name, trace in traces(parser.parse_args(argv).form).items():
-        files, changes = trace.files(), len(trace.entered) - 1
-        print(f"{name:18} {len(files)} files, {changes} changes of file, depth {trace.depth}")
-        print(f"  {' -> '.join(files)}")
-        exceeded |= len(files) > BOUNDS[name] or trace.depth > DEPTHS.get(name, trace.depth)
+    form, exceeded = parser.parse_args(argv).form, False
+    _start_megatron()
+    llm = _llm()
+    for name, call in {
+        "training forward": _training_forward(form),
+        "decode": _decode(),
+        "LLM decode step": _llm_step(llm),
+    }.items():
+        exceeded |= _shown(name, traced(call))
+    exceeded |= _shown("server request", _server_request(llm))
     return FAILED if exceeded else 0
+
+
+def _shown(name: str, trace: Trace) -> bool:
+    """Print a trace; whether it is beyond a bound."""
+    files = list(dict.fromkeys(trace.entered))
+    changes = len(trace.entered) - 1
+    print(f"{name:18} {len(files)} files, {changes} changes of file, depth {trace.depth}")
+    print(f"  {' -> '.join(files)}")
+    return len(files) > BOUNDS[name] or trace.depth > DEPTHS.get(name, trace.depth)
 
 
 class Trace:
@@ -94,16 +94,18 @@ class Trace:
         import absorbed_mla
 
         self._package = str(Path(absorbed_mla.__file__).parent)
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
         self.entered: list[str] = []
         self.depth = 0
 
-    def files(self) -> list[str]:
-        """Each file once, in the order in which they are entered first."""
-        return list(dict.fromkeys(self.entered))
+    @contextlib.contextmanager
+    def records(self) -> Iterator[None]:
+        """What this thread calls, and nothing that was before."""
+        self.entered, self.depth = [], 0
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Record the call of a function of the package; other events are of no interest."""
@@ -127,27 +129,12 @@ class Trace:
         return None if name == "cpu_host" else name  # that stands in for torch.cuda
 
 
-def traces(form: str = "expanded") -> dict[str, Trace]:
-    """What each flow enters, by its name."""
-    _start_megatron()
-    llm = _llm()
-    return {
-        "training forward": traced(_training_forward(form)),
-        "decode": traced(_decode()),
-        "LLM decode step": traced(_llm_step(llm)),
-        "server request": _server_request(llm),
-    }
-
-
 def traced(forward: Callable[[], object]) -> Trace:
     """What the second one of two calls of ``forward`` enters."""
     trace = Trace()
     forward()
-    sys.setprofile(trace)
-    try:
+    with trace.records():
         forward()
-    finally:
-        sys.setprofile(None)
     return trace
 
 
@@ -210,11 +197,8 @@ def _decode() -> Callable[[], object]:
     for number in range(3):
         sampling = SamplingParams(num_tokens_to_generate=16, termination_id=-1)
         prompt = torch.zeros(4 + number, dtype=torch.long)
-        context.add_request(
-            DynamicInferenceRequest(
-                request_id=number, prompt_tokens=prompt, sampling_params=sampling
-            )
-        )
+        request = {"request_id": number, "prompt_tokens": prompt, "sampling_params": sampling}
+        context.add_request(DynamicInferenceRequest(**request))
 
     @torch.inference_mode()
     def step() -> None:
@@ -222,11 +206,8 @@ def _decode() -> Callable[[], object]:
         hidden_states = torch.randn(context.padded_active_token_count, 1, 32)
         layer(hidden_states, None, inference_context=context)
 
-    def end_step() -> None:
-        context.update_requests(torch.ones(3, dtype=torch.uint8), torch.zeros(3).long())
-
     step()  # the prompts
-    end_step()
+    context.update_requests(torch.ones(3, dtype=torch.uint8), torch.zeros(3).long())
     return step
 
 
@@ -273,12 +254,8 @@ def _server_request(llm) -> Trace:
     model.start()
     threading.setprofile(None)
     asyncio.run(_post(app))
-    trace.clear()
-    sys.setprofile(trace)
-    try:
+    with trace.records():
         asyncio.run(_post(app))
-    finally:
-        sys.setprofile(None)
     model.stop()
     return trace
 
@@ -287,13 +264,8 @@ async def _post(app) -> None:
     """Send a request, as an HTTP server does."""
     content = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 4, "temperature": 0}
     body = {"type": "http.request", "body": json.dumps(content).encode(), "more_body": False}
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
     received, statuses = [body], []
 
     async def receive() -> dict:

@@ -32,9 +32,7 @@ from console.ranks import rank
 from console.script import leave, run_script
 
 if TYPE_CHECKING:
-    from checks.recipes.ranks import Ranks
-    from checks.recipes.recipe import Recipe
-    from checks.recipes.row import Row
+    from checks.recipes.recipe import Recipe, Row
 
 SCRIPT = "training_recipes.py"
 
@@ -56,25 +54,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     arguments.use_device(args.device)
     # Only here, so that --help needs no torch.
-    from checks.recipes.ranks import Ranks
-
-    ranks = Ranks()
-    try:
-        rows = _rows(args, ranks)
-    finally:
-        ranks.leave()
-    return int(any(row.failed for row in rows))
-
-
-def _rows(args: argparse.Namespace, ranks: Ranks) -> list[Row]:
-    from checks.recipes.compare import Comparison
+    from checks.recipes.compare import Comparison, Ranks
     from checks.recipes.model import backend
     from tests.distributed.whole import shared_folder
+    from tests.support import world
 
+    ranks = Ranks()
     dtype = "bfloat16" if ranks.on_gpu else "float32"
     about = provenance.describe(ranks.on_gpu, dtype, layers=backend(), processes=ranks.size)
     rows: list[Row] = []
     with ExitStack() as stack:
+        stack.callback(world.stop)
         comparison = Comparison(ranks, stack.enter_context(shared_folder()), args)
         for recipe in _chosen(args.only):
             rows.append(comparison.row(recipe))
@@ -84,7 +74,7 @@ def _rows(args: argparse.Namespace, ranks: Ranks) -> list[Row]:
                     write_json(
                         args.json, {"environment": about, "rows": [r.as_json() for r in rows]}
                     )
-    return rows
+    return int(any(row.failed for row in rows))
 
 
 def _chosen(only: Sequence[str]) -> list[Recipe]:

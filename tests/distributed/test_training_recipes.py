@@ -15,8 +15,8 @@ from tests.unit.scripts.checks.test_training_recipes import OneRank
 
 pytestmark = [needs.processes(2), needs.no_gpu]
 
-# Whole weights in another layout, a wrapper with shards, another model, tokens.
-NAMES = ("plain TP", "Megatron-FSDP, optim_grads_params", "HybridModel, TP", "generation, PP 2")
+# Whole weights in another layout, a wrapper with shards.
+NAMES = ("plain TP", "Megatron-FSDP, optim_grads_params")
 
 
 class Ranks(OneRank):

@@ -2,10 +2,10 @@
 
 An element is the sum over parts of :func:`part_length` summands, which depends on the weight only,
 added one after the other in fp32. A part is a sum in steps of ``SUMMANDS``, each by instructions of
-one kind: all tiles have at least 64 rows
-and 4 warps, so that Hopper's warp-group instruction computes them, whose order of sums should
-depend neither on the rows nor on the columns of a tile. The benchmark ``invariant_products.py``
-compares the bits on a GPU; should they differ there, a single tile in ``TILES`` makes them equal.
+one kind: all tiles have at least 64 rows and 4 warps, so that Hopper's warp-group instruction
+computes them, whose order of sums should depend neither on the rows nor on the columns of a tile.
+On a GPU ``test_matrix_product.py`` compares the bits; should they differ there, a single tile in
+``TILES`` makes them equal.
 """
 
 from __future__ import annotations

@@ -11,33 +11,27 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 from benchmarks.kit import provenance
 from benchmarks.kit.arguments import (
     DIMS,
-    MODEL,
     Option,
-    count,
     declare,
     dims_of,
     flag,
     list_of,
     number,
     one,
-    one_of,
     parse_sizes,
     sizes,
     some,
 )
 from benchmarks.kit.lazy import lazy
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import ComparedReport, Refused, Report, Times, reason, refusing
-from benchmarks.kit.rows import Case, Row, TimedRow, row_of
+from benchmarks.kit.report import Case, Refused, Report, Row, TimedRow, Times, reason, refusing
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
 
 __all__ = [
     "DIMS",
-    "MODEL",
     "Benchmark",
     "Case",
-    "ComparedReport",
     "InTurns",
     "Option",
     "Panel",
@@ -47,7 +41,6 @@ __all__ = [
     "TimedRow",
     "Times",
     "collected",
-    "count",
     "declare",
     "dims_of",
     "flag",
@@ -57,12 +50,10 @@ __all__ = [
     "markdown_table",
     "number",
     "one",
-    "one_of",
     "parse_sizes",
     "provenance",
     "reason",
     "refusing",
-    "row_of",
     "sizes",
     "some",
     "tokens_text",

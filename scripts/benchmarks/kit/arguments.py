@@ -42,29 +42,15 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or_none(text: str) -> int:
-    """The type of options that take a whole number of at least 0."""
-    return 0 if text.strip() == "0" else count(text)
-
-
-def _number(text: str, accepted: Callable[[float], bool], wanted: str) -> float:
+def seconds(text: str) -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not (accepted(value) and value < float("inf")):
-        raise argparse.ArgumentTypeError(f"expected a number {wanted}, got {text!r}")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
     return value
-
-
-def seconds(text: str) -> float:
-    """A finite number above 0."""
-    return _number(text, lambda value: value > 0, "of seconds above 0")
-
-
-def at_least_0(text: str) -> float:
-    """A finite number of at least 0."""
-    return _number(text, lambda value: value >= 0, "of at least 0")
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -80,19 +66,6 @@ def parse_size(text: str) -> int:
             f"expected a whole number above 0, with or without k or m, got {text!r}"
         )
     return int(match[1]) * _UNITS[match[2]]
-
-
-def one_of(accepted: Sequence[str]) -> Callable[[str], str]:
-    """A parser of one of these words, for :func:`list_of`."""
-
-    def parse(text: str) -> str:
-        if text.strip() not in accepted:
-            raise argparse.ArgumentTypeError(
-                f"expected some of {', '.join(accepted)}, separated by commas; got {text!r}"
-            )
-        return text.strip()
-
-    return parse
 
 
 def list_of(parse: Callable[[str], Any], separator: str = ",") -> Callable[[str], list]:
@@ -139,26 +112,30 @@ def some(
 ) -> Option:
     """An option that takes some of these words, by default all of them."""
     words = tuple(accepted)
+
+    def word(text: str) -> str:
+        if text.strip() not in words:
+            raise argparse.ArgumentTypeError(
+                f"expected some of {', '.join(words)}, separated by commas; got {text!r}"
+            )
+        return text.strip()
+
     default = separator.join(words) if default == "" else default
-    return Option(help, list_of(one_of(words), separator), default)
+    return Option(help, list_of(word, separator), default)
 
 
+_FILE, _FILES = {"metavar": "FILE"}, {"nargs": "+", "metavar": "FILE.json"}
 # Options that several benchmarks have; these declare the default only.
 KNOWN = {
     "folder": Option("folder for the JSON file, the plot and any logs", Path),
     "render": Option(
-        "measure nothing, print and plot the results in these files",
-        Path,
-        more={"nargs": "+", "metavar": "FILE.json"},
+        "measure nothing, print and plot the results in these files", Path, more=_FILES
     ),
-    "json": Option(
-        "JSON file for the results, written after every case", Path, more={"metavar": "FILE"}
-    ),
-    "plot": Option("PNG file for the plot", Path, more={"metavar": "FILE"}),
+    "json": Option("JSON file for the results, written after every case", Path, more=_FILE),
+    "plot": Option("PNG file for the plot", Path, more=_FILE),
     "only": Option("measure only cases with this text in their name", more={"metavar": "TEXT"}),
     "device": one("device to run on (default: a GPU if there is one)", ("cuda", "cpu")),
     "heads": sizes("numbers of attention heads, separated by commas"),
-    "seq_lens": sizes("tokens of the sequence"),
     "seconds_per_row": Option("how long to repeat each measurement, in s", seconds),
     "time_limit": Option("start no case after this many seconds", seconds),
     "seed": Option("seed of the weights and inputs", int),
@@ -169,24 +146,14 @@ _QUICK = {
     "device": "--device cpu",
     "heads": "--heads 2",
     "seconds_per_row": "--seconds-per-row 0.01",
-    "num_layers": "--num-layers 1",
-    "ffn_hidden_size": "--ffn-hidden-size 32",
 }
 _QUICK_DIMS = {
-    "hidden-size": "--hidden-size 64",
-    "q-lora-rank": "--q-lora-rank 32",
-    "kv-lora-rank": "--kv-lora-rank 32",
-    "qk-head-dim": "--qk-head-dim 16",
-    "qk-pos-emb-head-dim": "--qk-pos-emb-head-dim 16",
-    "v-head-dim": "--v-head-dim 16",
-}
-# Options of a model that generates, with DIMS.
-MODEL = {
-    "num_layers": number("decoder layers of the model", 4),
-    "heads": number("attention heads of each layer", 128),
-    "ffn_hidden_size": number("width of the MLP", 2048),
-    "vocab_size": number("rows of the embedding", 32768),
-    "dims": DIMS,
+    "hidden-size": 64,
+    "q-lora-rank": 32,
+    "kv-lora-rank": 32,
+    "qk-head-dim": 16,
+    "qk-pos-emb-head-dim": 16,
+    "v-head-dim": 16,
 }
 
 
@@ -239,7 +206,7 @@ def quick(argv: Sequence[str], options: Mapping[str, Any], more: str) -> list[st
         return list(argv)
     others = [word for word in argv if word != "--quick"]
     tiny = [text for name, text in _QUICK.items() if name in options]
-    tiny += [_QUICK_DIMS[name] for name in options.get("dims", ())]
+    tiny += [f"--{name} {_QUICK_DIMS[name]}" for name in options.get("dims", ())]
     # In front, so that others take precedence; behind the folder, which is no option.
     first = 1 if others and not others[0].startswith("-") else 0
     return [*others[:first], *shlex.split(" ".join([*tiny, more])), *others[first:]]
@@ -277,11 +244,6 @@ def parse(parser: Parser, argv: Sequence[str] | None, name: str = "") -> argpars
         args.plot = getattr(args, "plot", None)
         require_writable(files={"--json": args.json, "--plot": args.plot})
     return args
-
-
-def chosen(cases: Iterable[Any], only: str | None) -> list:
-    """The cases that ``--only`` leaves."""
-    return [case for case in cases if (only or "") in str(case)]
 
 
 def use_device(device: str | None) -> str:

@@ -64,7 +64,7 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
 def run_to_log(
     command: Sequence[str], log: Path, timeout: float, variables: Mapping[str, str] | None = None
 ) -> int | None:
-    """Run a job of one process, or torchrun with one of several, with its output in a file.
+    """Run a command with its output in a file.
 
     Args:
         command: With its arguments.
@@ -75,7 +75,7 @@ def run_to_log(
     Returns:
         The exit code; None if it was ended.
     """
-    environment = {**ALONE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     environment |= variables or {}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -147,13 +147,11 @@ def _tree(pid: int) -> list[int]:
 
 def _status(pid: int, *keys: str) -> list[int]:
     """Bytes that the kernel gives under ``keys`` for a process; 0 if it has ended."""
-    values = {}
+    text = ""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in keys:
-                values[key] = int(value.split()[0]) * 1024
-    return [values.get(key, 0) for key in keys]
+        text = Path(f"/proc/{pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in text.splitlines())
+    return [int(values.get(key, "0").split()[0]) * 1024 for key in keys]
 
 
 def folder_bytes(folder: Path) -> int:

@@ -6,22 +6,20 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.testing.traffic import Traffic, count_traffic
 from benchmarks.kit.processes import Processes
-from benchmarks.kit.report import Refused
-from benchmarks.kit.works import Work
+from benchmarks.kit.report import Refused, refusing
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 
 # DeepSeek-V3's scaling of its rotary embedding.
@@ -55,11 +53,6 @@ class Subject:
         """As after an optimizer step."""
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
-
-    def work(self, *, compared: bool = True) -> Work:
-        """A step of it, whose output is compared or not."""
-        outputs = (lambda out: (out,)) if compared else None
-        return Work(self.forward, self.backward, outputs, self.forget_gradients)
 
 
 @dataclass(frozen=True)
@@ -108,35 +101,22 @@ def build(
     Raises:
         Refused: If it cannot be built here.
     """
-    spec = attention_spec(config, options)
-    layer = build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type).to(
-        processes.device
-    )
-    shape = (tokens, 1, config.hidden_size)
-    x = processes.random(*shape).requires_grad_()
-    return Subject(layer.train(), x, processes.random(*shape), packed)
-
-
-def attention_spec(config: MLATransformerConfig, options: AbsorbedMLAOptions | None) -> ModuleSpec:
-    """Our attention with ``options``, or Megatron's standard MLA for None.
-
-    Raises:
-        Refused: If it cannot be built here.
-    """
     if options is None:
         if not HAVE_TE:
             raise Refused("Megatron's standard MLA needs transformer-engine, not installed here")
-        layer = get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             multi_latent_attention=True, qk_layernorm=config.qk_layernorm
         )
     else:
-        try:
-            layer = get_absorbed_mla_layer_spec(
+        with refusing(ValueError):
+            spec = get_absorbed_mla_layer_spec(
                 config, backend=config.transformer_impl, options=options
             )
-        except ValueError as error:
-            raise Refused(str(error)) from None
-    return layer.submodules.self_attention
+    attention, more = spec.submodules.self_attention, {"cp_comm_type": config.cp_comm_type}
+    layer = build_module(attention, config=config, layer_number=1, **more).to(processes.device)
+    shape = (tokens, 1, config.hidden_size)
+    x = processes.random(*shape).requires_grad_()
+    return Subject(layer.train(), x, processes.random(*shape), packed)
 
 
 def layer_config(
@@ -148,7 +128,7 @@ def layer_config(
     cp_comm_type: str | None = None,
     fp8_recipe: str | None = None,
 ) -> MLATransformerConfig:
-    """Megatron's config of one layer.
+    """Megatron's config of one layer: TransformerEngine's on a GPU, a local one on a CPU.
 
     Args:
         args: For the dimensions.
@@ -164,35 +144,11 @@ def layer_config(
     if fp8_recipe and not (HAVE_TE and processes.on_gpu):
         raise Refused("FP8 needs transformer-engine and a GPU")
     fp8 = {"fp8": "hybrid", "fp8_recipe": fp8_recipe} if fp8_recipe else {}
-    return mla_config(
-        args,
-        processes,
-        processes.dtype,
-        recompute_granularity=None if recompute is None else "selective",
-        recompute_modules=None if recompute is None else [recompute],
-        num_layers=1,
-        ffn_hidden_size=args.hidden_size,
-        num_attention_heads=heads,
-        **YARN,
-        context_parallel_size=processes.size,
-        cp_comm_type=cp_comm_type,
-        **fp8,
-    )
-
-
-def mla_config(
-    args: argparse.Namespace, processes: Processes, dtype: torch.dtype, **more: Any
-) -> MLATransformerConfig:
-    """Megatron's config of layers with MLA: TransformerEngine's on a GPU, local ones on a CPU.
-
-    Args:
-        args: For the dimensions.
-        processes: For the device.
-        dtype: Of the weights.
-        more: The other fields.
-    """
     return MLATransformerConfig(
+        num_layers=1,
+        num_attention_heads=heads,
         hidden_size=args.hidden_size,
+        ffn_hidden_size=args.hidden_size,
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,
         qk_head_dim=args.qk_head_dim,
@@ -201,12 +157,13 @@ def mla_config(
         qk_layernorm=True,
         rope_type="rope",
         rotary_base=10000,
+        **YARN,
         normalization="RMSNorm",
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        params_dtype=processes.dtype,
+        bf16=processes.dtype == torch.bfloat16,
         transformer_impl="transformer_engine" if HAVE_TE and processes.on_gpu else "local",
         use_cpu_initialization=not processes.on_gpu,
         apply_rope_fusion=False,
@@ -214,7 +171,11 @@ def mla_config(
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **more,
+        recompute_granularity="selective" if recompute else None,
+        recompute_modules=[recompute] if recompute else None,
+        context_parallel_size=processes.size,
+        cp_comm_type=cp_comm_type,
+        **fp8,
     )
 
 

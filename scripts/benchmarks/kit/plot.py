@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,7 @@ class Panel:
     xlabel: str  # below it
     # By name, points (x, y).
     lines: dict[str, Points] = field(default_factory=lambda: defaultdict(list))
-    # By name, heights of dotted horizontal lines.
-    levels: Mapping[str, float] = field(default_factory=dict)
     sizes: bool = True  # whether x is a size, drawn by powers of 2; a plain number otherwise
-    log_y: bool = False  # whether y is logarithmic; from 0 otherwise
     marker: str = "o"  # of points; empty for a plain curve, whose y range is fitted
 
 
@@ -67,16 +64,12 @@ def _draw(axes, panel: Panel) -> None:
         width = 1.2 + 0.8 * (len(panel.lines) - 1 - number)
         xs, ys = zip(*sorted(points))
         axes.plot(xs, ys, marker=panel.marker, markersize=4, linewidth=width, label=name)
-    for name, level in panel.levels.items():
-        axes.axhline(level, color="black", linestyle=":", label=f"{name} {level:.4g}")
     if panel.sizes:
         sizes = sorted({x for points in panel.lines.values() for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [tokens_text(int(size)) for size in sizes])
         axes.set_xticks([], minor=True)
-    if panel.log_y:
-        axes.set_yscale("log")
-    elif panel.marker:
+    if panel.marker:
         axes.set_ylim(bottom=0, top=1.05 * axes.get_ylim()[1])
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.xlabel)

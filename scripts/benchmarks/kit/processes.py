@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -61,26 +60,6 @@ class Device:
         """Wait for the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-    @contextlib.contextmanager
-    def own_stream(self, *, new: bool = False) -> Iterator[None]:
-        """Leave the GPU's current stream as it was, whatever stream is set inside.
-
-        Args:
-            new: Whether to begin with another one; the current one then waits for it.
-        """
-        if not self.on_gpu:
-            yield
-            return
-        before = torch.cuda.current_stream()
-        inside = torch.cuda.Stream() if new else before
-        inside.wait_stream(before)
-        torch.cuda.set_stream(inside)
-        try:
-            yield
-        finally:
-            before.wait_stream(inside)
-            torch.cuda.set_stream(before)
 
     def leave(self) -> None:
         """Leave all groups."""

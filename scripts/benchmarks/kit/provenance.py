@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -111,7 +112,11 @@ def processor() -> str:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of Python and of the packages."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in packages}
+    found = {"python": platform.python_version()} | dict.fromkeys(packages, "not installed")
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def attention_versions(on_gpu: bool) -> dict[str, str]:
@@ -160,10 +165,3 @@ def cudnn_text(number: int | None) -> str:
     if number is None:
         return "not installed"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from benchmarks.kit import provenance
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.tables import shortened
-
-_Built = TypeVar("_Built")
 
 
 @dataclass(frozen=True)
@@ -55,37 +53,61 @@ def reason(error: BaseException) -> str:
     return shortened(text, 1000)
 
 
-def measured_fields(row: Any) -> dict[str, float]:
-    """What a row has measured, by field; those that are None are left out."""
-    fields = {k: v for k, v in asdict(row).items() if k not in ("case", "error")}
-    return {name: value for name, value in fields.items() if value is not None}
+@dataclass(frozen=True)
+class Case:
+    """One case; ``str`` gives its name."""
+
+    # The name, formatted with the case as argument 0.
+    text: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.text.format(self)
+
+    @property
+    def input(self) -> tuple:
+        """What cases that are compared have in common: all but the implementation."""
+        return tuple(value for name, value in vars(self).items() if name != "implementation")
+
+    @property
+    def plotted_as(self) -> str:
+        """Name of its line in a plot."""
+        return vars(self)["implementation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case, or why there are no figures of it."""
+
+    case: Any  # what was measured, of the type that the report names
+    error: str = ""  # empty, or why figures are missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRow(Row):
+    """A row of one call."""
+
+    times: Times | None = None  # of one call; None if it was not measured
+    more: dict = field(default_factory=dict)  # other figures by name; that of flops makes a rate
 
 
 @dataclass
 class Report:
-    """One run of a benchmark.
-
-    A benchmark's own report names the type of its rows, dataclasses with fields ``case`` and
-    ``error`` (empty, or why figures are missing), and derives their figures.
-    """
+    """One run of a benchmark; its own report names the type of its rows, and derives figures."""
 
     environment: dict  # from provenance.describe
     rows: list = field(default_factory=list)  # in the order they were measured
 
-    row: ClassVar[type]  # type of the rows
+    row: ClassVar[type]  # dataclass of the rows, with fields case and error
+    case: ClassVar[Any] = Any  # dataclass of their cases, or a union of some
     rows_key: ClassVar[str] = "rows"  # name of the rows in the JSON file
     environment_key: ClassVar[str] = "environment"  # name of the environment in the JSON file
-    # Whether the rates that the devices reach are printed after the rows.
-    shows_ceilings: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, row: type) -> type[Self]:
-        """The same, of rows of this type."""
-        return type(f"{row.__name__}Report", (cls,), {"row": row, "__doc__": cls.__doc__})
+    # Panels of the plot: its title, formatted with a case and its row; the figure; and the field
+    # that it is drawn over, a line for each implementation.
+    plotted: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
-        return measured_fields(row)
+        raise NotImplementedError
 
     def as_json(self, row: Any) -> dict:
         """A row in the file; values beyond its fields are ignored when it is read."""
@@ -95,6 +117,26 @@ class Report:
     def measured(self) -> list:
         """Rows with figures."""
         return [row for row in self.rows if not row.error]
+
+    def quantities(self, row: Any) -> dict[str, float | None]:
+        """What is divided by Megatron's, by name; None where it is unknown."""
+        raise NotImplementedError
+
+    def peer(self, row: Any) -> Any:
+        """Megatron's row with an equal ``compared``; None if it was not measured."""
+        for other in self.measured:
+            if other.case.implementation == "megatron" and other.compared == row.compared:
+                return other
+        return None
+
+    def ratios(self, row: Any) -> dict[str, float]:
+        """Every quantity divided by the peer's; empty without a peer, and for the peer itself."""
+        peer = self.peer(row)
+        if peer is None or peer is row:
+            return {}
+        theirs = self.quantities(peer)
+        found = self.quantities(row).items()
+        return {name: own / theirs[name] for name, own in found if own and theirs[name]}
 
     def write(self, path: Path) -> None:
         """As JSON."""
@@ -108,60 +150,40 @@ class Report:
         Raises:
             ValueError: If the file is not one of this script's.
         """
-
-        def build(content: dict) -> Self:
-            rows = [read_dataclass(cls.row_type(one), one) for one in content[cls.rows_key]]
+        try:
+            content = json.loads(path.read_text())
+            stored = cls.stored_rows(content)
+            rows = [read_dataclass(cls.row, one, case=cls.case) for one in stored]
             return cls(content[cls.environment_key], rows)
-
-        return read_json(path, build)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"--render must be JSON that this script wrote; {path}: {error!r}"
+            ) from None
 
     @classmethod
-    def row_type(cls, content: dict) -> type:
-        """Type of a row in the file."""
-        return cls.row
+    def stored_rows(cls, content: dict) -> list[dict]:
+        """Of a file."""
+        return content[cls.rows_key]
 
     @classmethod
     def panels(cls, reports: Sequence[Self]) -> list[Panel]:
         """Of the plot of these reports."""
-        return []
-
-    @classmethod
-    def over(
-        cls,
-        reports: Sequence[Self],
-        title: str,
-        figure: str,
-        x: str,
-        xlabel: str,
-        wanted: Callable[[Any], bool] = lambda case: True,
-        **options: Any,
-    ) -> list[Panel]:
-        """Panels of one figure over a field of the cases, a line for each implementation.
-
-        Args:
-            reports: Whose measured rows are drawn.
-            title: Of the panel of a case, which is argument 0 of ``str.format``.
-            figure: Name of it.
-            x: Name of the field.
-            xlabel: What it is.
-            wanted: Whether a case is drawn.
-            options: Of each panel.
-        """
-        points = [
-            (title.format(row.case), row.case.implementation, getattr(row.case, x), found[figure])
-            for report in reports
-            for row in report.measured
-            if wanted(row.case)
-            for found in [report.figures(row)]
-        ]
-        return collected(points, xlabel, **options)
+        found = [(row, one.figures(row)) for one in reports for row in one.measured]
+        panels = []
+        for title, figure, x in cls.plotted:
+            points = [
+                (title.format(row.case, row), row.case.plotted_as, getattr(row.case, x), y[figure])
+                for row, y in found
+                if figure in y
+            ]
+            panels += collected(sorted(points), x)
+        return panels
 
     @classmethod
     def notes(cls, reports: Sequence[Self]) -> list[str]:
-        """Paragraphs to print after the rows; empty ones are left out."""
-        if not cls.shows_ceilings:
-            return []
-        return [provenance.ceilings_reached(report.environment) for report in reports]
+        """Paragraphs to print after the rows, of the rates that the devices reach; some empty."""
+        measured = (one.environment for one in reports if "ceilings" in one.environment)
+        return [provenance.ceilings_reached(about) for about in measured]
 
     def line(self, row: Any) -> str:
         """A row in one line."""
@@ -188,27 +210,18 @@ def write_json(path: Path, content: Any) -> None:
     part.replace(path)
 
 
-def read_json(path: Path, build: Callable[[Any], _Built]) -> _Built:
-    """A file that was given by ``--render``, as ``build`` makes an object of its content.
-
-    Raises:
-        ValueError: If ``build`` cannot read it.
-    """
-    try:
-        return build(json.loads(path.read_text()))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--render must be JSON that this script wrote; {path}: {error!r}"
-        ) from None
-
-
-def read_dataclass(kind: type, content: dict) -> Any:
+def read_dataclass(kind: type, content: dict, **types: Any) -> Any:
     """A dataclass from JSON, the inverse of ``asdict``.
 
     Missing fields take their defaults; unknown ones are ignored.
+
+    Args:
+        kind: The dataclass.
+        content: Of the file.
+        types: Of fields that ``kind`` does not declare the type of.
     """
-    hints = get_type_hints(kind)
-    known = {one.name: one for one in fields(kind) if one.name in content}
+    hints = get_type_hints(kind) | types
+    known = [one.name for one in fields(kind) if one.name in content]
     return kind(**{name: _value(hints[name], content[name]) for name in known})
 
 
@@ -226,49 +239,12 @@ def _value(hint: Any, content: Any) -> Any:
 
 
 def not_measured(reports: Iterable[Report], most: int = 4) -> str:
-    """The cases without figures, by reason; empty if there are none.
-
-    Args:
-        reports: Of one benchmark.
-        most: Cases that are named for one reason.
-    """
+    """The cases without figures, by reason, at most so many of each; empty if there are none."""
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for report in reports:
-        for row in report.rows:
-            if row.error:
-                by_reason[shortened(row.error)].append(str(row.case))
+    for row in (row for report in reports for row in report.rows if row.error):
+        by_reason[shortened(row.error)].append(str(row.case))
     lines = []
     for why, names in by_reason.items():
         more = f"; {len(names) - most} more" if len(names) > most else ""
         lines.append(f"- {why}: {'; '.join(names[:most])}{more}")
     return "\n".join(["Not measured:", "", *lines]) if lines else ""
-
-
-class ComparedReport(Report):
-    """A report whose rows of ``"ours"`` are compared with Megatron's on the same input.
-
-    Rows have a property ``compared``, which is equal for rows that may be compared.
-    """
-
-    def quantities(self, row: Any) -> dict[str, float | None]:
-        """What is divided by the peer's, by name; None where it is unknown."""
-        raise NotImplementedError
-
-    def peer(self, row: Any) -> Any:
-        """Megatron's row to compare with, None if it was not measured."""
-        for other in self.measured:
-            if other.case.implementation == "megatron" and other.compared == row.compared:
-                return other
-        return None
-
-    def ratios(self, row: Any) -> dict[str, float]:
-        """Every quantity divided by the peer's; empty without a peer, and for the peer itself."""
-        peer = self.peer(row)
-        if peer is None or peer is row:
-            return {}
-        theirs = self.quantities(peer)
-        return {
-            name: own / theirs[name]
-            for name, own in self.quantities(row).items()
-            if own and theirs[name]
-        }

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -48,8 +49,7 @@ class Benchmark:
 
     Attributes:
         options: Of the command line, see ``arguments.add_options``.
-        quick: More of the options of tiny cases on a CPU that ``--quick`` stands for; None where
-            there are none.
+        quick: More of the options of tiny cases on a CPU that ``--quick`` stands for.
         files: Name of the JSON file and the plot in the folder; empty where ``--json`` and
             ``--plot`` name them.
         report: Type of the reports.
@@ -61,7 +61,7 @@ class Benchmark:
     """
 
     options: ClassVar[Mapping[str, Any]]
-    quick: ClassVar[str | None] = None
+    quick: ClassVar[str]
     files: ClassVar[str] = ""
     report: ClassVar[type[Report]]
     recorded: ClassVar[tuple[str, ...]] = ()
@@ -121,16 +121,12 @@ class Benchmark:
         return {name: self._value(name) for name in self.recorded}
 
     def _value(self, name: str) -> Any:
-        args = self.args
         if name == "ceilings":
             from benchmarks.kit.timing import ceilings
 
             assert self.processes is not None
             return ceilings(self.processes.on_gpu)
-        if name == "dims":
-            model = {"heads": args.heads, "layers": args.num_layers} if "num_layers" in args else {}
-            return arguments.dims_of(args) | model
-        return getattr(args, name)
+        return arguments.dims_of(self.args) if name == "dims" else getattr(self.args, name)
 
     def cases(self) -> list:
         """In the order of measurement."""
@@ -153,12 +149,9 @@ class Benchmark:
         """
         # Not __doc__ in the body of the class, which is the class's own.
         parser = Parser(cls.script(), sys.modules[cls.__module__].__doc__ or "", EPILOG)
-        argv = sys.argv[1:] if argv is None else argv
-        arguments.add_options(parser, cls.options)
-        if cls.quick is not None:
-            arguments.add_options(parser, {"quick": False})
-            argv = arguments.quick(argv, cls.options, cls.quick)
-        args = arguments.parse(parser, argv, cls.files)
+        arguments.add_options(parser, {**cls.options, "quick": False})
+        given = arguments.quick(sys.argv[1:] if argv is None else argv, cls.options, cls.quick)
+        args = arguments.parse(parser, given, cls.files)
         cls.check(parser, args)
         return args
 
@@ -197,36 +190,45 @@ class Benchmark:
             self.processes.leave()
         return self.exit_code(report)
 
+    def chosen(self) -> list:
+        """The cases that ``--only`` leaves."""
+        only = getattr(self.args, "only", None) or ""
+        return [case for case in self.cases() if only in str(case)]
+
     def rows(self) -> Iterator[Any]:
         """The rows of all cases."""
         return map(self.row, self.chosen())
 
-    def chosen(self) -> list:
-        """The cases that ``--only`` leaves."""
-        return arguments.chosen(self.cases(), getattr(self.args, "only", None))
-
     def row(self, case: Any) -> Any:
         """The row of one case, with figures or an error."""
         try:
-            self._refuse()
+            self.require_device()
             row = self.measure(case)
         except self.errors as error:
-            row = self.failed(case, reason(error))
-            # After an illegal access no call of this process succeeds any more.
-            if isinstance(error, torch.AcceleratorError):
-                self._lost = self._lost or str(case)
-        # After the block that held the tensors of a failed case in its traceback.
+            row = self.failed(case, error)
+        self.clean()
+        return row
+
+    def failed(self, case: Any, error: Exception) -> Any:
+        """The row of a case without figures."""
+        # After an illegal access no call of this process succeeds any more.
+        if isinstance(error, torch.AcceleratorError):
+            self._lost = self._lost or str(case)
+        return self.report.row(case=case, error=reason(error))
+
+    def clean(self) -> None:
+        """Free what the last case has left, after the block that had it in an error's traceback."""
         gc.collect()
         # It fails where the device is lost, which the next rows will say.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
-        return row
 
-    def failed(self, case: Any, error: str) -> Any:
-        """The row of a case without figures."""
-        return self.report.row(case=case, error=error)
+    def require_device(self) -> None:
+        """Check that there are a device and time left.
 
-    def _refuse(self) -> None:
+        Raises:
+            Refused: If not.
+        """
         limit = getattr(self.args, "time_limit", float("inf"))
         if self._lost:
             raise Refused(f"left out: {self._lost} took the device away from this process")
@@ -235,26 +237,21 @@ class Benchmark:
 
 
 class InTurns(Benchmark):
-    """Cases with the same ``case.input`` are repeated in turns, with the first of them.
+    """Neighbouring cases with the same ``case.input`` are repeated in turns.
 
     What one of them raises is the error of its own row.
 
     Attributes:
-        found: Rows of the last input, by case.
         now: What belongs to the input at hand; forgotten after it.
     """
 
     now: SimpleNamespace
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.found: dict[Any, Any] = {}
-        super().__init__(args)
-
     def begin(self, case: Any) -> None:
         """Make ready what the cases of an input have in common, given the first of them."""
 
-    def work(self, case: Any) -> Repeated:
-        """What is repeated, after its result has been checked.
+    def work(self, case: Any) -> tuple[Repeated, dict[str, Any]]:
+        """What is repeated, after its result has been checked, and fields of the row.
 
         Raises:
             Refused: If it cannot run here.
@@ -268,48 +265,47 @@ class InTurns(Benchmark):
         seconds = sum(work.once() for work in works)
         return repetitions(seconds, self.args.seconds_per_row * len(works))
 
-    def timed(self, case: Any, times: Times) -> Any:
-        """The row of a case whose call took so long."""
-        raise NotImplementedError
+    def repeated(self, seconds: Mapping[Any, Sequence[float]]) -> Mapping[Any, dict[str, Any]]:
+        """More fields of rows, by case, of works that took so long in every turn."""
+        return {}
 
-    def together(self, works: Mapping[Any, Repeated]) -> dict[Any, Any]:
-        """The rows of works, by their cases."""
+    def rows(self) -> Iterator[Any]:
+        """The rows of all cases, input by input."""
+        for _, cases in groupby(self.chosen(), key=lambda case: case.input):
+            yield from self.together([*cases])
+
+    def together(self, cases: Sequence[Any]) -> list[Any]:
+        """The rows of the cases of one input."""
+        self.now, rows = SimpleNamespace(), {}
+        try:
+            self.require_device()
+            self.begin(cases[0])
+            rows = self._measure(cases)
+        except self.errors as error:
+            rows |= {case: self.failed(case, error) for case in cases if case not in rows}
+        self.now = SimpleNamespace()
+        self.clean()
+        return [rows[case] for case in cases]
+
+    def _measure(self, cases: Sequence[Any]) -> dict[Any, Any]:
         from benchmarks.kit.timing import in_turns
 
-        turns = in_turns([*works.values()], self.count([*works.values()]))
-        found = zip(works, turns, strict=True)
-        return {case: self.timed(case, Times.of([s for _, _, s in own])) for case, own in found}
-
-    def measure(self, case: Any) -> Any:
-        """Measure all cases of the input with the first of them.
-
-        Raises:
-            Refused: With the reason of a case that could not be measured.
-        """
-        if case not in self.found:
-            self.found, self.now = {}, SimpleNamespace()
-            try:
-                self.measure_input([one for one in self.chosen() if one.input == case.input])
-            finally:
-                self.now = SimpleNamespace()
-        row = self.found[case]
-        if row.error:
-            raise Refused(row.error)
-        return row
-
-    def measure_input(self, cases: Sequence[Any]) -> None:
-        """Put the rows of all cases of an input into ``found``."""
-        self.begin(cases[0])
-        works = {}
+        rows, works, fields = {}, {}, {}
         for case in cases:
             try:
-                works[case] = self.work(case)
+                works[case], fields[case] = self.work(case)
             except self.errors as error:  # of any kernel; the others are measured all the same
                 if isinstance(error, torch.AcceleratorError):
                     raise
-                self.found[case] = self.failed(case, reason(error))
+                rows[case] = self.failed(case, error)
         if works:
-            self.found |= self.together(works)
+            turns = in_turns([*works.values()], self.count([*works.values()]))
+            seconds = {case: [step for _, _, step in own] for case, own in zip(works, turns)}
+            more = self.repeated(seconds)
+            for case, own in seconds.items():
+                given = {"times": Times.of(own), **fields[case], **more.get(case, {})}
+                rows[case] = self.report.row(case=case, **given)
+        return rows
 
 
 def main(benchmark: type[Benchmark]) -> NoReturn:

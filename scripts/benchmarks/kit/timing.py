@@ -148,9 +148,7 @@ def repeat_together(
     return forward, step
 
 
-def in_turns(
-    works: Sequence[Repeated], count: int, host: Sequence[Sequence[float]] | None = None
-) -> list[list[tuple[float, float, float]]]:
+def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, float, float]]]:
     """Seconds of forward, backward and both of every repetition of each work, all in turns.
 
     So clocks and heat are alike; every other turn is in the opposite order. Before each turn a GPU
@@ -160,10 +158,9 @@ def in_turns(
     Args:
         works: All on the same device.
         count: Repetitions of each.
-        host: From :func:`host_seconds`; measured if it is not given.
     """
     on_gpu = works[0].on_gpu
-    longest = max(sum(turn) for turn in zip(*(host or host_seconds(works, 3))))
+    longest = max(sum(map(_host_seconds, works)) for _ in range(3))
     marks: list[list] = [[] for _ in works]
     for turn in range(count):
         if on_gpu:
@@ -173,33 +170,13 @@ def in_turns(
     return [work.seconds_of(own) for work, own in zip(works, marks)]
 
 
-def times_in_turns(works: Sequence[Repeated], budget: float) -> list[tuple[Times, Times]]:
-    """Times of forward and step of each work, see :func:`in_turns`.
-
-    Args:
-        works: With a backward.
-        budget: Seconds for all repetitions.
-    """
-    # The first times compile.
-    seconds = [sum(work.once() for work in works) for _ in range(2)][-1]
-    found = in_turns(works, repetitions(seconds, budget))
-    return [(Times.of([f for f, _, _ in x]), Times.of([s for _, _, s in x])) for x in found]
-
-
-def host_seconds(works: Sequence[Repeated], count: int) -> list[list[float]]:
-    """The host's seconds of every step of each work, in turns; a GPU is idle when a step begins."""
-    seconds: list[list[float]] = [[] for _ in works]
-    for _ in range(count):
-        for work, found in zip(works, seconds):
-            if work.on_gpu:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            result = work.forward()
-            if work.backward is not None:
-                work.backward(result)
-            found.append(time.perf_counter() - begin)
-            work.finish()
-    return seconds
+def _host_seconds(work: Repeated) -> float:
+    """The host's seconds of a step; a GPU is idle when it begins."""
+    if work.on_gpu:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work.step()
+    return time.perf_counter() - begin
 
 
 def _between(begin: Any, end: Any) -> float:

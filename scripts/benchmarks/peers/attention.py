@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.kit.report import Refused
-from benchmarks.peers import first_module
+from benchmarks.peers import first_module, libraries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,9 +82,9 @@ def transformer_engine(inputs: AttentionInputs, scale: float) -> Built:
     return attend, _leaves(q, k, v)
 
 
-def flash_attention(module: str, inputs: AttentionInputs, scale: float) -> Built:
-    """FlashAttention-3 or 4, [B, S, N, D]; the latent as its value, with ``qv``."""
-    function = first_module(module).flash_attn_func
+def flash_attention_4(inputs: AttentionInputs, scale: float) -> Built:
+    """FlashAttention-4, [B, S, N, D]; the latent as its value, with ``qv``."""
+    function = first_module("flash_attn.cute").flash_attn_func
     extra: dict[str, Tensor] = {}
     if inputs.value is not None:
         leaves = q, k, v = _joined(inputs)
@@ -101,6 +101,23 @@ def flash_attention(module: str, inputs: AttentionInputs, scale: float) -> Built
         return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)
 
     return attend, leaves
+
+
+def flash_attention_3(inputs: AttentionInputs, scale: float) -> Built:
+    """FlashAttention-3 of vLLM, which has a forward only."""
+    import torch
+
+    libraries.require_flash_attention_3()
+    qv = None
+    if inputs.value is None:
+        q, k, v = inputs.q_rope, inputs.k_rope.unsqueeze(2), inputs.k_content
+        qv = inputs.q_content[:, 0]
+    else:
+        q, k, v = inputs.as_multi_head()
+    bounds = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    more = {"cu_seqlens": bounds, "cu_seqlens_k": bounds, "max_seqlen": len(q), "num_splits": 1}
+    parts = q[:, 0], k[:, 0], v[:, 0], qv
+    return (lambda: libraries.flash_attention_3(*parts, scale, **more)[:, None]), ()
 
 
 @contextlib.contextmanager
@@ -162,6 +179,6 @@ PEERS: dict[str, Callable[[Any, float], Built]] = {
     "torch, efficient": partial(torch_sdpa, "EFFICIENT_ATTENTION"),
     "torch, flash": partial(torch_sdpa, "FLASH_ATTENTION"),
     "TransformerEngine": transformer_engine,
-    "FlashAttention-3": partial(flash_attention, "flash_attn_interface"),
-    "FlashAttention-4": partial(flash_attention, "flash_attn.cute"),
+    "FlashAttention-3": flash_attention_3,
+    "FlashAttention-4": flash_attention_4,
 }

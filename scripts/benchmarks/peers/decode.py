@@ -1,4 +1,4 @@
-"""Decode attention of FlashMLA, FlashInfer and vLLM over a paged latent cache.
+"""Decode attention of FlashMLA and of vLLM's FlashAttention-3 over a paged latent cache.
 
 Each function takes the query, the cache and the rows, and returns a function without arguments that
 computes the output [T, N, kv_lora_rank]. What it does before, a server does once per step.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.kit.report import Refused
-from benchmarks.peers import first_module
 from benchmarks.peers.libraries import (
     flash_attention_3,
     flash_mla_operators,
@@ -37,85 +35,22 @@ Attend = Callable[[], "Tensor"]
 
 
 def flash_mla(inputs: Inputs) -> Attend:
-    """FlashMLA's own package, the copy in vLLM's, or its library alone."""
-    try:
-        package = first_module("flash_mla", "vllm.v1.attention.ops.flashmla")
-    except Refused as missing:
-        return _flash_mla_library(inputs, missing)
-    _, _, cache, rows, scale = inputs
-    query = _flash_mla_query(inputs)
-    _, new, heads, _ = query.shape
-    width = inputs.q_content.shape[-1]
-    schedule, splits = package.get_mla_metadata(rows.kv_lengths, new * heads, 1)
+    """FlashMLA's dense decode, which plans in the first call."""
+    import torch
 
-    def attend() -> Tensor:
-        out, _ = package.flash_mla_with_kvcache(
-            query,
-            cache.unsqueeze(2),
-            rows.block_table,
-            rows.kv_lengths,
-            width,
-            schedule,
-            splits,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out.view(-1, heads, width)
-
-    return attend
-
-
-def _flash_mla_library(inputs: Inputs, missing: Refused) -> Attend:
-    """By its operator, which plans in the first call."""
-    try:
-        forward = flash_mla_operators().dense_decode_fwd
-    except Refused as error:
-        raise Refused(f"{missing}; {error}") from None
-    query, width = _flash_mla_query(inputs), inputs.q_content.shape[-1]
-    keys, rows = inputs.cache.unsqueeze(2), inputs.rows
-    operands = query, keys, width, rows.kv_lengths, rows.block_table, inputs.scale, True
+    forward = flash_mla_operators().dense_decode_fwd
+    q_content, q_rope, cache, rows, scale = inputs
+    _, heads, width = q_content.shape
+    query = torch.cat((q_content, q_rope), dim=-1)
+    query = query.view(len(rows), rows.max_query_length, heads, -1)
+    keys = cache.unsqueeze(2)
+    operands = query, keys, width, rows.kv_lengths, rows.block_table, scale, True
     _, _, *plan = forward(*operands, None, None, None)
 
     def attend() -> Tensor:
-        return forward(*operands, *plan[:2], None)[0].view(-1, query.shape[2], width)
+        return forward(*operands, *plan[:2], None)[0].view(-1, heads, width)
 
     return attend
-
-
-def _flash_mla_query(inputs: Inputs) -> Tensor:
-    """[Q, new tokens, N, C + R]."""
-    import torch
-
-    query = torch.cat((inputs.q_content, inputs.q_rope), dim=-1)
-    return query.view(len(inputs.rows), inputs.rows.max_query_length, *query.shape[1:])
-
-
-def flash_infer(inputs: Inputs) -> Attend:
-    """FlashInfer's paged MLA; it compiles its kernels with the first call."""
-    import torch
-
-    package = first_module("flashinfer.mla")
-    q_content, q_rope, cache, rows, scale = inputs
-    (_, heads, width), rope, size = q_content.shape, q_rope.shape[-1], cache.shape[1]
-    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=cache.device)
-    wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
-    blocks = -(-rows.max_kv_length // size)
-    count = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
-    wrapper.plan(
-        count * rows.max_query_length,
-        count * blocks,
-        rows.block_table[:, :blocks].flatten().contiguous(),
-        rows.kv_lengths,
-        heads,
-        width,
-        rope,
-        size,
-        True,  # causal
-        scale,
-        q_content.dtype,
-        cache.dtype,
-    )
-    return lambda: wrapper.run(q_content, q_rope, cache[..., :width], cache[..., width:])
 
 
 def vllm_flash_attention_3(inputs: Inputs) -> Attend:
@@ -138,41 +73,7 @@ def vllm_flash_attention_3(inputs: Inputs) -> Attend:
     )
 
 
-def vllm_triton(inputs: Inputs) -> Attend:
-    """The Triton kernel of vLLM, with the four splits that it always has."""
-    import torch
-
-    package = first_module("vllm.v1.attention.ops.triton_decode_attention")
-    q_content, q_rope, cache, rows, scale = inputs
-    if rows.max_query_length > 1:
-        raise Refused("it takes one new token of a request")
-    tokens, heads, width = q_content.shape
-    query, out = torch.cat((q_content, q_rope), dim=-1), torch.empty_like(q_content)
-    lse, splits = out.new_empty(tokens, heads), 4
-    logits = out.new_empty(tokens, heads, splits, width + 1, dtype=torch.float32)
-
-    def attend() -> Tensor:
-        package.decode_attention_fwd(
-            query,
-            cache.unsqueeze(2),
-            cache[..., None, :width],
-            out,
-            lse,
-            rows.block_table,
-            rows.kv_lengths,
-            logits,
-            splits,
-            scale,
-            cache.shape[1],
-        )
-        return out
-
-    return attend
-
-
 PEERS: dict[str, Callable[[Inputs], Attend]] = {
     "FlashMLA": flash_mla,
-    "FlashInfer": flash_infer,
     "vLLM, FlashAttention-3": vllm_flash_attention_3,
-    "vLLM, Triton": vllm_triton,
 }

@@ -55,11 +55,7 @@ class Burst:
 
 
 class Timeline:
-    """When tokens came.
-
-    Args:
-        burst: Whose tokens they are.
-    """
+    """When the tokens of a burst came."""
 
     def __init__(self, burst: Burst) -> None:
         self._burst = burst
@@ -68,74 +64,58 @@ class Timeline:
         # Of every request, (seconds since the burst began, tokens that came then).
         self.arrivals: list[list[tuple[float, float]]] = [[] for _ in range(burst.total)]
 
-    def add(self, request: int, seconds: float, tokens: int) -> None:
-        """Note tokens of a request."""
-        self.arrivals[request].append((seconds, tokens))
-
     def figures(self) -> dict[str, float | None]:
         """What the burst's user sees.
 
         Returns:
-            ``seconds`` until the last token, ``ttft_ms`` (time to first token, the median of the
-            requests), ``ttft_mean_ms`` and ``ttft_p90_ms``, ``input_tokens_per_second`` (prompt
-            tokens over the time until all requests have a token), and, of the time in which all
-            requests were generating, ``decode_tokens_per_second`` and ``step_ms``; these two are
-            None where that is less than ``LEAST_STEPS`` steps. With several rounds ``seconds``,
-            ``ttft_ms``, ``ttft_mean_ms`` and ``ttft_p90_ms`` since each request was sent,
-            ``token_ms`` (time per token of a request after its first, likewise) and
-            ``token_p90_ms``, None where no output has two tokens, and
-            ``output_tokens_per_second`` of the whole burst.
+            ``ttft_ms`` (time to first token since a request was sent, the median of the requests),
+            ``ttft_mean_ms`` and ``ttft_p90_ms``. Of requests that arrived at once also
+            ``input_tokens_per_second`` (prompt tokens over the time until all have a token), and
+            ``decode_tokens_per_second`` of the time in which all were generating; None where that
+            is less than ``LEAST_STEPS`` steps. With several rounds ``token_ms`` (time per token of
+            a request after its first, likewise) and ``token_p90_ms``, None where no output has two
+            tokens, and ``output_tokens_per_second`` of the whole burst.
 
         Raises:
             RuntimeError: If a request has not as many tokens as it was asked for.
         """
-        for number, (one, asked) in enumerate(zip(self.arrivals, self._burst.outputs())):
+        burst, outputs = self._burst, self._burst.outputs()
+        for number, (one, asked) in enumerate(zip(self.arrivals, outputs)):
             found = sum(tokens for _, tokens in one)
             if round(found) != asked:
                 raise RuntimeError(
                     f"request {number} generated {found:g} tokens instead of {asked}"
                 )
-        return self._together() if self._burst.rounds == 1 else self._in_turn()
-
-    def _together(self) -> dict[str, float | None]:
-        """Of requests that arrived at once."""
-        burst = self._burst
-        firsts = sorted(one[0][0] for one in self.arrivals)
-        lasts = [one[-1][0] for one in self.arrivals]
-        begin, end = firsts[-1], min(lasts)
-        tokens = sum(n for one in self.arrivals for time, n in one if begin < time <= end)
-        rate = None
-        if end > begin and tokens >= LEAST_STEPS * burst.requests:
-            rate = tokens / (end - begin)
-        return {
-            "seconds": max(lasts),
+        # Requests that arrive at once wait from the beginning on.
+        sent = self.sent if burst.rounds > 1 else [0.0] * burst.total
+        firsts = sorted(one[0][0] - begin for one, begin in zip(self.arrivals, sent))
+        waits: dict[str, float | None] = {
             "ttft_ms": 1e3 * median(firsts),
             "ttft_mean_ms": 1e3 * fmean(firsts),
             "ttft_p90_ms": 1e3 * percentile(firsts, 0.9),
-            "input_tokens_per_second": burst.requests * burst.prompt_tokens / begin,
-            "decode_tokens_per_second": rate,
-            "step_ms": None if rate is None else 1e3 * burst.requests / rate,
         }
-
-    def _in_turn(self) -> dict[str, float | None]:
-        """Of requests of which each took the place of one that had ended."""
-        outputs = self._burst.outputs()
-        seconds = max(one[-1][0] for one in self.arrivals)
-        firsts = sorted(one[0][0] - sent for one, sent in zip(self.arrivals, self.sent))
+        lasts = [one[-1][0] for one in self.arrivals]
+        if burst.rounds == 1:
+            inputs = burst.requests * burst.prompt_tokens / firsts[-1]
+            rate = self._decode_rate(firsts[-1], min(lasts))
+            return waits | {"input_tokens_per_second": inputs, "decode_tokens_per_second": rate}
         each = sorted(
             (one[-1][0] - one[0][0]) / (tokens - 1)
             for one, tokens in zip(self.arrivals, outputs)
             if tokens > 1
         )
-        return {
-            "seconds": seconds,
-            "ttft_ms": 1e3 * median(firsts),
-            "ttft_mean_ms": 1e3 * fmean(firsts),
-            "ttft_p90_ms": 1e3 * percentile(firsts, 0.9),
+        return waits | {
             "token_ms": 1e3 * median(each) if each else None,
             "token_p90_ms": 1e3 * percentile(each, 0.9) if each else None,
-            "output_tokens_per_second": sum(outputs) / seconds,
+            "output_tokens_per_second": sum(outputs) / max(lasts),
         }
+
+    def _decode_rate(self, begin: float, end: float) -> float | None:
+        """Of the time from the last first token to the first end."""
+        tokens = sum(n for one in self.arrivals for time, n in one if begin < time <= end)
+        if end <= begin or tokens < LEAST_STEPS * self._burst.requests:
+            return None
+        return tokens / (end - begin)
 
 
 def size_range(tokens: int) -> tuple[int, int]:

@@ -20,8 +20,7 @@ from typing import Any
 
 from benchmarks.served import streams
 from benchmarks.served.burst import Burst
-from benchmarks.served.engines import vllm_options
-from benchmarks.served.settings import Settings
+from benchmarks.served.engines import Settings, vllm_options
 from console.parent import ends_with_this_process
 
 # What is measured unless others are named.
@@ -72,7 +71,7 @@ class Contender:
         pipe = subprocess.PIPE if pipes else None
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", *command],
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or output,
                 stderr=output,
@@ -123,27 +122,24 @@ class Contender:
         return ContenderError(" | ".join([f"{self.name} {what}", *errors[-3:], *lines[-3:]]))
 
 
-class Worker(Contender):
-    """An engine that is driven step by step in another process (``worker.py``)."""
+class _Worker(Contender):
+    """An engine that is driven step by step in another process (``engines.py``)."""
 
     def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
-        work = ["-c", "from benchmarks.served.worker import main; main()", name, settings.text()]
-        super().__init__(name, [sys.executable, "-P", *work], log, vllm, pipes=True)
+        program = "from benchmarks.served.engines import main; main()"
+        super().__init__(name, ["-c", program, name, settings.text()], log, vllm, pipes=True)
 
     def run(self, burst: Burst, limit: float) -> dict[str, Any]:
-        """See :class:`Contender`."""
         assert self._process.stdin
         try:
             self._process.stdin.write(json.dumps(asdict(burst)) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise self._error("has ended") from error
-        return self._answer(limit)
+        return self._await(limit)
 
-    def _await(self, limit: float) -> None:
-        self._answer(limit)
-
-    def _answer(self, limit: float) -> dict[str, Any]:
+    def _await(self, limit: float) -> dict[str, Any]:
+        """Its next answer."""
         assert self._process.stdout
         if not select.select([self._process.stdout], [], [], limit)[0]:
             raise self._error(f"took more than {limit:.0f} s")
@@ -156,17 +152,18 @@ class Worker(Contender):
         return answer
 
 
-class Server(Contender):
+class _Server(Contender):
     """A server of OpenAI's interface, asked by a client in this process (``streams.py``)."""
 
     def __init__(self, name: str, settings: Settings, log: Path, folder: Path | None) -> None:
-        self._port = _free_port()
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self._port = one.getsockname()[1]
         self._model = Path(settings.model).name
-        command = _server_command(name, settings, self._port, self._model, folder)
+        command = server_command(name, settings, self._port, self._model, folder)
         super().__init__(name, command, log, folder, pipes=False)
 
     def run(self, burst: Burst, limit: float) -> dict[str, Any]:
-        """See :class:`Contender`."""
         try:
             return streams.run(self._port, self._model, burst, limit)
         except (OSError, EOFError, RuntimeError, TimeoutError) as error:
@@ -193,7 +190,7 @@ def start(name: str, settings: Settings, log: Path, folder: Path | None) -> Cont
         log: File that takes its output.
         folder: With vLLM if it is vLLM, with packages that are not installed if it is our server.
     """
-    kind = Server if name.endswith("-server") else Worker
+    kind = _Server if name.endswith("-server") else _Worker
     return kind(name, settings, log, folder)
 
 
@@ -212,45 +209,37 @@ def missing_for_our_server(folder: Path | None) -> list[str]:
 
 def _environment(name: str, vllm: Path | None) -> dict[str, str]:
     """With the checkout on the path; vLLM gets nothing of ours from it where it has a folder."""
-    root = SCRIPTS.parent
     inherited = os.environ.get("PYTHONPATH", "")
-    if not name.startswith("vllm"):
-        path = [inherited, str(SCRIPTS), str(root)]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    path = [inherited] if vllm is None else [str(vllm.resolve())]
-    path = os.pathsep.join(filter(None, [*path, str(SCRIPTS)]))
-    return {**os.environ, **_VLLM, "PYTHONPATH": path}
+    path = [inherited, str(SCRIPTS), str(SCRIPTS.parent)]
+    of_vllm = name.startswith("vllm")
+    if of_vllm:
+        path = [inherited if vllm is None else str(vllm.resolve()), str(SCRIPTS)]
+    joined = os.pathsep.join(filter(None, path))
+    return {**os.environ, **(_VLLM if of_vllm else {}), "PYTHONPATH": joined}
 
 
-def _server_command(
+def server_command(
     name: str, settings: Settings, port: int, model: str, folder: Path | None = None
 ) -> list[str]:
+    """Arguments of Python; of both servers with no line per request."""
     network = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", model]
     if name.startswith("vllm"):
-        options = _vllm_flags(settings)
         program = ["-m", "vllm.entrypoints.cli.main", "serve"]
-    elif folder is None:
-        options = _our_flags(settings)
-        program = ["-m", "absorbed_mla.serving.server.cli"]
+        options = [*_flags(vllm_options(settings)), "--disable-uvicorn-access-log"]
     else:
-        options = _our_flags(settings)
-        program = ["-c", _WITH_FOLDER.format(str(folder.resolve()))]
-    return [sys.executable, "-P", *program, settings.model, *network, *options]
+        program = ["-m", "absorbed_mla.serving.server.cli"]
+        if folder is not None:
+            program = ["-c", _WITH_FOLDER.format(str(folder.resolve()))]
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
+        options = _flags({name: getattr(settings, name) for name in (*names, "device")})
+        options += ["--no-prefix-caching", "--no-access-log"]
+        options += ["--cuda-graphs"] if settings.graphs else []
+    return [*program, settings.model, *network, *options]
 
 
-def _our_flags(settings: Settings) -> list[str]:
-    numbers = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
-    flags = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in numbers]
-    graphs = ["--cuda-graphs"] if settings.graphs else []
-    if settings.prefill_graph_tokens is not None:
-        graphs.append(f"--prefill-graph-tokens={settings.prefill_graph_tokens}")
-    flags += ["--no-prefix-caching", "--no-access-log"]
-    return [*flags, f"--device={settings.device}", *graphs]
-
-
-def _vllm_flags(settings: Settings) -> list[str]:
+def _flags(options: dict[str, object]) -> list[str]:
     flags = []
-    for name, value in vllm_options(settings).items():
+    for name, value in options.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{option}" if value else f"--no-{option}")
@@ -258,11 +247,4 @@ def _vllm_flags(settings: Settings) -> list[str]:
             flags += [f"--{option}", *map(str, value)]
         else:
             flags += [f"--{option}", str(value)]
-    # Both servers write no line per request.
-    return [*flags, "--disable-uvicorn-access-log"]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    return flags

@@ -1,49 +1,75 @@
-"""The engines behind two implementations of ``LLM``, step by step and with the same methods."""
+"""The engines behind two implementations of ``LLM``, step by step, and what they are started with.
+
+``add`` queues a request for so many tokens, ``is_busy`` says whether one has not ended, ``step``
+waits for a step and gives names of requests and how many tokens each got, ``close`` frees all.
+
+In a process of its own (:func:`main`) an engine reads bursts from stdin, one JSON a line, and
+answers with figures.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from benchmarks.served.burst import Burst, Timeline
-from benchmarks.served.settings import BLOCK, Settings
+
+# Tokens of a block of the cache, of ours and as it is asked of vLLM.
+BLOCK = 64
 
 
-class Engine(Protocol):
-    """A model that generates; requests have names."""
+@dataclass(frozen=True)
+class Settings:
+    """Of one model in one process, equal for all implementations."""
 
-    def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
-        """Queue a request for so many tokens."""
-        ...
+    model: str  # folder with the checkpoint
+    device: str  # "cuda" or "cpu"
+    max_model_len: int  # longest prompt and output together, in tokens
+    max_num_seqs: int  # most requests of a step
+    max_num_batched_tokens: int  # most tokens of a step, beside one of each of max_num_seqs
+    cache_tokens: int  # that the latent cache holds
+    token_bytes: int  # of one token in the cache, all layers
+    sizes: tuple[int, ...]  # numbers of requests of the measured decode steps
+    graphs: bool  # whether decode steps are captured as CUDA graphs
 
-    def is_busy(self) -> bool:
-        """Whether a request has not ended."""
-        ...
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The inverse of :meth:`text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
 
-    def step(self) -> Iterable[tuple[str, int]]:
-        """Wait for a step; names of requests, and how many tokens each got."""
-        ...
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
 
-    def close(self) -> None:
-        """Free everything."""
-        ...
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, which vLLM calls ``max_num_batched_tokens``."""
+        return self.max_num_batched_tokens + self.max_num_seqs
+
+    @property
+    def captured(self) -> list[int]:
+        """Numbers of tokens for which vLLM captures CUDA graphs: those measured and powers of 2."""
+        powers = {2**power for power in range(self.max_num_seqs.bit_length())}
+        return sorted(one for one in powers | set(self.sizes) if one <= self.max_num_seqs)
 
 
-class Ours:
-    """``absorbed_mla.LLM``.
-
-    Args:
-        settings: Of the model.
-        parity: Option of ``LLM``.
-    """
+class _Ours:
+    """``absorbed_mla.LLM``; ``parity`` is an option of it."""
 
     def __init__(self, settings: Settings, *, parity: bool = False) -> None:
         from absorbed_mla import LLM
 
-        self.llm = LLM(
+        self._llm = LLM(
             settings.model,
             device=settings.device,
             max_model_len=settings.max_model_len,
@@ -52,37 +78,31 @@ class Ours:
             cache_tokens=settings.cache_tokens,
             enable_prefix_caching=False,
             cuda_graphs=settings.graphs,
-            prefill_graph_tokens=settings.prefill_graph_tokens,
-            experts=settings.our_experts,
             parity=parity,
         )
         self._seen: dict[str, int] = {}
 
     def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
-        """See :class:`Engine`."""
         from absorbed_mla import SamplingParams
 
         params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True)
-        self._seen[self.llm.add_request(prompt, params, name)] = 0
+        self._seen[self._llm.add_request(prompt, params, name)] = 0
 
     def is_busy(self) -> bool:
-        """See :class:`Engine`."""
-        return self.llm.has_unfinished_requests()
+        return self._llm.has_unfinished_requests()
 
     def step(self) -> Iterable[tuple[str, int]]:
-        """See :class:`Engine`."""
-        for output in self.llm.step():
+        for output in self._llm.step():
             name, count = output.request_id, len(output.outputs[0].token_ids)
             yield name, count - self._seen[name]
             self._seen[name] = count
 
     def close(self) -> None:
-        """See :class:`Engine`."""
-        self.llm.close()
+        self._llm.close()
 
 
-class VLLM:
-    """``vllm.LLM``, whose engine runs in a process of its own."""
+class _VLLM:
+    """``vllm.LLM``, whose engine runs in a process of its own, which ends with this one."""
 
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
@@ -90,7 +110,6 @@ class VLLM:
         self._engine = LLM(model=settings.model, **vllm_options(settings)).llm_engine
 
     def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
-        """See :class:`Engine`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -103,16 +122,13 @@ class VLLM:
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def is_busy(self) -> bool:
-        """See :class:`Engine`."""
         return self._engine.has_unfinished_requests()
 
     def step(self) -> Iterable[tuple[str, int]]:
-        """See :class:`Engine`."""
         for output in self._engine.step():
             yield output.request_id, len(output.outputs[0].token_ids)
 
     def close(self) -> None:
-        """See :class:`Engine`; the engine's process ends with this one."""
         self._engine.engine_core.shutdown()
 
 
@@ -122,7 +138,7 @@ def vllm_options(settings: Settings) -> dict[str, object]:
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.step_tokens,
-        "kv_cache_memory_bytes": settings.cache_bytes,
+        "kv_cache_memory_bytes": settings.cache_tokens * settings.token_bytes,
         # What is checked to be free at the start; the cache has the size above.
         "gpu_memory_utilization": 0.1,
         "block_size": BLOCK,
@@ -134,7 +150,7 @@ def vllm_options(settings: Settings) -> dict[str, object]:
     }
 
 
-def run(engine: Engine, burst: Burst) -> dict[str, float | None]:
+def run(engine: Any, burst: Burst) -> dict[str, float | None]:
     """Figures of a burst, see ``Timeline``; time begins before the first request is added.
 
     Requests that end in a step are replaced before the next one, as long as there are others.
@@ -154,15 +170,35 @@ def run(engine: Engine, burst: Burst) -> dict[str, float | None]:
         grown = [(numbers[name], tokens) for name, tokens in engine.step() if tokens]
         now = time.perf_counter() - begin
         for number, tokens in grown:
-            timeline.add(number, now, tokens)
+            timeline.arrivals[number].append((now, tokens))
             left[number] -= tokens
         add(sum(left[number] == 0 for number, _ in grown))
     return timeline.figures()
 
 
-# The same `LLM` twice.
-OURS: dict[str, Callable[[Settings], Ours]] = {
-    "ours": Ours,
-    "ours-parity": partial(Ours, parity=True),
+# The first two are the same `LLM`.
+ENGINES: dict[str, Callable[[Settings], Any]] = {
+    "ours": _Ours,
+    "ours-parity": partial(_Ours, parity=True),
+    "vllm": _VLLM,
 }
-ENGINES: dict[str, Callable[[Settings], Engine]] = {**OURS, "vllm": VLLM}
+
+
+def main() -> None:
+    """Serve bursts until stdin ends; arguments are the engine's name and the settings as JSON."""
+    [name, settings] = sys.argv[1:]
+    # Whatever libraries print goes to the log.
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)
+        engine = ENGINES[name](Settings.read(settings))
+        # Full collections would look at all that was imported, amid a burst.
+        gc.freeze()
+        print(json.dumps({"ready": True}), file=answers)
+        for line in sys.stdin:
+            try:
+                answer: dict = run(engine, Burst(**json.loads(line)))
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers)
+        engine.close()

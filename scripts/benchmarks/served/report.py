@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import kit
-from benchmarks.kit.arguments import parse_size
+from benchmarks.kit.arguments import count, parse_size
 from benchmarks.served.burst import size_range
 
 
@@ -34,11 +34,6 @@ class Size:
         return one if self.rounds == 1 else f"{one} * {self.rounds}"
 
     @property
-    def total(self) -> int:
-        """Number of requests in all."""
-        return self.requests * self.rounds
-
-    @property
     def longest(self) -> int:
         """Most tokens of a prompt and its output."""
         if self.rounds == 1:
@@ -50,7 +45,7 @@ class Size:
 class Case(kit.Case):
     """One implementation at one size."""
 
-    text = "{implementation}, {work}"
+    text = "{0.implementation}, {0.work}"
     implementation: str
     size: Size
     temperature: float
@@ -60,12 +55,16 @@ class Case(kit.Case):
         """What it has to do."""
         return f"{self.size}" + (f", temperature {self.temperature:g}" if self.temperature else "")
 
+    @property
+    def requests(self) -> int:
+        """In flight."""
+        return self.size.requests
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
     """What the users of an implementation see; medians of the repetitions."""
 
-    case: Case
     ttft_ms: float | None = None  # time to first token, of the median request
     ttft_mean_ms: float | None = None  # of all requests
     ttft_p90_ms: float | None = None  # of the 90th percentile
@@ -80,16 +79,8 @@ class Row(kit.Row):
     start_seconds: float | None = None  # from its start until it was ready
 
 
-FIGURES = (
-    "ttft_ms",
-    "ttft_mean_ms",
-    "ttft_p90_ms",
-    "prefill_tokens_per_second",
-    "decode_tokens_per_second",
-    "step_ms",
-    "output_tokens_per_second",
-    "token_ms",
-    "token_p90_ms",
+FIGURES = tuple(
+    one.name for one in dataclasses.fields(Row) if one.name.endswith(("_ms", "_per_second"))
 )
 # Implementations and what they are compared with.
 _VLLM = {"ours": "vllm", "ours-server": "vllm-server"}
@@ -113,7 +104,11 @@ _TRAFFIC = {
 class ServingReport(kit.Report):
     """One run."""
 
-    row = Row
+    row, case = Row, Case
+    plotted = (
+        ("prompts of {0.size.prompt}: decode", "decode_tokens_per_second", "requests"),
+        ("prompts of {0.size.prompt}: output", "output_tokens_per_second", "requests"),
+    )
 
     def figures(self, row: Row) -> dict[str, float]:
         """What was measured."""
@@ -134,93 +129,60 @@ class ServingReport(kit.Report):
         return next((one for one in self.measured if one.case == case), None)
 
     @classmethod
-    def panels(cls, reports: Sequence[ServingReport]) -> list[kit.Panel]:
-        """Decode and output tokens per second over the number of requests."""
-        return kit.collected(
-            (
-                (
-                    f"prompts of {kit.tokens_text(row.case.size.prompt)}: {name} tokens/s",
-                    row.case.implementation,
-                    row.case.size.requests,
-                    rate,
-                )
-                for report in reports
-                for row in report.measured
-                for name, rate in (
-                    ("decode", row.decode_tokens_per_second),
-                    ("output", row.output_tokens_per_second),
-                )
-                if rate
-            ),
-            "requests",
-        )
-
-    @classmethod
     def notes(cls, reports: Sequence[ServingReport]) -> list[str]:
         """The tables of each report."""
-        tables = (table, traffic_table, parity_table, parity_traffic_table)
-        return [one(report) for report in reports for one in tables]
+        return [
+            one(report, traffic=traffic)
+            for report in reports
+            for one in (table, parity_table)
+            for traffic in (False, True)
+        ]
 
 
-def table(report: ServingReport) -> str:
+def table(report: ServingReport, *, traffic: bool = False) -> str:
     """Each row of ours with that of vLLM of the same size; ratios are ours of theirs.
 
-    Of requests that arrive at once; empty if there are none.
+    Of requests that arrive at once, or of traffic; empty if there are none.
     """
-    return _table(report, _BURSTS, traffic=False)
-
-
-def traffic_table(report: ServingReport) -> str:
-    """As :func:`table`, of requests of which each takes the place of one that has ended."""
-    return _table(report, _TRAFFIC, traffic=True)
-
-
-def parity_table(report: ServingReport) -> str:
-    """Each row of parity mode with the default mode's; ratios are of times, parity mode's of its.
-
-    Of requests that arrive at once; empty if there are none.
-    """
-    return _parity_table(report, _BURSTS, traffic=False)
-
-
-def parity_traffic_table(report: ServingReport) -> str:
-    """As :func:`parity_table`, of requests of which each takes the place of one that has ended."""
-    return _parity_table(report, _TRAFFIC, traffic=True)
-
-
-def _table(report: ServingReport, columns: dict[str, tuple[str, str]], *, traffic: bool) -> str:
-    rows = [row for row in _rows(report, traffic) if row.case.implementation not in _DEFAULT]
+    rows = [one for one in _rows(report, traffic) if one.case.implementation not in _DEFAULT]
     lines = []
     for row in rows:
         if any(report.peer(one) is row for one in rows):
             continue
         peer, line = report.peer(row), [row.case.implementation, row.case.work]
-        for name, form in columns.values():
+        for name, form in _columns(traffic).values():
             own, theirs = getattr(row, name), peer and getattr(peer, name)
             line += [*_texts(form, own, theirs), _ratio(own, theirs)]
         lines.append(line)
     head = ["", _sizes(traffic)]
-    head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
+    head += [f"{name}{what}" for name in _columns(traffic) for what in ("", ", vLLM", ", ratio")]
     return kit.markdown_table(head, lines, head[:2]) if lines else ""
 
 
-def _parity_table(
-    report: ServingReport, columns: dict[str, tuple[str, str]], *, traffic: bool
-) -> str:
+def parity_table(report: ServingReport, *, traffic: bool = False) -> str:
+    """Each row of parity mode with the default mode's; ratios are of times, parity mode's of its.
+
+    Of requests that arrive at once, or of traffic; empty if there are none.
+    """
     lines, head = [], [_sizes(traffic)]
     for row in _rows(report, traffic):
         if row.case.implementation not in _DEFAULT:
             continue
         default, line = report.default(row), [row.case.work]
-        for column, (name, form) in columns.items():
+        for column, (name, form) in _columns(traffic).items():
             own, other = getattr(row, name), default and getattr(default, name)
-            times = (other, own) if _is_rate(column) else (own, other)
+            times = (other, own) if column.endswith(_PER_SECOND) else (own, other)
             line += [*_texts(form, other, own), _ratio(*times)]
         lines.append(line)
-    for column in columns:
-        ratio = f"{column.removesuffix(_PER_SECOND)}, ratio of times"
-        head += [column, f"{column}, parity", ratio if _is_rate(column) else f"{column}, ratio"]
+    for column in _columns(traffic):
+        is_rate = column.endswith(_PER_SECOND)
+        ratio = f"{column.removesuffix(_PER_SECOND)}, ratio{' of times' if is_rate else ''}"
+        head += [column, f"{column}, parity", ratio]
     return kit.markdown_table(head, lines, head[:1]) if lines else ""
+
+
+def _columns(traffic: bool) -> dict[str, tuple[str, str]]:
+    return _TRAFFIC if traffic else _BURSTS
 
 
 def _rows(report: ServingReport, traffic: bool) -> list[Row]:
@@ -231,11 +193,6 @@ def _rows(report: ServingReport, traffic: bool) -> list[Row]:
 def _sizes(traffic: bool) -> str:
     """Head of the column that says what a row has to do."""
     return "requests x prompt/output" + " * rounds" * traffic
-
-
-def _is_rate(column: str) -> bool:
-    """Whether more is better, and not a time."""
-    return column.endswith(_PER_SECOND)
 
 
 def _texts(form: str, *values: float | None) -> list[str]:
@@ -256,4 +213,4 @@ def parse_row(text: str) -> Size:
     prompt, output, rounds = parse_size(match[2]), parse_size(match[3]), match[4]
     if rounds and int(rounds) < 2:
         raise argparse.ArgumentTypeError(f"expected at least 2 rounds after *, got {text!r}")
-    return Size(kit.count(match[1]), prompt, output, int(rounds or 1))
+    return Size(count(match[1]), prompt, output, int(rounds or 1))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import Draw
-from checks.fuzz.family import Family
-from checks.fuzz.launches import recorded_launches
+from checks.fuzz.family import Config, Family
 
 
 class CaseId(NamedTuple):
@@ -41,32 +46,14 @@ class CaseId(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a case.
+    """Of a case."""
 
-    Attributes:
-        error: What is wrong; None: nothing.
-        configuration: As text.
-        worst: Largest share of a tolerance that was used.
-        launched: Kernels.
-        seconds: With compilation.
-        fatal: Whether the process can run no more cases.
-    """
-
-    error: str | None
-    configuration: str
-    worst: float
-    launched: tuple[str, ...]
-    seconds: float
-    fatal: bool = False
-
-
-def poison_new_memory() -> None:
-    """From now on ``torch.empty`` is full of NaN, or the largest integer.
-
-    That is a side effect of deterministic algorithms, which are asked for, but not required.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    error: str | None  # what is wrong; None: nothing
+    configuration: str  # as text
+    worst: float  # largest share of a tolerance that was used
+    launched: tuple[str, ...]  # kernels
+    seconds: float  # with compilation
+    fatal: bool = False  # whether the process can run no more cases
 
 
 def run_case(
@@ -77,23 +64,14 @@ def run_case(
     *,
     with_traceback: bool = False,
 ) -> Outcome:
-    """Draw and run a case; what is raised is its error.
-
-    Args:
-        family: Of the case.
-        case: Its numbers.
-        device: Where kernels run.
-        comparison: What compares its results.
-        with_traceback: Whether the error has the lines that it comes from.
-    """
+    """Draw and run a case; what is raised is its error."""
     compare, start = comparison(), time.monotonic()
-    configuration, error, fatal, launched = "not drawn", None, False, ()
+    error, fatal, launched = None, False, ()
+    seed = family.name, case.seed, case.configuration
+    config = Config(device, *seed)
     try:
         with recorded_launches() as counts:
-            seed = family.name, case.seed, case.configuration
-            drawn = family.configure(Draw(device, *seed))
-            configuration = str(drawn)
-            family.run(drawn, Draw(device, *seed, case.number), compare)
+            family.run(config, Draw(device, *seed, case.number), compare)
             if device.type == "cuda":
                 torch.cuda.synchronize()
         launched = tuple(sorted(counts))
@@ -105,7 +83,7 @@ def run_case(
             error = "".join(traceback.format_exception(caught))
         fatal = device.type == "cuda" and _is_broken()
     seconds = time.monotonic() - start
-    return Outcome(error, configuration, compare.worst, launched, seconds, fatal)
+    return Outcome(error, str(config), compare.worst, launched, seconds, fatal)
 
 
 def _is_broken() -> bool:
@@ -116,3 +94,28 @@ def _is_broken() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[Counter[str]]:
+    """Counts launches by ``module.function`` below ``absorbed_mla``, in this process."""
+    counts: Counter[str] = Counter()
+
+    def recording(method: Callable, function_of: Callable) -> Callable:
+        def recorded(self, *args, **kwargs):
+            function = function_of(self)
+            counts[f"{function.__module__.removeprefix('absorbed_mla.')}.{function.__name__}"] += 1
+            return method(self, *args, **kwargs)
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for cls, name, function_of in (
+            (JITFunction, "run", lambda kernel: kernel.fn),
+            (InterpretedFunction, "run", lambda kernel: kernel.fn),
+            # Of a kernel that the package has compiled once and launches again.
+            (CompiledKernel, "__getitem__", lambda kernel: kernel.src.fn.fn),
+        ):
+            method = recording(getattr(cls, name), function_of)
+            stack.enter_context(mock.patch.object(cls, name, method))
+        yield counts

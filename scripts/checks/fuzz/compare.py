@@ -41,12 +41,7 @@ class Comparison:
         self.worst, self.compared = 0.0, 0
 
     def rows(
-        self,
-        name: str,
-        actual: Tensor,
-        expected: Tensor,
-        noise: Tensor,
-        dtype: torch.dtype,
+        self, name: str, actual: Tensor, expected: Tensor, noise: Tensor, dtype: torch.dtype
     ) -> None:
         """Rows as near to fp64 as the rounding rule says.
 

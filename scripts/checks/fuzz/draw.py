@@ -21,6 +21,8 @@ class Draw:
         seed: What the numbers follow from.
     """
 
+    OWN = ("device", "random", "generator")
+
     def __init__(self, device: torch.device, *seed: object) -> None:
         self.device = device
         self.random = random.Random("/".join(map(str, seed)))
@@ -91,9 +93,7 @@ class Draw:
     def amid_nan(self, x: Tensor, *, last: int = 1) -> Tensor:
         """In half of all draws ``x`` itself, else a view with its values in a buffer of NaN.
 
-        Args:
-            x: [..., W], a floating type.
-            last: Stride of the view's last axis.
+        ``last`` is the stride of the view's last axis.
         """
         if self.flag() and last == 1:
             return x

@@ -1,10 +1,11 @@
-"""Attention and products in fp64, each with the noise of ``compare.py``."""
+"""Attention, products and FP8 rows by PyTorch; what is rounded has the noise of ``compare.py``."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # The spacing of fp16 near 0, in which small probabilities and their gradients are rounded.
@@ -19,19 +20,12 @@ class Exact(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of every head.
+    """Attention of every head."""
 
-    Attributes:
-        out: [S_q, B, N, V].
-        lse: [S_q, B, N]; -inf where a query sees nothing.
-        largest: Largest score of each row, likewise.
-        probs: [B, N, S_q, S_k].
-    """
-
-    out: Exact
-    lse: Tensor
-    largest: Tensor
-    probs: Tensor
+    out: Exact  # [S_q, B, N, V]
+    lse: Tensor  # [S_q, B, N]; -inf where a query sees nothing
+    largest: Tensor  # largest score of each row, likewise
+    probs: Tensor  # [B, N, S_q, S_k]
 
 
 def attention(
@@ -51,13 +45,13 @@ def attention(
     scores = _times(q, k.transpose(-1, -2)) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
     if not scores.shape[-1]:
-        scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
-        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        scores = F.pad(scores, (0, 1), value=-torch.inf)
+        v = F.pad(v, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
     probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     out = _times(probs, v)
     # Probabilities are rounded relative to the largest one, and the output once more.
-    noise = (_times(_squares(probs, dtype), v.square()) + out.square()).sqrt()
+    noise = (_times(rounded_squares(probs, dtype), v.square()) + out.square()).sqrt()
     rows = lse.permute(2, 0, 1), scores.amax(-1).permute(2, 0, 1)
     return Attended(Exact(*(x.permute(2, 0, 1, 3) for x in (out, noise))), *rows, probs)
 
@@ -69,30 +63,30 @@ class Gradients(NamedTuple):
     k: Exact
     v: Exact
 
+    def latent(self) -> Exact:
+        """Of a latent that is value, and the beginning of the key."""
+        width = self.v.value.shape[-1]
+        value, noise = (x.clone() for x in self.k)
+        value[..., :width] += self.v.value
+        noise[..., :width] = (noise[..., :width].square() + self.v.noise.square()).sqrt()
+        return Exact(value, noise)
+
 
 def attention_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attended: Attended,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
     scale: float,
     dtype: torch.dtype,
 ) -> Gradients:
     """Of :func:`attention` with the same arguments; those of shared keys are summed over heads.
 
-    Args:
-        q: As there, like the next two and the last two.
-        k: As there.
-        v: As there.
-        attended: What it returned.
-        grad_out: fp64 [S_q, B, N, V].
-        grad_lse: fp64 [S_q, B, N], or None.
-        scale: As there.
-        dtype: As there.
+    ``grads`` are those of the output [S_q, B, N, V] and of the LSE [S_q, B, N], or None.
     """
     shared = k.shape[2] != q.shape[2]
+    grad_out, grad_lse = (x if x is None else x.double() for x in grads)
     q, k, v, grad_out = (x.permute(1, 2, 0, 3) for x in (q, k, v, grad_out))
     probs = attended.probs[..., : k.shape[2]]
     dp = _times(grad_out, v.transpose(-1, -2))
@@ -106,7 +100,7 @@ def attention_gradients(
     # What dS loses: its own rounding, and that of the output, by which delta is computed.
     lost = (probs * scale).square() * (dp.square() + delta.square() + parts) + _absolute(dtype)
     lost = torch.where(probs > 0, lost, 0.0)
-    rounded = _squares(probs, dtype)
+    rounded = rounded_squares(probs, dtype)
     pairs = (
         (_times(ds, k), _times(lost, k.square())),
         (_to_keys(ds, q, shared), _to_keys(lost, q.square(), shared)),
@@ -130,9 +124,9 @@ def _to_keys(of_pairs: Tensor, rows: Tensor, shared: bool) -> Tensor:
     return (of_pairs.flatten(1, 2).transpose(-1, -2) @ rows.flatten(1, 2))[:, None]
 
 
-def _squares(probs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Squares of what rounding probabilities loses, where they are not 0."""
-    return torch.where(probs > 0, probs.square() + _absolute(dtype), 0.0)
+def rounded_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squares of what rounding to a dtype loses, where ``x`` is not 0."""
+    return torch.where(x != 0, x.square() + _absolute(dtype), 0.0)
 
 
 def _absolute(dtype: torch.dtype) -> float:
@@ -143,10 +137,7 @@ def _absolute(dtype: torch.dtype) -> float:
 def product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Exact:
     """``left @ right`` of any floating types.
 
-    Args:
-        left: [..., M, K].
-        right: [..., K, N].
-        dtype: Of the result that the noise is for; None: fp32, in which sums are computed.
+    The noise is for a result in ``dtype``; None: in fp32, in which sums are computed.
     """
     left, right = left.double(), right.double()
     value = left @ right
@@ -158,13 +149,42 @@ def rounded_sum(
 ) -> Tensor:
     """The noise of a sum in fp32 that is rounded to ``dtype``.
 
-    Args:
-        value: The sum.
-        squares: Sum of the summands' squares.
-        number: Of summands. A sum of partial sums loses about the root of it.
-        dtype: As in :func:`product`.
+    A sum of partial sums loses about the root of their number; ``squares`` is that of the
+    summands.
     """
     fp32 = torch.finfo(torch.float32).eps
     eps = fp32 if dtype is None else torch.finfo(dtype).eps
     in_fp32 = squares * (fp32 / eps * (4 + number**0.5)) ** 2
     return (in_fp32 + value.square()).sqrt()
+
+
+# Rows of a latent cache in FP8: C e4m3 values, fp32 scales of 128 of them, k_rope in bf16.
+_GROUP, _ALIGNED = 128, 16
+# The largest number of e4m3, and the least magnitude that a group's scale is computed for.
+_LARGEST, _LEAST = 448, 2.0**-100
+
+
+def fp8_parts(rows: Tensor, content: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values e4m3 [..., C], scales fp32 [..., C / 128] and k_rope bf16 of rows [..., C + R]."""
+    latent, k_rope = rows[..., :content].float(), rows[..., content:]
+    padded = F.pad(latent, (0, -content % _GROUP)).unflatten(-1, (-1, _GROUP))
+    scales = padded.abs().amax(-1).clamp(min=_LEAST) * (1 / _LARGEST)
+    values = (padded / scales[..., None]).clamp(-_LARGEST, _LARGEST)
+    values = values.flatten(-2)[..., :content].to(torch.float8_e4m3fn)
+    return values, scales, k_rope.bfloat16()
+
+
+def fp8_bytes(values: Tensor, scales: Tensor, k_rope: Tensor) -> Tensor:
+    """uint8 rows, whose bytes are a multiple of 16."""
+    parts = [x for x in (values, scales, k_rope) if x.shape[-1]]
+    # Not contiguous(), which leaves the strides of an empty tensor.
+    rows = [x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in parts]
+    rows = torch.cat(rows, -1)
+    return F.pad(rows, (0, -rows.shape[-1] % _ALIGNED), value=0xFF)
+
+
+def fp8_decoded(values: Tensor, scales: Tensor, k_rope: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., C + R] in ``dtype``, which the format is read in."""
+    spread = scales.repeat_interleave(_GROUP, -1)[..., : values.shape[-1]]
+    latent = (values.float() * spread).to(dtype)
+    return torch.cat((latent, k_rope.to(dtype)), -1)

@@ -1,23 +1,23 @@
-"""What cases found, by family and by kernel, and as JSON."""
+"""What cases found, by family and by kernel: as JSON, and as the tables of gpu-fuzz.md."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.kit.tables import shortened
-from checks.fuzz.case import CaseId, Outcome
-from checks.fuzz.family import Family
+from checks.tables import table
+
+if TYPE_CHECKING:
+    from checks.fuzz.case import CaseId, Outcome
+    from checks.fuzz.family import Family
 
 SCRIPT = "scripts/checks/fuzz_gpu.py"
-
-
-def command_of(family: str, case: CaseId) -> str:
-    """What repeats a case."""
-    return f"python {SCRIPT} --only {family} --case {case}"
+_NONE = "Not run yet."
 
 
 @dataclass
@@ -29,6 +29,15 @@ class _OfFamily:
     failures: int = 0
     worst: float = 0.0
     seconds: float = 0.0
+
+    def report(self) -> dict[str, float]:
+        return {
+            "cases": self.cases,
+            "configurations": len(self.configurations),
+            "failures": self.failures,
+            "worst share of the tolerance": round(self.worst, 3),
+            "seconds": round(self.seconds),
+        }
 
 
 class Results:
@@ -50,7 +59,6 @@ class Results:
         self.families, self.left_out, self.about = families, list(left_out), about
         self.found = {name: _OfFamily() for name in families}
         self.kernels: Counter[str] = Counter()
-        self.failed_kernels: Counter[str] = Counter()
         self.failures: list[dict] = []
         self.unfinished = 0
 
@@ -59,26 +67,24 @@ class Results:
         """How many have ended."""
         return sum(each.cases for each in self.found.values())
 
-    def add(self, family: str, case: CaseId, outcome: Outcome) -> dict | None:
-        """One case; returns what is kept of a failure."""
+    def add(self, family: str, case: CaseId, outcome: Outcome) -> None:
+        """One case."""
         found = self.found[family]
         found.cases += 1
         found.configurations.add(case.configuration)
         found.worst = max(found.worst, outcome.worst)
         found.seconds += outcome.seconds
         self.kernels.update(outcome.launched)
-        if outcome.error is None:
-            return None
-        found.failures += 1
-        failure = {
-            "family": family,
-            "case": str(case),
-            "command": command_of(family, case),
-            "configuration": outcome.configuration,
-            "error": shortened(outcome.error, 2000),
-        }
-        self.failures.append(failure)
-        return failure
+        if outcome.error is not None:
+            found.failures += 1
+            failure = {
+                "family": family,
+                "case": str(case),
+                "command": f"python {SCRIPT} --only {family} --case {case}",
+                "configuration": outcome.configuration,
+                "error": shortened(outcome.error, 2000),
+            }
+            self.failures.append(failure)
 
     def not_launched(self) -> list[str]:
         """Kernels that a family declares, and that no case has launched."""
@@ -87,49 +93,77 @@ class Results:
 
     def report(self, seconds: float) -> dict:
         """All of it."""
+        of_kernels: dict[str, list[str]] = {}
+        for family in self.families.values():
+            for kernel in family.kernels:
+                of_kernels.setdefault(kernel, []).append(family.name)
+        kernels = sorted({*self.kernels, *self.not_launched()})
         return {
             **self.about,
             "seconds": round(seconds),
             "cases": self.cases,
             "unfinished": self.unfinished,
-            "families": {
-                name: {
-                    "cases": each.cases,
-                    "configurations": len(each.configurations),
-                    "failures": each.failures,
-                    "worst share of the tolerance": round(each.worst, 3),
-                    "seconds": round(each.seconds),
-                }
-                for name, each in self.found.items()
-            },
-            "kernels": {
-                kernel: self.kernels[kernel]
-                for kernel in sorted({*self.kernels, *self.not_launched()})
-            },
-            "families of kernels": self._families_of_kernels(),
+            "families": {name: each.report() for name, each in self.found.items()},
+            "kernels": {kernel: self.kernels[kernel] for kernel in kernels},
+            "families of kernels": dict(sorted(of_kernels.items())),
             "left out": self.left_out,
             "not launched": self.not_launched(),
             "failures": self.failures,
         }
 
-    def _families_of_kernels(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for family in self.families.values():
-            for kernel in family.kernels:
-                found.setdefault(kernel, []).append(family.name)
-        return dict(sorted(found.items()))
+
+def page(docs: Path) -> str:
+    """What each file of the results says: where it comes from, failures, families, kernels."""
+    files = sorted((docs / "gpu-fuzz").glob("*.json"))
+    return "\n\n".join(rendered(json.loads(file.read_text())) for file in files) or _NONE
 
 
-def write(report: dict, file: Path) -> None:
-    """As JSON, which a reader never finds half written."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(file)
-
-
-def failure_text(failure: dict) -> str:
-    """A failure on three lines."""
-    return (
-        f"FAILED {failure['family']} {failure['configuration']}\n"
-        f"  {failure['error'][:600]}\n  {failure['command']}"
+def rendered(report: dict) -> str:
+    """All of a report."""
+    failures = "\n".join(
+        f"- `{failure['command']}`: {shortened(failure['error'], 200)}"
+        for failure in report["failures"]
     )
+    parts = [summary(report), failures, family_table(report), _kernel_table(report)]
+    return "\n\n".join(filter(None, parts))
+
+
+def summary(report: dict) -> str:
+    """Where the results come from, and how many cases failed, in a sentence."""
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    failures = len(report["failures"])
+    return (
+        f"{report['cases']:,} cases in {report['seconds']} s with seed {report['seed']} on "
+        f"{report['device']} ({report['jobs']} processes; {versions}; {report['date']}, "
+        f"{report['commit']}): {failures or 'no'} failure{'s' * (failures != 1)}."
+    )
+
+
+def family_table(report: dict) -> str:
+    """Cases, configurations and failures of each family, in Markdown."""
+    counts = ("cases", "configurations", "failures")
+    worst = "largest error / tolerance"
+    rows = [
+        {
+            "family": f"`{name}`",
+            **{key: each[key] for key in counts},
+            worst: f"{each['worst share of the tolerance']:.2f}",
+        }
+        for name, each in report["families"].items()
+    ]
+    total = {key: sum(row[key] for row in rows) for key in counts}
+    columns: dict[str, Callable[[dict], str]] = {
+        head: (lambda row, head=head: str(row.get(head, ""))) for head in rows[0]
+    }
+    return table([*rows, {"family": "all", **total}], columns, ["family"])
+
+
+def _kernel_table(report: dict) -> str:
+    """Cases that launched each kernel, and the families that declare it."""
+    of = report["families of kernels"]
+    columns: dict[str, Callable[[tuple], str]] = {
+        "kernel": lambda row: f"`{row[0].removeprefix('kernels.')}`",
+        "cases": lambda row: str(row[1]),
+        "families": lambda row: ", ".join(of.get(row[0], ["-"])),
+    }
+    return table(report["kernels"].items(), columns, ["kernel", "families"])

@@ -10,13 +10,7 @@ from checks.fuzz.draw import Draw
 
 
 def draw_spans(draw: Draw, most: int, *tiles: int) -> tuple[int, int, Spans]:
-    """Lengths of the axes of queries and keys, and spans over them.
-
-    Args:
-        draw: The case's.
-        most: Tokens on an axis, at most.
-        tiles: Lengths of a kernel's tiles.
-    """
+    """Lengths of the axes of queries and keys, and spans over them."""
     kind = draw.choice("one", "pack", "pack", "parts")
     if kind == "one":
         queries, keys = draw.length(most, *tiles), draw.length(most, *tiles)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checks.gpu_tests.plan import Job
-from checks.gpu_tests.results import FileResult, results_of
 from console.parent import ends_with_this_process
 
 _POLL = 0.1
@@ -26,19 +26,97 @@ _SLOW_TEST = 150
 
 @dataclass(frozen=True)
 class Limits:
-    """What jobs may take.
+    """What jobs may take."""
 
-    Attributes:
-        jobs: How many run at the same time.
-        job_seconds: A job that takes longer is killed.
-        seconds: When all jobs are killed or not started, counted from the beginning.
-        memory_gib: Of a GPU, that a process of a job that is not alone may allocate; 0: any.
+    jobs: int  # how many run at the same time
+    job_seconds: float  # one that takes longer is killed
+    seconds: float  # when all jobs are killed or not started, counted from the beginning
+    memory_gib: float  # of a GPU, that a process of a job that is not alone may allocate; 0: any
+
+
+@dataclass
+class FileResult:
+    """What became of the tests of one file, by the first process."""
+
+    file: str  # its path below the root
+    processes: int  # see :class:`Job`
+    passed: int = 0  # tests that passed, or failed as expected
+    failed: int = 0  # tests that failed
+    skipped: int = 0  # tests that were skipped
+    seconds: float = 0.0  # of the tests
+    skips: dict[str, int] = field(default_factory=dict)  # skipped tests by reason
+    failures: dict[str, str] = field(default_factory=dict)  # first line of the error by test
+    # ``""`` if the process went through the file and ended as its tests say, else how it ended.
+    ended: str = ""
+    log: str = ""  # output of the process, below the folder of the results
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a test failed, or the process did."""
+        return bool(self.failed or self.ended)
+
+    @property
+    def ran_nothing(self) -> bool:
+        """Whether all tests were skipped."""
+        return not (self.passed or self.failed or self.ended)
+
+    def line(self) -> str:
+        """For the terminal."""
+        names = ("passed", "failed", "skipped")
+        counts = ", ".join(f"{getattr(self, one)} {one}" for one in names if getattr(self, one))
+        processes = f" ({self.processes} processes)" if self.processes > 1 else ""
+        ended = f"; {self.ended}" if self.ended else ""
+        return f"{self.seconds:6.1f}s  {self.file}{processes}: {counts}{ended}"
+
+    def count(self, row: dict) -> None:
+        """One test, as ``tests/support/report.py`` writes it."""
+        outcome, reason = row["outcome"], row["reason"]
+        setattr(self, outcome, getattr(self, outcome) + 1)
+        self.seconds = round(self.seconds + row["seconds"], 2)
+        if outcome == "skipped":
+            self.skips[reason] = self.skips.get(reason, 0) + 1
+        elif outcome == "failed":
+            self.failures[row["test"]] = reason
+
+
+def results_of(job: Job, report: Path, ended: str, log: str) -> list[FileResult]:
+    """One for each file of a job.
+
+    Args:
+        job: That ran, or did not.
+        report: What ``tests/support/report.py`` wrote; need not exist.
+        ended: How the process ended other than by tests that passed, failed or were skipped.
+        log: Name of the file with its output.
     """
+    found = {name: FileResult(name, job.processes, log=log) for name in job.files}
+    lines = report.read_text().splitlines() if report.exists() else []
+    # A process that was killed may have written half of the last one.
+    for row in (json.loads(line) for line in lines if line.endswith("}")):
+        result = found.get(row["test"].partition("::")[0])
+        if result is not None:
+            result.count(row)
+    results = list(found.values())
+    # One process runs a job's files in their order: the last with a test is where it ended.
+    reached = max((i for i, one in enumerate(results) if one.passed + one.failed), default=0)
+    for index, result in enumerate(results):
+        nothing = not (result.passed or result.failed or result.skipped)
+        if ended and (index >= reached or nothing):
+            result.ended = ended
+        elif nothing:
+            result.ended = "no test was collected"
+    return results
 
-    jobs: int
-    job_seconds: float
-    seconds: float
-    memory_gib: float
+
+def seconds_by_file(results: Iterable[FileResult]) -> dict[str, float]:
+    """Of all jobs' tests of each file; without files of which a process ended otherwise."""
+    found: dict[str, list[FileResult]] = {}
+    for one in results:
+        found.setdefault(one.file, []).append(one)
+    return {
+        name: round(sum(one.seconds for one in parts), 1)
+        for name, parts in found.items()
+        if not any(one.ended for one in parts)
+    }
 
 
 class _Running:
@@ -165,68 +243,42 @@ def run_jobs(
     Returns:
         Results of all files, in the order of their ends.
     """
-    return _Schedule(folder, limits, devices, say).run(jobs)
+    end, numbers = time.monotonic() + limits.seconds, iter(range(1, len(jobs) + 1))
+    running: list[_Running] = []
+    results: list[FileResult] = []
 
+    def take(found: list[FileResult]) -> None:
+        for result in found:
+            results.append(result)
+            say(result)
 
-class _Schedule:
-    def __init__(
-        self,
-        folder: Path,
-        limits: Limits,
-        devices: Sequence[int],
-        say: Callable[[FileResult], None],
-    ) -> None:
-        self._folder, self._limits, self._devices, self._say = folder, limits, devices, say
-        self._end = time.monotonic() + limits.seconds
-        self._running: list[_Running] = []
-        self._results: list[FileResult] = []
-        self._started = 0
+    def start(job: Job) -> None:
+        used = [device for one in running for device in one.devices]
+        least_used = sorted(sorted(devices, key=used.count)[: job.gpus])
+        running.append(_Running(job, next(numbers), least_used, folder, limits))
 
-    def run(self, jobs: Sequence[Job]) -> list[FileResult]:
-        try:
-            self._run([job for job in jobs if not job.alone], self._limits.jobs)
-            self._run([job for job in jobs if job.alone], 1)
-        finally:
-            for one in self._running:
-                one.kill("interrupted")
-        return self._results
-
-    def _run(self, jobs: Sequence[Job], together: int) -> None:
-        waiting = list(jobs)
-        while waiting or self._running:
-            late = time.monotonic() > self._end
-            while waiting and not late and len(self._running) < together:
-                self._start(waiting.pop(0))
-            if late:
-                for job in waiting:
-                    self._take(results_of(job, self._folder / "none", "not started in time", ""))
-                waiting = []
-            for one in list(self._running):
-                self._look_at(one, late)
-            time.sleep(_POLL)
-
-    def _start(self, job: Job) -> None:
-        self._started += 1
-        devices = self._least_used(job.gpus)
-        self._running.append(_Running(job, self._started, devices, self._folder, self._limits))
-
-    def _least_used(self, count: int) -> list[int]:
-        used = [device for one in self._running for device in one.devices]
-        return sorted(sorted(self._devices, key=used.count)[:count])
-
-    def _look_at(self, one: _Running, late: bool) -> None:
+    def look_at(one: _Running, late: bool) -> None:
+        seconds = time.monotonic() - one.started
         if not one.has_ended():
-            seconds = time.monotonic() - one.started
-            if late:
-                one.kill("not over in time")
-            elif seconds > self._limits.job_seconds:
-                one.kill(f"killed after {seconds:.0f} s")
-            else:
+            if not late and seconds <= limits.job_seconds:
                 return
-        self._running.remove(one)
-        self._take(one.results())
+            one.kill("not over in time" if late else f"killed after {seconds:.0f} s")
+        running.remove(one)
+        take(one.results())
 
-    def _take(self, results: list[FileResult]) -> None:
-        for result in results:
-            self._results.append(result)
-            self._say(result)
+    try:
+        for alone, together in ((False, limits.jobs), (True, 1)):
+            waiting = [job for job in jobs if job.alone is alone]
+            while waiting or running:
+                late = time.monotonic() > end
+                while waiting and not late and len(running) < together:
+                    start(waiting.pop(0))
+                while waiting and late:
+                    take(results_of(waiting.pop(0), folder / "none", "not started in time", ""))
+                for one in list(running):
+                    look_at(one, late)
+                time.sleep(_POLL)
+    finally:
+        for one in running:
+            one.kill("interrupted")
+    return results

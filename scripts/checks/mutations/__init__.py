@@ -2,55 +2,8 @@
 
 from __future__ import annotations
 
-from checks.mutations import (
-    checkpoint,
-    context_parallel,
-    conversion,
-    core_attention,
-    data_parallel_attention,
-    experts,
-    export,
-    fuzz,
-    generation,
-    graphs,
-    inference,
-    installation,
-    kernels,
-    latent_cache,
-    layer,
-    offloading,
-    options,
-    prefix_cache,
-    serving,
-    sparse_attention,
-    training,
-)
-from checks.mutations.mutation import Mutation
+from checks.mutations import attention, conversion, kernels, layer, programs, serving
 
-_PARTS = (
-    layer,
-    checkpoint,
-    core_attention,
-    context_parallel,
-    kernels,
-    sparse_attention,
-    inference,
-    generation,
-    training,
-    conversion,
-    prefix_cache,
-    serving,
-    installation,
-    fuzz,
-    experts,
-    latent_cache,
-    data_parallel_attention,
-    graphs,
-    offloading,
-    options,
-    export,
-)
-MUTATIONS: dict[str, Mutation] = {
-    name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()
-}
+_PARTS = (layer, attention, kernels, serving, conversion, programs)
+MUTATIONS = {name: one for part in _PARTS for name, one in part.MUTATIONS.items()}
 assert len(MUTATIONS) == sum(len(part.MUTATIONS) for part in _PARTS), "a name is used twice"

@@ -1,229 +1,138 @@
-"""The layer's own files, specs, optimizer and training script."""
+"""The layer, its specs, optimizer hooks, parity mode, installation."""
 
 from __future__ import annotations
 
-from checks.mutations.mutation import Mutation
+from checks.mutations.table import read
 
-MUTATIONS = {
-    "recomputed_outputs_of_any_layout": Mutation(
-        "absorbed_mla/recomputed_outputs.py",
-        "assert layout == self._layout",
-        "assert layout",
-    ),
-    "recomputed_outputs_without_their_strides": Mutation(
-        "absorbed_mla/recomputed_outputs.py",
-        "return x.storage_offset(), *walked",
-        "return (x.storage_offset(),)",
-    ),
-    "router_ranks_groups_as_megatron": Mutation(
-        "absorbed_mla/deepseek_router.py",
-        "group_score_topk or topk // group_topk",
-        "topk // group_topk",
-    ),
-    "router_normalises_as_megatron": Mutation(
-        "absorbed_mla/deepseek_router.py",
-        "    if norm_topk_prob is not None:\n",
-        "    if False:\n",
-    ),
-    "router_replays_nothing": Mutation(
-        "absorbed_mla/deepseek_router.py", "if router_replay is None:", "if True:"
-    ),
-    "packs_lose_the_router": Mutation(
-        "absorbed_mla/packed_router.py", " and submodules.router is TopKRouter", ""
-    ),
-    "router_options_of_dense_models": Mutation(
-        "specs/absorbed_mla_parts.py",
-        "if self.options.chooses_experts and not config.num_moe_experts:",
-        "if False:",
-    ),
-    "layer_spec_of_one_kind": Mutation(
-        "specs/absorbed_mla_layer_specs.py", "    if len(kinds) > 1:\n", "    if False:\n"
-    ),
-    "hybrid_experts_with_megatrons_router": Mutation(
-        "specs/absorbed_mla_hybrid_specs.py", "else _moe_layer(parts)", "else {}"
-    ),
-    "fp8_training_not_rounded": Mutation(
-        "absorbed_mla/attention.py", "kv = self.cached_attention.rounded(kv)", "pass"
-    ),
-    "rope_pairing": Mutation(
-        "absorbed_mla/rope.py",
-        "x[..., 0::2].to(compute), x[..., 1::2].to(compute)",
-        "(half.to(compute) for half in x.chunk(2, dim=-1))",
-    ),
-    "muon_rows_by_head": Mutation(
-        "absorbed_mla/muon/orthogonalization_groups.py",
-        "return [torch.cat(per_head, dim=1).flatten(0, 1)]",
-        "return [torch.cat([part.flatten(0, 1) for part in per_head])]",
-    ),
-    "muon_states_are_joined": Mutation(
-        "absorbed_mla/muon/step.py", "            if state:\n", "            if False:\n"
-    ),
-    "gradients_of_recomputation_in_graphs": Mutation(
-        "absorbed_mla/graph_capture.py",
-        "        return inputs\n",
-        "        return inputs\n    return inputs\n",
-    ),
-    "mask_of_a_capture": Mutation(
-        "absorbed_mla/graph_capture.py",
-        "    if is_graph_capturing():\n        return None\n",
-        "    if is_graph_capturing():\n        return attention_mask\n",
-    ),
-    "softmax_scale": Mutation(
-        "absorbed_mla/dims.py",
-        "math.sqrt(dims.qk_head_dim)",
-        "math.sqrt(dims.kv_down_dim)",
-    ),
-    "softmax_mscale": Mutation(
-        "absorbed_mla/dims.py",
-        "yarn_mscale(config.rotary_scaling_factor, config.mscale_all_dim)",
-        "yarn_mscale(config.rotary_scaling_factor, config.mscale)",
-    ),
-    "k_rope_reduction_sp": Mutation(
-        "absorbed_mla/tensor_parallel.py",
-        "tensor_parallel_output_grad=True",
-        "tensor_parallel_output_grad=False",
-    ),
-    "k_rope_reduction_no_sp": Mutation(
-        "absorbed_mla/tensor_parallel.py",
-        "return copy_to_tensor_model_parallel_region(x, group=tp_group)",
-        "return x",
-    ),
-    "q_norm_summed_by_host": Mutation(
-        "absorbed_mla/projections.py",
-        "average_gradients_across_tp_domain=True",
-        "",
-    ),
-    "rotated_gradient": Mutation(
-        "absorbed_mla/rope.py",
-        "cos, sin, back=True)",
-        "cos, sin, back=False)",
-    ),
-    "rotated_view": Mutation(
-        "absorbed_mla/rope.py",
-        "x.clone() if x._is_view() else x",
-        "x",
-    ),
-    "head_product_of_one_token": Mutation(
-        "absorbed_mla/absorb.py",
-        '"sbnk,sbnc->nkc", x, grad',
-        '"sbnk,sbnc->nkc", x[:1], grad[:1]',
-    ),
-    "inference_under_context_parallelism": Mutation(
-        "absorbed_mla/attention.py",
-        "cp_size=self.context_parallel.size",
-        "cp_size=1",
-    ),
-    "angles_in_fp32": Mutation(
-        "absorbed_mla/rope.py",
-        "torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())",
-        "torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())",
-    ),
-    "yarn_clamped_to_pairs": Mutation(
-        "absorbed_mla/rope.py",
-        "parameters.qk_pos_emb_head_dim - 1)",
-        "parameters.qk_pos_emb_head_dim // 2 - 1)",
-    ),
-    "fused_accumulation_off_for_all": Mutation(
-        "absorbed_mla/linear.py",
-        "maker_config = copy.copy(config)",
-        "maker_config = config",
-    ),
-    "output_projection_initialised_too_wide": Mutation(
-        "absorbed_mla/attention.py",
-        "init_method=config.output_layer_init_method",
-        "init_method=config.init_method",
-    ),
-    "second_derivatives_pruned": Mutation(
-        "absorbed_mla/once_differentiable.py",
-        "return _refuse_derivatives(found, (*grads, *ctx.saved_tensors))",
-        "return _refuse_derivatives(found, grads)",
-    ),
-    "a_hooks_tensor_is_rotated": Mutation(
-        "absorbed_mla/linear.py",
-        "return output if _makes_its_output(layer) else output.clone()",
-        "return output",
-    ),
-    "boundaries_remembered_on_the_host": Mutation(
-        "absorbed_mla/sequences.py",
-        "if not cu_seqlens.is_cuda or cu_seqlens.is_inference():",
-        "if cu_seqlens.is_inference():",
-    ),
-    "warm_up_moves_expert_biases": Mutation(
-        "absorbed_mla/dsa/warm_up.py", "module.frozen_expert_bias = True", "pass"
-    ),
-    "recomputed_warm_up_stands_still": Mutation(
-        "absorbed_mla/dsa/warm_up.py",
-        "            module.register_forward_hook(_with_gradient)",
-        "            pass",
-    ),
-    "micro_batches_overwritten": Mutation(
-        "absorbed_mla/batch_invariant/te_gemm.py",
-        "out.add_(result) if accumulate else",
-        "out.copy_(result) if accumulate else",
-    ),
-    "operators_of_the_host_stay": Mutation(
-        "absorbed_mla/batch_invariant/megatron_operators.py",
-        "        megatron.disable_batch_invariant_mode()\n        for name, operator",
-        "        for name, operator",
-    ),
-    "fused_down_rows": Mutation(
-        "absorbed_mla/tensor_parallel.py",
-        "return x.split(list(widths), dim=-1)",
-        "return x.split(list(widths)[::-1], dim=-1)[::-1]",
-    ),
-    "fused_down_rows_of_ranks": Mutation(
-        "absorbed_mla/tensor_parallel.py", "    if shards == 1:\n", "    if shards >= 1:\n"
-    ),
-    "hybrid_fused_attention": Mutation(
-        "specs/absorbed_mla_hybrid_specs.py",
-        "submodules=TransformerLayerSubmodules(self_attention=unused)",
-        "submodules=None",
-    ),
-    "layer_kind_by_its_place_in_the_stage": Mutation(
-        "specs/absorbed_mla_layers.py",
-        "moe_layers(config)[number - 1]",
-        "moe_layers(config)[layer_number - 1]",
-    ),
-    "mtp_options_on_a_stage_without_layers": Mutation(
-        "specs/absorbed_mla_gpt_builder.py",
-        'getattr(spec, "parts", None) or ',
-        "",
-    ),
-    "standard_models_roll_as_megatron": Mutation(
-        "absorbed_mla/standard_mla.py",
-        "    correct_packed_roll()\n    use_te",
-        "    use_te",
-    ),
-    "packed_roll_names_no_cause": Mutation(
-        "absorbed_mla/packed_roll.py",
-        "    except ValueError as error:\n",
-        "    except AttributeError as error:\n",
-    ),
-    "masks_answer_for_other_queries": Mutation(
-        "absorbed_mla/core_attention/masks/redundant.py",
-        " or known_queries is not queries:",
-        ":",
-    ),
-    "routing_without_keyword_defaults": Mutation(
-        "absorbed_mla/deepseek_router.py",
-        "    routing.__kwdefaults__ = host.__kwdefaults__\n",
-        "",
-    ),
-    "generation_chooses_without_megatron": Mutation(
-        "absorbed_mla/serving/experts/router.py",
-        "        if self.options.chooses_experts:\n",
-        "        if True:\n",
-    ),
-    "inference_copies_heads_first": Mutation(
-        "absorbed_mla/absorb.py",
-        "    return _contiguous_product(q_nope, w_uk)\n",
-        "    return absorb_query(q_nope, w_uk)\n",
-    ),
-    "absorption_looks_at_gradients": Mutation(
-        "absorbed_mla/absorb.py",
-        '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
-        "    if q_nope.is_cuda and not torch.is_grad_enabled():\n"
-        "        return absorb_query_in_inference(q_nope, w_uk)\n"
-        '    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)\n',
-    ),
-}
+MUTATIONS = read(
+    r"""
+absorbed_mla/absorb.py
+  last_token_of_head_weights_lost: (x[:-1], x[-1:]) -> (x[:-1], 0 * x[-1:])
+  head_product_of_one_token: x[part], grad[part] -> x[part][:1], grad[part][:1]
+  inference_copies_heads_first: _contiguous_product(q_nope, w_uk) -> absorb_query(q_nope, w_uk)
+  absorption_looks_at_gradients: return _head_product("sbnd,ndc->sbnc", q_nope, w_uk)
+    -> if q_nope.is_cuda and not torch.is_grad_enabled():
+    |        return absorb_query_in_inference(q_nope, w_uk)
+    |    return _head_product("sbnd,ndc->sbnc", q_nope, w_uk)
+absorbed_mla/attention.py
+  fp8_training_not_rounded: kv = self.cached_attention.rounded(kv) -> pass
+  inference_under_context_parallelism: cp_size=self.context_parallel.size -> cp_size=1
+  output_projection_initialised_too_wide: config.output_layer_init_method -> config.init_method
+  whole_iterations_trained: refuse_full_iterations(self.config) ->
+  offloaded_inputs_that_are_recomputed: recomputed = (kv, *query) if up_project else ()
+    -> recomputed = ()
+absorbed_mla/batch_invariant/megatron_operators.py
+  operators_of_the_host_stay: megatron.disable_batch_invariant_mode()
+    |        for name, operator
+    -> for name, operator
+absorbed_mla/batch_invariant/te_gemm.py
+  micro_batches_overwritten: add_(result) if accumulate else -> copy_(result) if accumulate else
+absorbed_mla/convert_command.py
+  hidden_package_in_the_converter: ("checkpoint_conversion") -> ()
+absorbed_mla/deepseek_router.py
+  router_ranks_groups_as_megatron: group_score_topk or topk // group_topk -> topk // group_topk
+  router_normalises_as_megatron: if norm_topk_prob is not None: -> if False:
+  router_replays_nothing: if router_replay is None: -> if True:
+  routing_without_keyword_defaults: routing.__kwdefaults__ = host.__kwdefaults__ ->
+absorbed_mla/dims.py
+  softmax_scale: math.sqrt(dims.qk_head_dim) -> math.sqrt(dims.kv_down_dim)
+  softmax_mscale: config.mscale_all_dim -> config.mscale
+absorbed_mla/fp8_latents.py
+  fp8_zeros_have_no_scale: .clamp(min=LEAST) -> .clamp(min=0.0)
+  fp8_latents_have_no_gradient: return grad, None -> return torch.zeros_like(grad), None
+  fp8_rows_of_other_alignment: _ALIGNMENT = 16 -> _ALIGNMENT = 8
+  fp8_scales_off_their_places: if self.kv_lora_rank % _SCALE_BYTES: -> if False:
+  fp8_scales_in_the_models_dtype: parts.scales[..., None] -> parts.scales.to(kv.dtype)[..., None]
+absorbed_mla/graph_capture.py
+  gradients_of_recomputation_in_graphs: return inputs
+    -> return inputs
+    |    return inputs
+  mask_of_a_capture: if is_graph_capturing():
+    |        return None
+    -> if is_graph_capturing():
+    |        return attention_mask
+  training_graphs_of_everything: return not modules or any( -> return any(
+  training_graphs_in_fp8: "fp8": (None, "FP8 was not tried in such graphs"), ->
+  recomputed_gradients_stay: parameter.grad = None -> pass
+absorbed_mla/linear.py
+  fused_accumulation_off_for_all: maker_config = copy.copy(config) -> maker_config = config
+  a_hooks_tensor_is_rotated: output if _makes_its_output(layer) else output.clone() -> output
+absorbed_mla/megatron_interface.py
+  clipped_below_an_adapter: if others: -> if False:
+absorbed_mla/megatron_names.py
+  missing_names_raise_later: if missing := self.missing(owners): -> if missing := "":
+absorbed_mla/muon/optimizer_hook.py
+  muon_choice_dropped: if layer.update != "auto": -> if False:
+absorbed_mla/muon/orthogonalization_groups.py
+  muon_rows_by_head: (per_head, dim=1).flatten(0, 1) -> ([part.flatten(0, 1) for part in per_head])
+absorbed_mla/muon/step.py
+  muon_states_are_joined: if state: -> if False:
+absorbed_mla/norm.py
+  norms_whose_hooks_wait: and not (norm._forward_hooks or norm._forward_pre_hooks) ->
+absorbed_mla/offloading.py
+  offloaded_weights: kept = (*kept, *self._parameters()) -> kept = (*kept,)
+  offloading_while_it_is_off: if not getattr(manager, "inside_context", False): -> if False:
+  offloading_of_all_stages: if name not in self._stages or not torch -> if not torch
+  offloaded_views_of_weights: if tensor.untyped_storage().data_ptr() in -> if tensor.data_ptr() in
+  offloaded_inputs_of_recomputation: with saved_tensors_hooks(_same, _same):
+    |        return function(*args)
+    -> return function(*args)
+absorbed_mla/once_differentiable.py
+  second_derivatives_pruned: (found, (*grads, *ctx.saved_tensors)) -> (found, grads)
+absorbed_mla/own_packages.py
+  hidden_package_passes: if not any(_same(own, place) for place in found): -> if not found:
+absorbed_mla/packed_roll.py
+  packed_roll_names_no_cause: except ValueError as error: -> except AttributeError as error:
+  mtp_shifts_padding_into_documents: (left <= 1).to(device) -> (left <= 0).to(device)
+  mtp_padding_as_tokens: found | (values & step.padding) if values.dtype is torch.bool else found
+    -> found
+  mtp_shift_within_a_rank: part.tokens(), part.sequence_order() -> part.tokens(), part.rank_major()
+absorbed_mla/packed_router.py
+  packs_lose_the_router: and submodules.router is TopKRouter ->
+  router_of_mtp_counts_padding: getattr(layer.submodules, "mtp_model_layer", layer) -> layer
+absorbed_mla/projections.py
+  q_norm_summed_by_host: average_gradients_across_tp_domain=True ->
+absorbed_mla/recomputed_outputs.py
+  recomputed_outputs_of_any_layout: assert layout == self._layout -> assert layout
+  recomputed_outputs_without_their_strides: x.storage_offset(), *walked -> (x.storage_offset(),)
+absorbed_mla/rope.py
+  rope_pairing: x[..., 0::2].to(compute), x[..., 1::2].to(compute)
+    -> (half.to(compute) for half in x.chunk(2, dim=-1))
+  rotated_gradient: cos, sin, back=True) -> cos, sin, back=False)
+  rotated_view: x.clone() if x._is_view() else x -> x
+  angles_in_fp32: torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())
+    -> torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())
+  yarn_clamped_to_pairs: qk_pos_emb_head_dim - 1 -> qk_pos_emb_head_dim // 2 - 1
+absorbed_mla/sequences.py
+  boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
+absorbed_mla/standard_mla.py
+  standard_models_roll_as_megatron: correct_packed_roll()
+    |    use_te
+    -> use_te
+absorbed_mla/tensor_parallel.py
+  k_rope_reduction_sp: tensor_parallel_output_grad=True -> tensor_parallel_output_grad=False
+  k_rope_reduction_no_sp: return copy_to_tensor_model_parallel_region(x, group=tp_group) -> return x
+  fused_down_rows: x.split(list(widths), dim=-1) -> x.split(list(widths)[::-1], dim=-1)[::-1]
+  fused_down_rows_of_ranks: if shards == 1: -> if shards >= 1:
+absorbed_mla/testing/indexer_recall.py
+  recall_in_a_step_of_generation: _refuse_cached  # type -> layer.choose_cached_keys  # type
+  recall_of_one_ranks_heads: dist.all_reduce(mass, group=tp_group) -> pass
+absorbed_mla/unsupported.py
+  tied_embeddings_on_the_stage_of_mtp:
+    - if layout is None or layout.layout[-1][-1].count(LayerType.mtp):
+    -> if False:
+specs/absorbed_mla_gpt_builder.py
+  mtp_options_on_a_stage_without_layers: getattr(spec, "parts", None) or ->
+specs/absorbed_mla_hybrid_specs.py
+  hybrid_experts_with_megatrons_router: else _moe_layer(parts) -> else {}
+  hybrid_fused_attention: TransformerLayerSubmodules(self_attention=unused) -> None
+specs/absorbed_mla_layer_specs.py
+  layer_spec_of_one_kind: if len(kinds) > 1: -> if False:
+specs/absorbed_mla_layers.py
+  layer_kind_by_its_place_in_the_stage: (config)[number - 1] -> (config)[layer_number - 1]
+specs/absorbed_mla_parts.py
+  router_options_of_dense_models: if self.options.chooses_experts and not config.num_moe_experts:
+    -> if False:
+  mtp_shift_not_corrected: correct_packed_roll()  # Here -> # Here
+"""
+)

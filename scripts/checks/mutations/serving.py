@@ -1,236 +1,355 @@
-"""Text, threads, Ctrl-C, and models that fail: ``LLM`` and the server."""
+"""Serving: ``LLM``, engine, scheduler, sampling, server, weights."""
 
 from __future__ import annotations
 
-from checks.mutations.mutation import Mutation
+from checks.mutations.table import read
 
-MUTATIONS = {
-    "bytes_shown_while_they_may_change": Mutation(
-        "absorbed_mla/serving/tokenizers/detokenizer.py", "_LONGEST_WAIT = 64", "_LONGEST_WAIT = 4"
-    ),
-    "numbers_without_a_token_end_a_run": Mutation(
-        "absorbed_mla/serving/tokenizers/token_bytes.py",
-        "if token not in left_out and self._exists(token)",
-        "if token not in left_out",
-    ),
-    "long_runs_that_are_no_text_are_shown_as_text": Mutation(
-        "absorbed_mla/serving/tokenizers/detokenizer.py",
-        "self._is_text = _begins_text(data)",
-        "pass",
-    ),
-    "a_prompts_half_character_is_forgotten": Mutation(
-        "absorbed_mla/serving/tokenizers/detokenizer.py", "data = self._before + data", "pass"
-    ),
-    "added_tokens_are_names_of_bytes": Mutation(
-        "absorbed_mla/serving/tokenizers/token_bytes.py",
-        "bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()",
-        "bytes(table[c] for c in name if c in table)",
-    ),
-    "token_bytes_without_the_space_before": Mutation(
-        "absorbed_mla/serving/tokenizers/token_bytes.py",
-        "(twice[len(once) :] if twice.startswith(once) else once)",
-        "once",
-    ),
-    "stop_strings_held_back_are_missed": Mutation(
-        "absorbed_mla/serving/output_processor.py",
-        "return\n            output",
-        "pass\n            output",
-    ),
-    "log_probs_of_one_text_hide_each_other": Mutation(
-        "absorbed_mla/serving/server/logprobs.py",
-        "if name is None or name in names else name)",
-        "if name is None else name)",
-    ),
-    "chat_bytes_of_the_text": Mutation(
-        "absorbed_mla/serving/server/logprobs.py",
-        "list(one.token_bytes),",
-        'list((one.decoded_token or "").encode()),',
-    ),
-    "nan_draws_a_token": Mutation(
-        "absorbed_mla/serving/sampling/device_sampler.py",
-        "tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)",
-        "tokens",
-    ),
-    "infinity_draws_a_token": Mutation(
-        "absorbed_mla/kernels/sampling/weights.py",
-        """(logit > float("-inf")) & (logit < float("inf"))""",
-        "logit == logit",
-    ),
-    "loop_takes_no_notice_of_failures": Mutation(
-        "absorbed_mla/serving/scheduler/overlap_scheduler.py",
-        "zip(step.numbers, tokens) if token < 0}",
-        "zip(step.numbers, tokens) if False}",
-    ),
-    "failures_of_the_step_after": Mutation(
-        "absorbed_mla/serving/scheduler/model_runner.py",
-        "        self._tokens[:count].masked_fill_(missing[0], -1)\n",
-        "",
-    ),
-    "sampler_takes_no_notice_of_failures": Mutation(
-        "absorbed_mla/serving/sampling/sampler.py",
-        "if missing is not None and missing.any():",
-        "if False:",
-    ),
-    "drafts_that_are_wrong_fail_a_request": Mutation(
-        "absorbed_mla/serving/request_results.py",
-        "if place is not None and place < len(progress.tokens):",
-        "if place is not None:",
-    ),
-    "failed_requests_keep_what_came_after": Mutation(
-        "absorbed_mla/serving/request_results.py",
-        "result.tokens[:count]",
-        "result.tokens",
-    ),
-    "failed_requests_run_on": Mutation(
-        "absorbed_mla/serving/engine.py",
-        "            requests.to_abort |= requests.failures.numbers\n",
-        "            pass\n",
-    ),
-    "a_failure_is_an_answer": Mutation(
-        "absorbed_mla/serving/server/app.py", "                require_no_failure(done)\n", ""
-    ),
-    "nan_in_json": Mutation(
-        "absorbed_mla/serving/server/logprobs.py", "if math.isnan(one.logprob):", "if False:"
-    ),
-    "top_p_leaves_a_token_too_many": Mutation(
-        "absorbed_mla/serving/sampling/device_sampler.py", "before >= limit", "before > limit"
-    ),
-    "top_p_kernel_leaves_a_token_too_many": Mutation(
-        "absorbed_mla/kernels/sampling/thresholds.py",
-        "(goal.to(tl.float64) < limit)",
-        "(goal.to(tl.float64) <= limit)",
-    ),
-    "min_p_leaves_out_a_tie": Mutation(
-        "absorbed_mla/serving/sampling/device_sampler.py", "~(shares >= min_p)", "~(shares > min_p)"
-    ),
-    "min_p_kernel_leaves_out_a_tie": Mutation(
-        "absorbed_mla/kernels/sampling/weights.py", "(share >= min_p)", "(share > min_p)"
-    ),
-    "threads_run_steps_at_once": Mutation(
-        "absorbed_mla/serving/llm_engine.py", "with interrupts_deferred(), self._lock:", "if True:"
-    ),
-    "one_thread_keeps_the_lock": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "            with self._waiting:\n",
-        "            if True:\n",
-    ),
-    "first_call_to_end_puts_the_model_to_sleep": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "if self._woken_by_call and not self._requests.of_calls:",
-        "if self._woken_by_call:",
-    ),
-    "ctrl_c_within_a_step": Mutation(
-        "absorbed_mla/serving/llm_engine.py", "if not in_main or", "if True or not in_main or"
-    ),
-    "ctrl_c_for_ever": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "        if self.received is not None:\n",
-        "        if False:\n",
-    ),
-    "interrupted_requests_run_on": Mutation(
-        "absorbed_mla/serving/output_processor.py",
-        "            self.abort(name)\n            self._requests.pop(name, None)\n",
-        "            self._requests.pop(name, None)\n",
-    ),
-    "steps_take_outputs_of_calls": Mutation(
-        "absorbed_mla/serving/llm_engine.py", "name not in requests.of_calls", "True"
-    ),
-    "requests_of_calls_are_left_for_steps": Mutation(
-        "absorbed_mla/serving/output_processor.py",
-        "return any(name not in self.of_calls for",
-        "return any(True for",
-    ),
-    "calls_report_what_they_aborted_to_steps": Mutation(
-        "absorbed_mla/serving/output_processor.py",
-        "self._aborted if one.request_id not in names",
-        "self._aborted",
-    ),
-    "calls_wait_for_what_sleep_has_aborted": Mutation(
-        "absorbed_mla/serving/output_processor.py",
-        "left.items() if name in self.of_calls",
-        "left.items() if False",
-    ),
-    "ids_are_given_twice": Mutation(
-        "absorbed_mla/serving/output_processor.py", "if not self._is_taken(one))", "if True)"
-    ),
-    "calls_undo_wake": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "            self._woken_by_call = False\n            self._wake()\n",
-        "            self._wake()\n",
-    ),
-    "ctrl_c_loses_outputs_of_a_step": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "requests.unclaimed = {one.request_id: one for one in grown} | requests.unclaimed",
-        "pass",
-    ),
-    "ctrl_c_within_the_lock": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "            with self._exclusively():\n                grown = self._claim",
-        "            with self._lock:\n                grown = self._claim",
-    ),
-    "ctrl_c_keeps_the_lock": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "                self._held.release()\n            raise\n",
-        "                pass\n            raise\n",
-    ),
-    "processes_load_tokenizer_code_at_once": Mutation(
-        "absorbed_mla/serving/tokenizers/folder.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass"
-    ),
-    "errors_of_ended_ranks_are_lost": Mutation(
-        "absorbed_mla/serving/executor/multiprocess.py",
-        "error = self._reported(other)",
-        "error = None",
-    ),
-    "causes_of_ended_ranks_are_lost": Mutation(
-        "absorbed_mla/serving/executor/multiprocess.py", "(rank, *range(self._world))", "(rank,)"
-    ),
-    "content_parts_as_python_has_them": Mutation(
-        "absorbed_mla/serving/chat_messages.py",
-        """return {**message, "content": "".join(map(_text_of, content))}""",
-        "return message",
-    ),
-    "variables_of_the_template_are_dropped": Mutation(
-        "absorbed_mla/serving/chat_messages.py",
-        "not in _NOT_HERE}, **variables}",
-        "not in _NOT_HERE}}",
-    ),
-    "rows_of_a_matrix_are_one_prompt": Mutation(
-        "absorbed_mla/serving/llm.py",
-        'and not getattr(prompts[0], "ndim", 0)',
-        "",
-    ),
-    "every_beam_that_ends_counts": Mutation(
-        "absorbed_mla/serving/beam_search.py", "in found[:width]", "in found"
-    ),
-    "a_beam_search_does_not_stop": Mutation(
-        "absorbed_mla/serving/beam_search.py",
-        "if len(self.ended) == width and best <=",
-        "if False and best <=",
-    ),
-    "a_live_model_sleeps_within_a_beam_search": Mutation(
-        "absorbed_mla/serving/llm_engine.py",
-        "if self._woken_by_call and not self._calls",
-        "if self._woken_by_call",
-    ),
-    "streamed_tokens_go_on_to_grow": Mutation(
-        "absorbed_mla/serving/async_llm.py",
-        "token_ids=one.token_ids[:count]",
-        "token_ids=one.token_ids",
-    ),
-    "an_aborted_stream_never_ends": Mutation(
-        "absorbed_mla/serving/server/service.py",
-        "                    self.llm.abort(name)\n                continue",
-        "                    self._streams.pop(name, None)\n"
-        "                    self.llm.abort(name)\n                continue",
-    ),
-    "kimis_words_are_merged": Mutation(
-        "absorbed_mla/serving/tokenizers/tiktoken_model.py", ", ignore_merges=True", ""
-    ),
-    "kimis_chinese_is_cut_as_other_letters": Mutation(
-        "absorbed_mla/serving/tokenizers/tiktoken_model.py",
-        r"""\p{M}&&[^\p{Han}]]"
-_LOWER""",
-        r"""\p{M}]"
-_LOWER""",
-    ),
-}
+MUTATIONS = read(
+    r"""
+absorbed_mla/serving/async_llm.py
+  streamed_tokens_go_on_to_grow: token_ids=one.token_ids[:count] -> token_ids=one.token_ids
+absorbed_mla/serving/beam_search.py
+  every_beam_that_ends_counts: in found[:width] -> in found
+  a_beam_search_does_not_stop: if len(self.ended) == width and best <= -> if False and best <=
+absorbed_mla/serving/chat_messages.py
+  content_parts_as_python_has_them: return {**message, "content": "".join(map(_text_of, content))}
+    -> return message
+  variables_of_the_template_are_dropped: not in _NOT_HERE}, **variables} -> not in _NOT_HERE}}
+absorbed_mla/serving/data_parallel_attention/dispatcher.py
+  divided_experts_with_all_probabilities: probs[:, own[0] : own[-1] + 1].T -> probs[:, : len(own)].T
+  padded_experts_summed_over_tokens: hidden_states.unflatten(0, (self.num_local_experts, -1)).sum(0)
+    -> hidden_states.unflatten(0, (-1, self.num_local_experts)).sum(1)
+absorbed_mla/serving/data_parallel_attention/exchange.py
+  divided_tokens_keep_their_padding: torch.cat([part[:count] for part, count in zip(parts, counts)])
+    -> parts.flatten(0, 1)[: sum(counts)]
+  divided_vocabulary_in_the_order_of_tokens: found.transpose(0, 1).flatten(1)
+    -> found.reshape(counts[self.rank], -1)
+  divided_counts_wait_in_graphs: if this_run() is not None: -> if False:
+  divided_vocabulary_rows_of_rank_0: [:, : counts[self.rank]] -> [:, : counts[0]]
+absorbed_mla/serving/data_parallel_attention/mlp.py
+  divided_mlp_summed_twice: last.explicit_expert_comm = True -> pass
+  divided_shared_experts_summed_twice: leave_partial(self.shared_experts) -> pass
+absorbed_mla/serving/data_parallel_attention/model.py
+  divided_vocabulary_with_a_rest: if vocabulary % exchange.size: -> if False:
+absorbed_mla/serving/data_parallel_attention/vocabulary.py
+  divided_embedding_of_foreign_tokens: found = found.masked_fill(elsewhere.unsqueeze(-1), 0) -> pass
+  divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
+  divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
+absorbed_mla/serving/engine.py
+  stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
+  prompt_log_probs_of_cached_blocks:
+    - self.host.requests[number].record[-1].precomputed_block_hashes = []
+    -> pass
+  failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
+absorbed_mla/serving/engine_options.py
+  answers_fill_the_context_not_the_cache:
+    - min(self.max_sequence_length, self.request_tokens - beyond) - length
+    -> self.max_sequence_length - length
+absorbed_mla/serving/executor/dp_load_balancer.py
+  front_forgets_what_was_generated: self._tokens[rank][number] += len(progress.tokens) -> pass
+absorbed_mla/serving/executor/engine_options.py
+  prompts_in_no_graphs_by_default: chosen_tokens(model, sizes) -> 0
+absorbed_mla/serving/executor/local.py
+  no_graphs_before_traffic: runner._wake(capture=True) -> runner.wake()
+absorbed_mla/serving/executor/multiprocess.py
+  peer_hides_the_killed_rank: if ended:
+    |            self._die(ended[0])
+    ->
+  errors_of_ended_ranks_are_lost: error = self._reported(other) -> error = None
+  causes_of_ended_ranks_are_lost: (rank, *range(self._world)) -> (rank,)
+absorbed_mla/serving/experts/dispatcher.py
+  grouped_experts_not_summed_over_ranks: if self._several: -> if self._divided:
+absorbed_mla/serving/experts/experts.py
+  parity_experts_keep_the_sign_of_zero: up.add_(0.0) -> up
+  grouped_experts_unstacked: if not self._is_stacked(whole=False): -> if False:
+  grouped_experts_without_a_clamp: "activation_func_clamp_value": (None,), ->
+absorbed_mla/serving/experts/layer.py
+  parity_experts_of_several_ranks: if ranks > 1: -> if False:
+absorbed_mla/serving/experts/permuted_tokens.py
+  grouped_experts_places: 0, choices, numbers[: len(choices)] -> 0, numbers[: len(choices)], choices
+  grouped_experts_ends: right=True, out_int32=True -> out_int32=True
+  grouped_experts_of_other_ranks: masked_fill(others.unsqueeze(1), 0) -> clone()
+  parity_experts_order_of_choices: if parity: -> if False:
+absorbed_mla/serving/experts/router.py
+  generation_chooses_without_megatron: if self.options.chooses_experts: -> if True:
+  parity_experts_routed_in_one_pass: or is_enabled(self.weight.device) ->
+  grouped_experts_forget_the_ranking: {"group_score_topk": of_group, "norm_topk_prob": normalised}
+    -> {"norm_topk_prob": normalised}
+  grouped_experts_balanced_by_more_than_scores: if set(kinds) - _BY_SCORE: -> if False:
+absorbed_mla/serving/export/agreement.py
+  export_hides_errors_of_other_ranks: if message is not None: -> if False:
+absorbed_mla/serving/export/iteration.py
+  export_leaves_before_the_last_part: if left: -> if left > 1:
+  export_rank_0_leaves_unseen: dist.get_rank() + 1] -> dist.get_rank()]
+absorbed_mla/serving/export/live.py
+  export_believes_the_config_about_mtp:
+    - dataclasses.replace(config, mtp_layers=count_mtp_layers(weights))
+    -> config
+  export_of_another_router: refuse_another_router(config, args, _ANOTHER_ROUTER) ->
+  export_of_megatrons_router: fields.problems.extend(only_megatrons(found)) ->
+  export_reads_the_router_of_one_chunk: for chunk in chunks for m -> for chunk in chunks[:1] for m
+  exported_activation: if config.activation_func is not F.silu: -> if False:
+  export_heads_of_tied_models: not model.share_embeddings_and_output_weights -> True
+  export_without_router_options: (model) | dict(zip(ROUTER_OPTIONS, router, strict=True)) -> (model)
+  export_unwraps_once: while not isinstance(inner, GPTModel) -> if not isinstance(inner, GPTModel)
+  export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
+absorbed_mla/serving/export/shards.py
+  export_with_gradients: = data.detach(), shard.size -> = data, shard.size
+absorbed_mla/serving/export/weights.py
+  export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
+  export_reads_the_router_of_one_stage: one_router(routers) -> one_router([router_options(chunks)])
+  export_scales_as_powers_of_two: return SCALE_FORMATS[0] if fp8 -> return SCALE_FORMATS[1] if fp8
+absorbed_mla/serving/llm.py
+  rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
+absorbed_mla/serving/llm_engine.py
+  a_live_model_sleeps_within_a_beam_search: if self._woken_by_call and not self._calls
+    -> if self._woken_by_call
+  threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
+  one_thread_keeps_the_lock: with self._waiting: -> if True:
+  first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._requests.of_calls:
+    -> if self._woken_by_call:
+  ctrl_c_within_a_step: if not in_main or -> if True or not in_main or
+  ctrl_c_for_ever: if self.received is not None: -> if False:
+  steps_take_outputs_of_calls: name not in requests.of_calls -> True
+  calls_undo_wake: self._woken_by_call = False
+    |            self._wake()
+    -> self._wake()
+  ctrl_c_loses_outputs_of_a_step:
+    - requests.unclaimed = {one.request_id: one for one in grown} | requests.unclaimed
+    -> pass
+  ctrl_c_within_the_lock: with self._exclusively():
+    |                grown = self._claim
+    -> with self._lock:
+    |                grown = self._claim
+  ctrl_c_keeps_the_lock: self._held.release()
+    |            raise
+    -> pass
+    |            raise
+absorbed_mla/serving/llm_options.py
+  options_stay_with_llm: if name in known} -> if name in ("max_requests", "seed")}
+absorbed_mla/serving/megatron_engine/build.py
+  drafts_behind_a_stop_token: end_at_first_stop_token(host) -> pass
+  divided_ranks_pad_steps_alone: (), ep=exchange.group -> ()
+  cached_blocks_are_no_reserve: resume_with_cached_blocks(context) -> pass
+absorbed_mla/serving/model_ranks.py
+  context_parallel_ranks_draw_tokens_each:
+    - dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
+    -> pass
+absorbed_mla/serving/option_flags.py
+  flags_switch_on_what_is_on: {flag: not one.default, -> {flag: one.default,
+absorbed_mla/serving/option_schema.py
+  bounds_of_options_are_not_checked: not one.accepts(value) -> False
+  needs_of_options_are_not_checked: if _in_use(self, name) else () -> if False else ()
+  needs_by_the_engines_names_only: {one.of_engine or own: own for -> {own: own for
+  infinity_is_a_number: and abs(value) < math.inf ->
+  options_share_one_mapping: functools.partial(dict, default) -> lambda: default
+absorbed_mla/serving/output_processor.py
+  stop_string_shown_too_early: self._text[: len(self._text) - self._held_back()] -> self._text
+  stop_strings_held_back_are_missed: return
+    |            output
+    -> pass
+    |            output
+  interrupted_requests_run_on: self.abort(name)
+    |            self._requests.pop(name, None)
+    -> self._requests.pop(name, None)
+  requests_of_calls_are_left_for_steps: name not in self.of_calls for -> True for
+  calls_report_what_they_aborted_to_steps: _aborted if one.request_id not in names -> _aborted
+  calls_wait_for_what_sleep_has_aborted: items() if name in self.of_calls -> items() if False
+  ids_are_given_twice: if not self._is_taken(one)) -> if True)
+absorbed_mla/serving/prefix_cache/fingerprint.py
+  prefixes_of_other_options: *_options(model), place -> place
+absorbed_mla/serving/prefix_cache/stored.py
+  prefixes_in_flight_are_written: b in cached if not allocator.block_ref_counts[b] -> b in cached
+  prefixes_of_other_tokens_are_written: if known.get(pair[0]) == pair[1]] -> ]
+  loaded_prefixes_have_no_parents: missing[:done], parents[:done]) -> missing[:done], [0] * done)
+  loaded_prefixes_begin_texts: if cached else [0, *missing] -> if False else [0, *missing]
+absorbed_mla/serving/request_record.py
+  evicted_requests_forget_stop_tokens: part.stop_word_ids = former.stop_word_ids ->
+absorbed_mla/serving/request_results.py
+  top_log_probs_of_the_prompt: last_of(record, "generated_top_n_logprobs", len(result.tokens))
+    -> _joined(record, "generated_top_n_logprobs")
+  entries_of_chunks_after_an_eviction: [max(0, len(entries) - len(part.generated_tokens)) :] ->
+  last_entries_of_one_part: [-missing:] + found
+    -> [-missing:] + found
+    |        break
+  log_probs_of_a_prompt_that_was_not_read: if len(found) >= count) -> if found)
+  log_probs_of_what_follows_a_prompt: next((found[:count] for -> next((found for
+  log_probs_that_others_asked_for: if sampling.logprobs is not None: -> if True:
+  drafts_that_are_wrong_fail_a_request: is not None and place < len(progress.tokens) -> is not None
+  failed_requests_keep_what_came_after: result.tokens[:count] -> result.tokens
+absorbed_mla/serving/sampling/device_sampler.py
+  filters_leave_no_token_that_crosses_top_p: before >= limit -> before + ordered > limit
+  scheduler_moves_no_random_numbers: self._random = [self._random[place] for place in former] ->
+  scheduler_draws_too_early_stop_tokens: one.avoids_stop_tokens or one.params -> one.params
+  nan_draws_a_token:
+    - tokens.where(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite(), -1)
+    -> tokens
+  top_p_leaves_a_token_too_many: before >= limit -> before > limit
+  min_p_leaves_out_a_tie: ~(shares >= min_p) -> ~(shares > min_p)
+absorbed_mla/serving/sampling/parameters.py
+  top_log_probs_of_prompts_only: top_n_logprobs=max(self.logprobs or 0, self.prompt_logprobs or 0)
+    -> top_n_logprobs=self.prompt_logprobs or 0
+  length_beyond_the_context: min(self.max_tokens or max_new_tokens, max_new_tokens)
+    -> self.max_tokens or max_new_tokens
+absorbed_mla/serving/sampling/sampler.py
+  seed_is_ignored: uniform(request.seed, position), *others -> uniform(0, position), *others
+  penalties_of_all_drafts: drafts[:j]) for j -> drafts) for j
+  sampler_takes_no_notice_of_failures: if missing is not None and missing.any(): -> if False:
+absorbed_mla/serving/sampling/stop_tokens.py
+  the_last_of_several_stop_tokens: in enumerate(new): -> in reversed(list(enumerate(new))):
+absorbed_mla/serving/scheduler/block_pool.py
+  block_registered_twice: if known[i] != value -> if True
+absorbed_mla/serving/scheduler/conditions.py
+  scheduler_is_left_out_without_a_word: log_once(logger, f"{said}: {why}") -> pass
+  scheduler_needs_no_names: if missing := OVERLAP_SCHEDULER -> if False and OVERLAP_SCHEDULER
+absorbed_mla/serving/scheduler/cuda_graphs.py
+  megatrons_graphs_of_prompts: not (pads_experts or whole_prefills) -> not pads_experts
+absorbed_mla/serving/scheduler/free_blocks.py
+  evictions_one_by_one: evict(max(count, min(together, cached))) -> evict(count)
+  shared_blocks_count_for_each_request: used += int((~in_use[blocks]).sum()) -> used += len(blocks)
+  evicting_one_request_is_enough: while evicted is not None and -> while False and
+absorbed_mla/serving/scheduler/full_cuda_graphs.py
+  graphs_of_buffers_that_move: (*self._model.parameters(), *self._model.buffers())
+    -> tuple(self._model.parameters())
+  graphs_of_another_contexts_tables:
+    - buffers = context.memory_buffer.data_ptr(), device_tables(context).data_ptr()
+    -> buffers = (context.memory_buffer.data_ptr(),)
+absorbed_mla/serving/scheduler/input_batch.py
+  scheduler_keeps_the_order_of_rows: self._move(behind + others, others + behind, order) -> pass
+  scheduler_takes_blocks_that_are_not_there: fits = used + needed <= allocator.active_count
+    |        return bool(fits)
+    -> return True
+  scheduler_hides_new_blocks: = blocks.numpy()
+    |        self._table_changed = True
+    -> = blocks.numpy()
+  scheduler_attends_to_former_keys: lengths[:n] = positions + 1 -> lengths[:n] = positions
+  scheduler_waits_where_all_end: if not needed:
+    |            return True
+    -> if not kept:
+    |            return False
+  scheduler_stops_where_blocks_are_cached: is_memory_available(needed) -> total_avail >= needed
+  scheduler_keeps_prompts: self._end_prefill() ->
+  scheduler_keeps_the_size_of_a_prompt: if not self._decodes:
+    |            return False
+    ->
+  scheduler_draws_behind_the_first_token_of_a_prompt:
+    - found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
+    -> found = of["request_kv_length_offsets"][:n] + 1
+absorbed_mla/serving/scheduler/model_runner.py
+  scheduler_takes_tokens_of_ended_requests: self.rows_of(before), -> set(),
+  scheduler_reads_tokens_of_other_rows: sampled_tokens(self._controller).index_select(0, inputs))
+    -> sampled_tokens(self._controller)[:count])
+  failures_of_the_step_after: self._tokens[:count].masked_fill_(missing[0], -1) ->
+absorbed_mla/serving/scheduler/overlap_scheduler.py
+  scheduler_moves_no_records: running.reorder(order) -> pass
+  scheduler_runs_a_step_of_nobody: before the output is processed.
+    |            return None
+    -> before the output is processed.
+    |            pass
+  scheduler_counts_the_last_step_twice: if over and self._batch.count: -> if over:
+  scheduler_keeps_rows_of_ended_requests: step.rows_of(self._finished)
+    |            | step
+    -> step
+  scheduler_forgets_who_waits: if finished: -> if False:
+  scheduler_keeps_the_size_of_a_step:
+    - if (finished or step.has_prefill) and not self._batch.has_size_for(size):
+    -> if False:
+  scheduler_forgets_the_clock: context.prefix_cache_lru_clock += 1 -> pass
+  loop_takes_no_notice_of_failures: if token < 0 -> if False
+absorbed_mla/serving/scheduler/prefill_graphs.py
+  prompts_in_graphs_whatever_they_attend_to: pairs_of(context) > self._most_pairs: -> False:
+  prompts_in_graphs_without_their_context: (new * (cached + new / 2)) -> (new * new / 2)
+  prompts_in_graphs_of_paused_requests:
+    - slice(context.paused_request_count, context.total_request_count)
+    |    new =
+    -> slice(0, context.total_request_count)
+    |    new =
+  whole_prompts_of_paused_requests: slice(context.paused_request_count, context.total_request_count)
+    |    prompts =
+    -> slice(0, context.total_request_count)
+    |    prompts =
+  whole_prompts_with_something_cached: <= MOST_PROMPTS and whole and -> <= MOST_PROMPTS and
+  more_whole_prompts_than_there_is_room_for: 0 < count <= MOST_PROMPTS -> 0 < count
+  whole_prompts_before_rows_that_decode: and bool(prompts[last].all()) ->
+  whole_prompts_graph_for_any_rows: key = size, self._whole_prompts -> key = size, self._expands
+  prompts_captured_with_rows_that_decode_behind: construct_graph_dimensions=rows
+    -> construct_graph_dimensions=size
+  prompts_captured_that_are_too_long: or not self._is_valid(rows): -> :
+  failed_capture_leaves_requests: self._context.reset() -> pass
+  other_rows_in_graphs_of_any_size: _sizes if self._whole_prompts else self._absorbed -> _sizes
+  whole_prompts_seen_in_later_steps: (context, name, former) -> (context, name, former or value)
+  prompts_in_graphs_that_ranks_cannot_divide: min(round_up(count, tp), largest) -> count
+  prompts_leave_their_sizes_to_decode_steps: name, former -> name, former and value
+  prefill_graphs_of_many_sizes: count += max(_LEAST_STEP, power // 8) -> count += power // 8
+  prefill_graphs_beyond_a_step: return min(most, options.step_tokens) -> return most
+absorbed_mla/serving/scheduler/requests.py
+  scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
+  scheduler_admits_what_does_not_fit: if tokens + length > room: -> if False:
+  scheduler_leaves_steps_empty: return count if tokens >= _FILLED * room else 0 -> return count
+  scheduler_fills_steps_that_others_wait_for:
+    - if shortens and total - self._cached(len(lengths)) > room:
+    -> if False:
+  scheduler_shortens_steps_by_a_few_that_wait:
+    - if shortens and total - self._cached(len(lengths)) > room:
+    -> if shortens:
+  scheduler_shortens_steps_of_cached_prompts: total - self._cached(len(lengths)) > room -> True
+  scheduler_forgets_prefix_hits: self._count_prefix_hits() ->
+  scheduler_loses_others_that_wait: engine.waiting_request_ids.extend(others) ->
+  scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
+  scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
+absorbed_mla/serving/server/app.py
+  any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
+  a_failure_is_an_answer: require_no_failure(done) ->
+absorbed_mla/serving/server/logprobs.py
+  log_probs_of_one_text_hide_each_other: name is None or name in names else -> name is None else
+  chat_bytes_of_the_text: list(one.token_bytes), -> list((one.decoded_token or "").encode()),
+  nan_in_json: if math.isnan(one.logprob): -> if False:
+absorbed_mla/serving/server/protocol.py
+  stream_repeats_its_text: self._sent[index] = now -> pass
+  parameters_of_json_are_dropped: {name: getattr(self, name) for name in _SAMPLING} -> {}
+absorbed_mla/serving/server/service.py
+  an_aborted_stream_never_ends:
+    - self.llm.abort(name)
+    |                continue
+    -> self.llm.abort(name), self._streams.pop(name, None)
+    |                continue
+  disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
+  caller_aborts_twice: self._running.clear() ->
+  server_wakes_for_every_request: _call(loop, _put_all, its)
+    -> for one in its:
+    |                _call(loop, _put_all, [one])
+  nobody_hears_of_the_death: self._on_death() ->
+absorbed_mla/serving/tokenizers/detokenizer.py
+  bytes_shown_while_they_may_change: _LONGEST_WAIT = 64 -> _LONGEST_WAIT = 4
+  long_runs_that_are_no_text_are_shown_as_text: self._is_text = _begins_text(data) -> pass
+  a_prompts_half_character_is_forgotten: data = self._before + data -> pass
+absorbed_mla/serving/tokenizers/folder.py
+  tokenizer_code_runs_unasked: trust_remote_code=trust_remote_code -> trust_remote_code=True
+  tokenizer_code_is_replaced: if code and not trust_remote_code: -> if False:
+  processes_load_tokenizer_code_at_once: fcntl.flock(lock, fcntl.LOCK_EX) -> pass
+absorbed_mla/serving/tokenizers/tiktoken_model.py
+  kimis_words_are_merged: , ignore_merges=True ->
+  kimis_chinese_is_cut_as_other_letters: _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    -> _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+absorbed_mla/serving/tokenizers/token_bytes.py
+  numbers_without_a_token_end_a_run: not in left_out and self._exists(token) -> not in left_out
+  added_tokens_are_names_of_bytes:
+    - bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()
+    -> bytes(table[c] for c in name if c in table)
+  token_bytes_without_the_space_before: (twice[len(once) :] if twice.startswith(once) else once)
+    -> once
+absorbed_mla/serving/weights/fused_residuals.py
+  norm_of_another_sum: made[0] is x and self -> self
+  norm_of_another_run: and self._run is this_run() ->
+absorbed_mla/serving/weights/index_weights.py
+  index_weights_are_those_of_parity: if parity: -> if False:
+absorbed_mla/serving/weights/load.py
+  llm_chooses_megatrons_experts: **router_options(args), ->
+  parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
+  llm_forgets_follow_links: (folder, follow_links=follow_links) -> (folder)
+  tokenizer_beside_the_blobs: return checkpoint.auxiliary_folder if checkpoint.auxiliary else None
+    -> return min((p.parent for p in checkpoint.auxiliary.values()), default=None)
+  index_weights_are_rounded: keep_head_weights(model, config, tensors, dtype, parity=options.parity)
+    ->
+"""
+)

@@ -1,9 +1,10 @@
-"""Run recipes, each beside its reference, and measure how far apart they end."""
+"""Run recipes, each beside its reference, and measure how far apart they end on all ranks."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import re
 import time
 import traceback
@@ -12,22 +13,53 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from absorbed_mla.cpu_host import enable_cpu_host
+from benchmarks.kit.command import ALONE
 from benchmarks.kit.report import Refused, reason
 from checks.recipes.model import dtype_of, write_first_weights
-from checks.recipes.ranks import Ranks
-from checks.recipes.recipe import EXACT, Outcome, Recipe
-from checks.recipes.row import Row
+from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Recipe, Row
+from tests.support import world
+
+
+class Ranks:
+    """All of torchrun's processes, or one alone; over NCCL where there are GPUs, else gloo.
+
+    Errors and figures go over a gloo group, which does not involve the GPUs.
+    """
+
+    def __init__(self) -> None:
+        for name, value in ALONE.items():
+            os.environ.setdefault(name, value)
+        self.on_gpu = not enable_cpu_host()
+        world.start()
+        self.size = dist.get_world_size()
+        self._host_group = dist.new_group(backend="gloo")
+
+    def first_error(self, error: str) -> str:
+        """The first rank's error that has one; "" if no rank has."""
+        named = [f"rank {rank}: {one}" for rank, one in enumerate(self.gathered(error)) if one]
+        return named[0] if named else ""
+
+    def gathered(self, value: object) -> list:
+        """What every rank has."""
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, so that its errors are those of the work before."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
 
 class Comparison:
     """Recipes of one job, whose references run once.
 
-    Args:
-        ranks: Of the job.
-        folder: For checkpoints; all ranks see it.
-        args: With ``begin`` and ``time_limit``.
+    All ranks see the folder, which is for checkpoints; the arguments have ``begin`` and
+    ``time_limit``.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, args: argparse.Namespace) -> None:
@@ -57,7 +89,7 @@ class Comparison:
         reference = recipe.reference
         assert reference is not None
         row.reference = f"{reference.name} ({reference.layout.name})"
-        row.tolerances = EXACT if recipe.exact else recipe.rounding[_word(recipe)]
+        row.tolerances = EXACT if recipe.exact else _rounding(recipe)
         try:
             expected, found = self._outcome(reference), self._outcome(recipe)
             figures = self._ranks.gathered(differences(found, expected))
@@ -67,10 +99,9 @@ class Comparison:
             row.error = reason(error)
             row.traceback = _end_of_traceback()
             return
-        row.losses = _largest(one[0] for one in figures)
-        row.weights = _largest(one[1] for one in figures)
-        row.weight = next(one[2] for one in figures if not one[1] < row.weights)
-        row.equal = all(one[3] for one in figures)
+        losses, weights, names, equal = zip(*figures)
+        row.losses, row.weights, row.equal = _largest(losses), _largest(weights), all(equal)
+        row.weight = next(one for one, size in zip(names, weights) if not size < row.weights)
         row.note = "; ".join(filter(None, (found.note, row.note)))
 
     def _allow_noise(self, recipe: Recipe, row: Row) -> None:
@@ -82,7 +113,7 @@ class Comparison:
         again = replace(reference, name=f"{reference.name}, again")
         figures = self._ranks.gathered(differences(self._outcome(again), self._outcome(reference)))
         if not all(one[3] for one in figures):
-            row.tolerances = recipe.rounding[_word(recipe)]
+            row.tolerances = _rounding(recipe)
             noise = _largest(one[1] for one in figures)
             row.note = f"the plain run differs from itself by {noise:.1e}"
 
@@ -95,7 +126,7 @@ class Comparison:
         if recipe.name in self._failed:
             raise Refused(f"{recipe.name}: {self._failed[recipe.name]}")
         if recipe.name not in self._outcomes:
-            outcome, error, cause = None, "", None
+            error, cause = "", None
             try:
                 write_first_weights(recipe, self._folder)
                 outcome = recipe.run(recipe)
@@ -107,7 +138,6 @@ class Comparison:
             if first:
                 self._failed[recipe.name] = first
                 raise Refused(first) from cause
-            assert outcome is not None
             self._outcomes[recipe.name] = outcome
         return self._outcomes[recipe.name]
 
@@ -169,5 +199,5 @@ def _order(value: float) -> float:
     return float("inf") if value != value else value
 
 
-def _word(recipe: Recipe) -> str:
-    return str(dtype_of(recipe)).removeprefix("torch.")
+def _rounding(recipe: Recipe) -> tuple[float, float]:
+    return ROUNDING[str(dtype_of(recipe)).removeprefix("torch.")]

@@ -11,14 +11,12 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, save_model_weights
 from checks.recipes.recipe import Recipe
-from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
@@ -92,18 +90,6 @@ def gpt_chunks(recipe: Recipe) -> list[nn.Module]:
     config = config_of(recipe)
     chunks = [_gpt(config, None if virtual is None else i) for i in range(virtual or 1)]
     return _with_first_weights(recipe, chunks)
-
-
-def hybrid_chunks(recipe: Recipe) -> list[nn.Module]:
-    """A HybridModel that is the same model; no pipeline."""
-    config = config_of(recipe, num_layers=2 * LAYERS, moe_layer_freq=1)
-    _seed()
-    spec = get_absorbed_mla_hybrid_stack_spec(config, backend=backend())
-    pattern = "+-" + ("+E" if recipe.experts else "+-") * (LAYERS - 1)
-    model = HybridModel(config, spec, VOCAB, tokens_of_a_sequence(), hybrid_layer_pattern=pattern)
-    model = model.to(world.device(), dtype_of(recipe))
-    load_model_weights(model, _first_weights(recipe))
-    return [model]
 
 
 def fused_chunks(recipe: Recipe) -> list[nn.Module]:

@@ -1,10 +1,10 @@
-"""Five steps of Megatron's schedule and optimizer on the same tokens for every recipe."""
+"""What recipes run: five steps of Megatron's schedule and optimizer on the same tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,8 @@ from tests.support import world
 STEPS, MICROBATCHES = 5, 4
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """One sequence.
-
-    Attributes:
-        number: Of all microbatches of the run.
-        tokens: [1, S].
-    """
+class Microbatch(NamedTuple):
+    """One sequence: its number in the run, and tokens [1, S]."""
 
     number: int
     tokens: Tensor
@@ -103,7 +97,6 @@ def _step(recipe: Recipe, wrapped: Sequence[nn.Module], optimizer, step: int) ->
     updated, *_ = optimizer.step()
     if not updated:
         raise RuntimeError(f"the optimizer has skipped step {step}")
-    recipe.after_step(wrapped)
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, {one["number"]: float(one["loss"]) for one in losses})
     return {number: loss for part in parts for number, loss in part.items()}
@@ -140,3 +133,33 @@ def _loss(number: int, output: Tensor) -> tuple[Tensor, dict[str, object]]:
     loss = output.float().mean()
     # A copy: the schedule divides the loss by the number of microbatches in place.
     return loss, {"loss": loss.detach().clone(), "number": number}
+
+
+# Notes: that a recipe has done what its name says.
+
+
+def offloaded(chunks: Sequence[nn.Module]) -> str:
+    """Bytes that were sent to the host, of every module that was asked for."""
+    sent = PipelineOffloadManager.get_instance().offload_summary_bytes
+    idle = [name for name in chunks[0].config.offload_modules if not sent.get(name)]
+    if idle:
+        raise RuntimeError(f"nothing was offloaded of {', '.join(idle)}; of others: {sent}")
+    return ", ".join(f"{name} {count / 2**20:.2f} MiB" for name, count in sent.items())
+
+
+def layers_offloaded(chunks: Sequence[nn.Module]) -> str:
+    """What TransformerEngine has sent to the host of all layers."""
+    context = chunks[0].decoder.offload_context
+    sent = context.offload_synchronizer.get_offloaded_total_size_mb()
+    if not sent:
+        raise RuntimeError("no layer was offloaded")
+    return f"{sent:.2f} MiB"
+
+
+def fused(chunks: Sequence[nn.Module]) -> str:
+    """How many layers accumulate their weight gradients themselves."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    found = sum(bool(getattr(m, "fuse_wgrad_accumulation", False)) for m in modules)
+    if not found:
+        raise RuntimeError("no layer accumulates weight gradients itself")
+    return f"{found} layers accumulate themselves"

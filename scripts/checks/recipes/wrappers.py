@@ -14,12 +14,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
 )
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from absorbed_mla.checkpoint.hybrid_names import to_gpt_name
 from checks.recipes.recipe import Recipe
 from tests.support import world
 
@@ -73,18 +71,12 @@ def _meshes_of_this_device() -> Iterator[None]:
 
 
 def weights(chunks: list[nn.Module], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights of wrapped chunks in a dtype, those that FSDP has sharded whole; collective.
-
-    A HybridModel's are under the names of a GPTModel.
-    """
+    """Weights of wrapped chunks in a dtype, those that FSDP has sharded whole; collective."""
     found = {}
     for number, chunk in enumerate(chunks):
         named = _of_megatron_fsdp(chunk) if _is_megatron_fsdp(chunk) else _named(chunk)
-        is_hybrid = any(isinstance(module, HybridModel) for module in chunk.modules())
         for name, value in named.items():
-            own = name.split("module.")[-1]
-            own = to_gpt_name(own, state_dict=True) if is_hybrid else own
-            found[f"{number}.{own}"] = value.detach().to(dtype).clone()
+            found[f"{number}.{name.split('module.')[-1]}"] = value.detach().to(dtype).clone()
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from absorbed_mla.registry import Registry
-from benchmarks import drawing
 from benchmarks.kit.report import Times
-from checks import docs_tables, oracle_report, support_matrix
+from checks import docs_tables, oracle_report
 from checks.docs_tables import DOCS, MEASUREMENTS
+from checks.tables import measured, options
 
 DATA = DOCS / MEASUREMENTS
 
@@ -63,7 +64,7 @@ def test_a_table_that_differs_is_found_and_written(copied, capsys):
     docs = ["--docs", str(copied.parent)]
     assert docs_tables.main([*docs, "--check"]) == 1
     assert docs_tables.main(docs) == 0
-    pages = "attention.md, performance.md"
+    pages = "attention.md, performance.md, performance.png"
     assert capsys.readouterr().out == f"Differ: {pages}\nWritten: {pages}\n"
     recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
     line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
@@ -98,13 +99,13 @@ def test_only_like_is_compared_with_like(copied, recompute):
     for file in folder.glob("*.json"):
         file.unlink()
     (folder / "a.json").write_text(json.dumps({**content, "rows": [ours, theirs]}))
-    [line] = docs_tables.ring_table(copied).splitlines()[2:]
+    [line] = measured.ring_table(copied).splitlines()[2:]
     if recompute == "none":
         assert line.endswith("| - | 10.0 | - | - | 1 | - | 20.0 | - | - | 4 | - | - |")
-        assert docs_tables.ring_ranges(copied).startswith("Not measured")
+        assert measured.ring_ranges(copied).startswith("Not measured")
     else:
         assert line.endswith("| 20.0 | 10.0 | 0.50 | 4 | 1 | 0.25 | - | - | - | - | - | - |")
-        assert "0.50 to 0.50 | 0.25 to 0.25" in docs_tables.ring_ranges(copied)
+        assert "0.50 to 0.50 | 0.25 to 0.25" in measured.ring_ranges(copied)
 
 
 def test_drawing(tmp_path):
@@ -112,17 +113,18 @@ def test_drawing(tmp_path):
     assert docs_tables.TABLES["drawing"](tmp_path) == "Not measured yet."
     seconds = {"greedy": (3e-6, 28e-6), "top_p": (38.04e-6, 5e-3)}
     rows = [
-        drawing.Row(
-            case=drawing.DrawingCase(draws, "flat", requests),
-            ours=Times.of([requests * ours]),
-            torch=Times.of([requests * torch]),
-            equal=1.0,
-            error="other tokens" if (draws, requests) == ("top_p", 2) else "",
-        )
+        {
+            "case": {"draws": draws, "logits": "flat", "requests": requests},
+            "ours": asdict(Times.of([requests * ours])),
+            "torch": asdict(Times.of([requests * torch])),
+            "error": "other tokens" if (draws, requests) == ("top_p", 2) else "",
+        }
         for draws, (ours, torch) in seconds.items()
         for requests in (1, 2)
     ]
-    drawing.DrawingReport({}, rows).write(tmp_path / "generation" / "drawing.json")
+    file = tmp_path / "generation" / "drawing.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"rows": rows}))
     assert docs_tables.TABLES["drawing"](tmp_path).splitlines() == [
         "| drawn | logits | 1: ours us | 1: PyTorch us | 2: ours us | 2: PyTorch us |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -204,7 +206,7 @@ ENTRY = Entry()
         (folder / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
         found = (Registry("option", folder.name), "backend")
-        monkeypatch.setitem(support_matrix.KINDS, "support attention backends", found)
+        monkeypatch.setitem(options.KINDS, "support attention backends", found)
         return folder
 
     @pytest.mark.parametrize("forms", ["forms = ('absorbed', 'expanded')", ""])

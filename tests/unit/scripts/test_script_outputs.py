@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention import AttentionBenchmark
-from benchmarks.cached_attention import CachedBenchmark
 from benchmarks.context_parallel import CPBenchmark
 from benchmarks.conversion import ConversionBenchmark
 from benchmarks.decode import DecodeBenchmark
-from benchmarks.engine import EngineBenchmark
 from benchmarks.pretraining import PretrainingBenchmark
-from checks import logits_table, oracle_report, parity_report
+from checks import oracle_report
 from console.outputs import require_writable
 from rollout import gap_entry
 from rollout.entry import main as rollout_train
@@ -123,18 +121,14 @@ FILES = {
     "rollout_gap --json": script(gap_entry.main, "--json"),
     "decode --json": script(DecodeBenchmark.main, "--device", "cpu", "--json"),
     "decode --plot": script(DecodeBenchmark.main, "--device", "cpu", "--plot"),
-    "engine --json": script(EngineBenchmark.main, "--json"),
-    "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
 }
 FOLDERS = {
     "train --save": script(train, "--save"),
     "rollout_train --save": script(rollout_train, "--save"),
     "attention": folder_first(AttentionBenchmark.main, "--device", "cpu"),
-    "cached_attention": folder_first(CachedBenchmark.main, "--device", "cpu"),
     "context_parallel": folder_first(CPBenchmark.main),
     "conversion": folder_first(ConversionBenchmark.main, "--sizes", "3MB"),
     "pretraining": folder_first(PretrainingBenchmark.main),
-    "logits_table": by_sys_argv(logits_table),
 }
 
 

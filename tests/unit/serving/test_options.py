@@ -68,7 +68,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.server import cli
 from absorbed_mla.serving.server.protocol import ChatRequest, CompletionRequest
-from checks.option_tables import TABLES
+from checks.tables.options import TABLES
 from generation.arguments import parse_arguments
 
 assert "absorbed_mla/serving/options.py" in sys.modules["absorbed_mla.serving.options"].__file__
@@ -136,10 +136,12 @@ def test_a_new_option_is_one_entry(tmp_path):
         assert text.count(before) == 1
         place = text.index(before) + (len(before) if before.endswith("\n") else 0)
         (tmp_path / file).write_text(text[:place] + entry + text[place:])
+    # Megatron may be found there only.
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", USES, str(tmp_path)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *others])},
         capture_output=True,
         text=True,
     )

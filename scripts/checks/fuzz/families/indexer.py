@@ -1,65 +1,37 @@
-"""DSA's indexer: scores, also over a cache, and their gradients."""
+"""DSA's indexer: scores, also over a cache, their gradients, and the choice of the best keys."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.paged import Config as PagedConfig
 from checks.fuzz.families.paged import Requests, draw_cache, draw_requests
-from checks.fuzz.families.sparse import draw_chosen
-from checks.fuzz.family import Family
-from checks.fuzz.references import rounded_sum
+from checks.fuzz.families.sparse import COUNT, SUMS, draw_chosen
+from checks.fuzz.family import Config, family
+from checks.fuzz.references import rounded_squares, rounded_sum
 
+_DSA = "kernels.dsa"
 _NUMBERS = 2**23
 _E4M3 = torch.float8_e4m3fn
 
 
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        width: Di.
-        heads: Hi.
-        dtype: Of queries and keys; of queries in FP8, that of keys.
-        relu: Whether products pass a ReLU.
-        fp8: Whether queries are in e4m3, and keys are rounded to it.
-        block_size: Tokens of a block of a cache.
-        deterministic: Whether gradients of keys are added in a fixed order.
-    """
-
-    width: int
-    heads: int
-    dtype: torch.dtype
-    relu: bool
-    fp8: bool
-    block_size: int
-    deterministic: bool
-
-
-def _config(draw: Draw) -> Config:
-    gpu = draw.device.type == "cuda"
-    fp8 = draw.flag(0.3)
-    width = draw.choice(32, 64, 128, 128, 256) if fp8 else draw.choice(16, 32, 64, 128, 128, 256)
-    heads = draw.choice(1, 3, 8, 32, 64, 64, 100, 128, draw.integer(1, 128))
-    dtype = draw.choice(BF16, FP16) if fp8 else draw.choice(BF16, BF16, FP16, FP32)
+def _configure(config: Config, fp8: bool = False) -> None:
+    """In FP8 queries are e4m3, and keys, of ``dtype``, are rounded to it."""
+    width = config.choice(*((32,) if fp8 else (16, 32)), 64, 128, 128, 256)
+    heads = config.choice(1, 3, 8, 32, 64, 64, 100, 128, config.integer(1, 128))
+    dtype = config.choice(BF16, FP16) if fp8 else config.choice(BF16, BF16, FP16, FP32)
     if dtype == FP32:  # which no backend takes on a GPU: what fits its shared memory
         width, heads = min(width, 64), min(heads, 64)
-    if not gpu:
-        width, heads = min(width, 32), min(heads, 5)
-    block_size = draw.choice(1, 16, 64, 64, draw.integer(1, 100))
-    return Config(width, heads, dtype, draw.flag(0.7), fp8, block_size, draw.flag())
+    config.width, config.heads = min(width, config.limit(256, 32)), min(heads, config.limit(128, 5))
+    config.dtype, config.fp8, config.relu = dtype, fp8, config.flag(0.7)
 
 
-def _plain_config(draw: Draw) -> Config:
-    return _config(draw)._replace(fp8=False)
-
-
-def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 [..., D] and their scales fp32 [...]: the least powers of two with which all fit."""
     largest = x.double().abs().amax(-1).clamp(min=1e-4)
     mantissa, exponent = torch.frexp(largest / 448)
@@ -68,26 +40,19 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Vectors(NamedTuple):
-    """Queries, weights, and both with the keys as numbers in fp64.
+    """Queries and weights as kernels take them, and what they and the keys are in fp64."""
 
-    Attributes:
-        query: As kernels take them, [..., Hi, Di].
-        weights: fp32 [..., Hi]; of queries in FP8, times their scales.
-        exact_query: fp64.
-        exact_key: fp64; in FP8, as rounded.
-    """
-
-    query: Tensor
-    weights: Tensor
+    query: Tensor  # [..., Hi, Di]
+    weights: Tensor  # fp32 [..., Hi]; of queries in FP8, times their scales
     exact_query: Tensor
-    exact_key: Tensor
+    exact_key: Tensor  # in FP8, as rounded
 
 
 def _vectors(config: Config, query: Tensor, key: Tensor, weights: Tensor) -> Vectors:
     if not config.fp8:
         return Vectors(query, weights, query.double(), key.double())
-    values, scales = fp8_rows(query)
-    rounded, key_scales = fp8_rows(key)
+    values, scales = _fp8_rows(query)
+    rounded, key_scales = _fp8_rows(key)
     exact_key = rounded.float().double() * key_scales.double()[..., None]
     return Vectors(values, weights * scales, values.float().double(), exact_key)
 
@@ -117,10 +82,12 @@ def _compare_scores(name, config, found, vectors, seen, compare: Comparison) -> 
     compare.rows(name, *pairs, dtype)
 
 
-def _scores(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("index-scores", f"{_DSA}.index_scores._scores_kernel")
+def scores_of_a_run(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of some queries and a run of keys."""
     from absorbed_mla.kernels.dsa.index_scores import index_scores
 
+    _configure(config, fp8=config.flag(0.3))
     batch = draw.choice(1, 1, 2)
     keys = draw.length(draw.limit(3000, 150), 128, least=1)
     most = _NUMBERS // (config.heads * batch * keys)
@@ -149,13 +116,20 @@ def _scores(config: Config, draw: Draw, compare: Comparison) -> None:
     _compare_scores("scores", config, found, vectors, seen, compare)
 
 
-def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "index-scores-cached",
+    *(f"{_DSA}.cached_scores._{name}_kernel" for name in ("locate", "token", "tile")),
+)
+def scores_over_a_cache(config: Config, draw: Draw, compare: Comparison) -> None:
     """Of new tokens and the keys in the blocks of their requests."""
     from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
 
-    requests, paged = draw_requests(draw, config.heads, draw.limit(3000, 40)), _paged(config)
+    _configure(config, fp8=config.flag(0.3))
+    config.block_size = config.choice(1, 16, 64, 64, config.integer(1, 100))
+    requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
     tokens = requests.tokens
-    cached = draw_cache(paged, draw, requests.keys)
+    # A cache of index keys is one of latents without k_rope.
+    cached = draw_cache(draw, requests.keys, config.block_size, (config.width, 0), config.dtype)
     query = draw.normal(tokens, config.heads, config.width, dtype=config.dtype)
     weights = draw.normal(tokens, config.heads)
     lists = requests.starts, requests.queries, requests.keys
@@ -179,12 +153,6 @@ def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
         _compare_scores(f"scores of request {row}", config, part, vectors, seen, compare)
 
 
-def _paged(config: Config) -> PagedConfig:
-    """A cache of index keys is one of latents without k_rope."""
-    sizes = config.width, 0, config.heads, config.dtype, config.block_size
-    return PagedConfig(*sizes, fp8=False, invariant=False)
-
-
 def _located(requests: Requests, device: torch.device) -> Tensor:
     """Row, keys that are seen and end of the row of each token, int32 [3, T]; -1 for none."""
     rows = torch.full((3, requests.tokens), -1, dtype=torch.int32, device=device)
@@ -196,22 +164,37 @@ def _located(requests: Requests, device: torch.device) -> Tensor:
     return rows
 
 
-def _quarters(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Multiples of 1/4 up to 2, of which products of rows are exact: a ReLU's side is no matter."""
-    return ((draw.integers(17, *shape) - 8) / 4).to(dtype)
+def _quarters(
+    config: Config, draw: Draw, queries: int, keys: int, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and weights; multiples of 1/4 up to 2, of which products of rows are exact.
+
+    So a ReLU's side is no matter of rounding.
+    """
+    shapes = (queries, batch, config.heads, config.width), (keys, batch, config.width)
+    query, key = (((draw.integers(17, *shape) - 8) / 4).to(config.dtype) for shape in shapes)
+    return query, key, draw.normal(queries, batch, config.heads)
 
 
-def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Scores of chosen keys, and their gradient."""
+def _made(query: Tensor, weights: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients that a kernel adds to, and what that of the keys had before."""
+    kept = torch.float32 if query.dtype != BF16 else BF16
+    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    return made, before
+
+
+@family("index-chosen", f"{_DSA}.index_chosen._chosen_kernel", COUNT, *SUMS)
+def scores_of_chosen(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Scores of chosen keys, and their gradient, whose sums may be in a fixed order."""
     from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient, chosen_scores
 
+    _configure(config)
+    config.deterministic = config.flag()
     batch, topk = draw.choice(1, 1, 2), draw.length(draw.limit(2048, 40), 64, least=1)
     keys = draw.length(draw.limit(1500, 60), 64, topk, least=1)
     most = _NUMBERS // (config.heads * batch * max(keys, topk))
     queries = draw.length(max(1, min(most, draw.limit(300, 6))), 16)
-    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
-    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
-    weights, chosen = draw.normal(queries, batch, config.heads), None
+    query, key, weights = _quarters(config, draw, queries, keys, batch)
     chosen = draw_chosen(draw, queries, batch, keys, topk)
     place, there = chosen.transpose(0, 1), (chosen >= 0).transpose(0, 1)
     index = place.clamp(min=0).long()
@@ -223,31 +206,27 @@ def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
         "scores", found.where(there, 0.0)[..., None], value[..., None], noise[..., None], FP32
     )
     grad = draw.normal(batch, queries, topk).where(there, 0.0)
-    kept = torch.float32 if config.dtype != BF16 else BF16
-    before = draw.normal(keys, batch, config.width)
-    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    made, before = _made(query, weights, draw.normal(keys, batch, config.width))
     add_chosen_gradient(made, grad, *given, config.relu, config.deterministic)
     wide = torch.zeros(batch, queries, keys, dtype=torch.float64, device=key.device)
     wide.scatter_add_(-1, index, grad.double())
     _compare_gradients(config, made, before, vectors, wide, compare)
 
 
-def _visible(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("index-gradient", f"{_DSA}.index_gradient._gradient_kernel")
+def gradient_of_a_run(config: Config, draw: Draw, compare: Comparison) -> None:
     """The gradient of scores of a run of keys."""
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
 
+    _configure(config)
     batch, keys = draw.choice(1, 1, 2), draw.length(draw.limit(1000, 70), 64, least=1)
     most = _NUMBERS // (config.heads * batch * keys)
     queries = draw.length(max(1, min(most, draw.limit(300, 20))), 64, least=1)
-    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
-    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
-    weights = draw.normal(queries, batch, config.heads)
+    query, key, weights = _quarters(config, draw, queries, keys, batch)
     offset = draw.choice(None, 0, keys - queries, draw.integer(-queries, keys))
     grad = draw.normal(batch, queries, keys)
     grad = grad if offset is None else grad.tril(offset)
-    kept = torch.float32 if config.dtype != BF16 else BF16
-    before = draw.normal(keys, batch, config.width)
-    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    made, before = _made(query, weights, draw.normal(keys, batch, config.width))
     given = draw.amid_nan(query), draw.amid_nan(key), weights
     add_visible_gradient(made, grad, *given, offset, config.relu)
     vectors = _vectors(config, query, key, weights)
@@ -257,13 +236,8 @@ def _visible(config: Config, draw: Draw, compare: Comparison) -> None:
 def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Comparison) -> None:
     """Gradients of queries, keys and weights.
 
-    Args:
-        config: The configuration.
-        made: What the kernel made.
-        before: What was in the keys' gradient, which is added to.
-        vectors: Queries, keys and weights.
-        grad: fp64 [B, Q, K], 0 where a key is not seen.
-        compare: The case's.
+    The keys' gradient was ``before``, and is added to; ``grad`` fp64 [B, Q, K] is 0 where a key is
+    not seen.
     """
     q, k = vectors.exact_query.permute(1, 2, 0, 3), vectors.exact_key.permute(1, 0, 2)[:, None]
     weights = vectors.weights.double().permute(1, 2, 0)[..., None]
@@ -273,8 +247,9 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
         of_dots = of_dots.where(dots > 0, 0.0)
         dots = dots.relu()
     dq, dk = of_dots @ k, (of_dots.transpose(-1, -2) @ q).sum(1)
-    dq_noise = (of_dots.square() @ k.square() + dq.square()).sqrt()
-    dk_noise = (of_dots.square().transpose(-1, -2) @ q.square()).sum(1).sqrt()
+    lost = rounded_squares(of_dots, config.dtype)
+    dq_noise = (lost @ k.square() + dq.square()).sqrt()
+    dk_noise = (lost.transpose(-1, -2) @ q.square()).sum(1).sqrt()
     dw = (grad[:, None] * dots).sum(-1)
     squares = (grad[:, None] * dots).square().sum(-1)
     dw_noise = rounded_sum(dw, squares, grad.shape[-1])
@@ -285,22 +260,55 @@ def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Com
     compare.rows("dweights", made[2], *(x.permute(2, 0, 1) for x in (dw, dw_noise)), FP32)
 
 
-_DSA = "kernels.dsa"
-_CACHE = f"{_DSA}.cached_scores"
-_SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
-FAMILIES = (
-    Family("index-scores", (f"{_DSA}.index_scores._scores_kernel",), _config, _scores),
-    Family(
-        "index-scores-cached",
-        tuple(f"{_CACHE}._{name}_kernel" for name in ("locate", "token", "tile")),
-        _config,
-        _cached,
-    ),
-    Family(
-        "index-chosen",
-        (f"{_DSA}.index_chosen._chosen_kernel", f"{_DSA}.key_lists._count_kernel", *_SUMS),
-        _plain_config,
-        _chosen,
-    ),
-    Family("index-gradient", (f"{_DSA}.index_gradient._gradient_kernel",), _plain_config, _visible),
-)
+@family("select-keys", f"{_DSA}.radix_select._select_kernel")
+def best_keys(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Exactly the first keys of a stable sort, for scores with ties, infinities, NaN and -0."""
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    topk = config.length(4096, 64, least=1)
+    topk = config.choice(1, 64, 512, 2048, 2048, 4096, 8192, topk)
+    config.topk = min(topk, config.limit(8192, 40))
+    config.counted = config.flag()  # whether rows have lengths of their own
+    batch = 1 if config.counted else draw.choice(1, 1, 2)
+    most = draw.limit(40000, 300)
+    keys = draw.length(most, config.topk, 4096, 1024)
+    queries = draw.length(max(1, min(draw.limit(300, 6), 2**22 // max(keys, 1))), 132, 16)
+    scores = draw.normal(batch, queries, keys, magnitude=draw.often(1.0, 1e-3, 1e30))
+    kind = draw.choice("any", "ties", "few values", "equal", "special")
+    if kind == "ties":
+        scores = (scores * 8).round() / 8
+    elif kind == "few values":
+        scores = scores.sign()
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    elif kind == "special":
+        for value, share in ((torch.nan, 0.02), (torch.inf, 0.02), (-torch.inf, 0.2), (-0.0, 0.1)):
+            scores[draw.uniform(*scores.shape) < share] = value
+    padded = torch.full((batch, queries, keys + 5), torch.nan, device=scores.device)
+    padded[..., :keys] = scores
+    key_start, offset, seen = draw.integer(0, 100), None, None
+    count = torch.full((queries,), keys, device=scores.device)
+    if config.counted:
+        key_start, seen = 0, draw.integers(keys + 1, queries, dtype=torch.int32)
+        count = seen
+    elif draw.flag():
+        offset = draw.choice(0, keys - queries, draw.integer(-queries, keys))
+        count = (torch.arange(queries, device=scores.device) + offset + 1).clamp(0, keys)
+    found = radix_select(padded[..., :keys], config.topk, key_start, offset, seen=seen)
+    compare.same("keys", found, _best(scores, count, config.topk, key_start).int())
+
+
+def _best(scores: Tensor, count: Tensor, topk: int, key_start: int) -> Tensor:
+    """[Q, B, topk], ascending, then -1."""
+    keys = scores.shape[-1]
+    place = torch.arange(keys, device=scores.device)
+    seen = place < count[:, None]
+    wide = scores.double().nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0
+    # What is not seen comes behind the lowest score.
+    order = wide.where(seen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # Of scores of -inf the seen ones come first: they have lower numbers.
+    order = order[..., :topk]
+    chosen = order.where(torch.arange(order.shape[-1], device=place.device) < count[:, None], keys)
+    chosen = F.pad(chosen, (0, topk - chosen.shape[-1]), value=keys)
+    chosen = chosen.sort(-1).values
+    return (chosen + key_start).where(chosen < keys, -1).transpose(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -16,10 +17,11 @@ from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.core_attention.types import AttentionInputs, OutputGradient
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.families.paged import STEP, draw_heads, perhaps_enough_tiles
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import Attended, attention, attention_gradients
 from checks.fuzz.spans import draw_long_spans, draw_spans, hide_unseen, visible
 
@@ -27,26 +29,6 @@ from checks.fuzz.spans import draw_long_spans, draw_spans, hide_unseen, visible
 _PAIRS = 2**22
 # Keys of a long sequence, on a GPU and emulated.
 LONG = (5000, 2200)
-
-
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        content: C.
-        rope: R.
-        heads: N.
-        dtype: Of the operands.
-        record: Whether the largest scores are recorded.
-        last: Stride of the operands' last axis.
-    """
-
-    content: int
-    rope: int
-    heads: int
-    dtype: torch.dtype
-    record: bool
-    last: int = 1
 
 
 class Case(NamedTuple):
@@ -60,38 +42,26 @@ class Case(NamedTuple):
     scale: float
 
 
-def draw_heads(draw: Draw) -> int:
-    """Any number up to 130, odd ones and powers of two often."""
-    most = draw.limit(130, 6)
-    if draw.flag():
-        return min(most, 2 ** draw.integer(0, 7))
-    return draw.integer(1, most)
+def _configure_triton(config: Config) -> None:
+    gpu = config.device.type == "cuda"
+    content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
+    config.rope = config.choice(0, 16, 32, 64, 64, 128) if gpu else 16
+    config.dtype, config.heads = config.choice(BF16, BF16, FP16, FP32), draw_heads(config)
+    config.content = min(content, 128) if config.dtype == FP32 else content
+    config.last = config.choice(1, 1, 1, 2)  # stride of the operands' last axis
+    config.record = config.flag(0.3)  # whether the largest scores are recorded
 
 
-def _triton_config(draw: Draw) -> Config:
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if draw.device.type == "cuda" else 16
-    rope = draw.choice(0, 16, 32, 64, 64, 128) if draw.device.type == "cuda" else 16
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    if dtype == FP32:
-        content = min(content, 128)
-    last = draw.choice(1, 1, 1, 2)
-    return Config(content, rope, draw_heads(draw), dtype, draw.flag(0.3), last)
+def _configure_hopper(config: Config) -> None:
+    config.content, config.rope = config.choice(128, 256, 512, 512), config.choice(32, 64, 64)
+    config.dtype, config.heads = config.choice(BF16, BF16, FP16), draw_heads(config)
+    config.last, config.record = 1, config.flag(0.3)
 
 
-def _hopper_config(draw: Draw) -> Config:
-    content = draw.choice(128, 256, 512, 512)
-    rope, dtype = draw.choice(32, 64, 64), draw.choice(BF16, BF16, FP16)
-    return Config(content, rope, draw_heads(draw), dtype, draw.flag(0.3))
-
-
-def draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> Case:
+def _draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> Case:
     """Spans of up to ``most`` tokens, operands, and a gradient of the output.
 
-    Args:
-        config: The configuration.
-        draw: The case's.
-        most: Tokens on an axis.
-        long: Whether few queries see many keys, causally.
+    ``long``: few queries see many keys, causally.
     """
     content, width = config.content, config.content + config.rope
     batch = draw.choice(1, 1, 2, 3)
@@ -120,7 +90,7 @@ def draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> C
     return Case(spans, (q, kv), operands, hidden_grad, (grad, grad_lse), scale)
 
 
-def exact(config: Config, case: Case) -> tuple[Attended, tuple[Tensor, ...]]:
+def _exact(config: Config, case: Case) -> tuple[Attended, tuple[Tensor, ...]]:
     """Attention in fp64, and its operands: queries, keys and values."""
     q, kv = (x.double() for x in case.values)
     k = kv.unsqueeze(2)
@@ -129,35 +99,25 @@ def exact(config: Config, case: Case) -> tuple[Attended, tuple[Tensor, ...]]:
     return attention(*operands, case.scale, seen, config.dtype), operands
 
 
-def check_forward(
-    config: Config, case: Case, found: AttentionOutput, attended: Attended, compare: Comparison
-) -> None:
-    """Output and LSE."""
-    compare.rows("out", found.out, *attended.out, config.dtype)
-    compare.lse(found.lse, attended.lse, config.dtype)
-
-
-def check_backward(
+def _check_backward(
     config: Config,
     case: Case,
     found: AttentionInputs,
-    exact_attention: tuple[Attended, tuple[Tensor, ...]],
+    attended: Attended,
+    operands: tuple[Tensor, ...],
     compare: Comparison,
 ) -> None:
-    """Gradients of the queries, and of the latent as key and as value."""
-    attended, operands = exact_attention
-    grad_out, grad_lse = (x if x is None else x.double() for x in case.grad_values)
-    grads = attention_gradients(*operands, attended, grad_out, grad_lse, case.scale, config.dtype)
-    content = config.content
-    # Keys that nothing sees may hold NaN: their gradient is 0 all the same.
-    keys, noise = (x.clone() for x in grads.k)
-    keys[..., :content] += grads.v.value
-    noise[..., :content] = (noise[..., :content].square() + grads.v.noise.square()).sqrt()
+    """Gradients of the queries, and of the latent as key and as value.
+
+    Keys that nothing sees may hold NaN: their gradient is 0 all the same.
+    """
+    grads = attention_gradients(*operands, attended, case.grad_values, case.scale, config.dtype)
+    content, latent = config.content, grads.latent()
     wanted = {
         "dq_content": [x[..., :content] for x in grads.q],
         "dq_rope": [x[..., content:] for x in grads.q],
-        "dlatent": [x[..., :content] for x in (keys, noise)],
-        "dk_rope": [x[..., 0, content:] for x in (keys, noise)],
+        "dlatent": [x[..., :content] for x in latent],
+        "dk_rope": [x[..., 0, content:] for x in latent],
     }
     for (name, each), result in zip(wanted.items(), found):
         compare.rows(name, result, *each, config.dtype)
@@ -174,21 +134,22 @@ def _run(
 ) -> None:
     """Forward, the largest scores if recorded, and backward."""
     most = draw.limit(*LONG) if long else draw.limit(700, 40)
-    case = draw_case(config, draw, most, long=long)
+    case = _draw_case(config, draw, most, long=long)
     max_logits = None
     if config.record:
         max_logits = MaxLogits(torch.full((config.heads,), -torch.inf, device=draw.device))
     rules = ScoreRules(case.scale, case.spans, max_logits=max_logits)
     found = backend.forward(case.operands, rules)
-    attended, operands = exact(config, case)
-    check_forward(config, case, found, attended, compare)
+    attended, operands = _exact(config, case)
+    compare.rows("out", found.out, *attended.out, config.dtype)
+    compare.lse(found.lse, attended.lse, config.dtype)
     if max_logits is not None and attended.largest.numel():
         size = attended.largest.abs().nan_to_num(0.0, 0.0, 0.0).amax((0, 1))
         largest = attended.largest.amax((0, 1))
         compare.near("largest", max_logits.heads(0, config.heads), largest, 1e-4 + 1e-5 * size)
     if backward:
         gradients = backend.backward(case.grad, found, case.operands, rules)
-        check_backward(config, case, gradients, (attended, operands), compare)
+        _check_backward(config, case, gradients, attended, operands, compare)
 
 
 def _run_stored(config: Config, draw: Draw, compare: Comparison) -> None:
@@ -199,59 +160,37 @@ def _run_stored(config: Config, draw: Draw, compare: Comparison) -> None:
 
 def _run_in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
     """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
-    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
+    with perhaps_enough_tiles(draw):
+        _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
 
 
-_TRITON = "kernels.triton.backward_kernels"
-_HOPPER = "kernels.hopper"
-FAMILIES = (
-    Family(
-        "latent-triton",
-        (
-            "kernels.triton.forward._forward_kernel",
-            f"{_TRITON}.delta_kernel",
-            f"{_TRITON}.query_kernel",
-            f"{_TRITON}.key_kernel",
-        ),
-        _triton_config,
-        partial(_run, triton.ENTRY),
-        share=1.5,
-    ),
-    Family(
-        "latent-hopper",
-        (
-            f"{_HOPPER}.forward_kernel.attend_forward",
-            f"{_HOPPER}.backward_kernel.attend_backward",
-            f"{_TRITON}.delta_kernel",
-        ),
-        _hopper_config,
-        partial(_run, hopper.ENTRY),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "latent-hopper-stored",
-        (
-            f"{_HOPPER}.forward_kernel.attend_forward",
-            f"{_HOPPER}.stored_backward_kernel.attend_backward_stored",
-            f"{_TRITON}.delta_kernel",
-        ),
-        _hopper_config,
-        _run_stored,
-        hopper=True,
-    ),
-    Family(
-        "latent-hopper-pieces",
-        (
-            f"{_HOPPER}.forward_kernel.attend_forward",
-            f"{_HOPPER}.decode_kernel.attend_decode",
-            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
-            "kernels.paged.schedule._schedule_kernel",
-            "kernels.paged.combine._combine_kernel",
-            "kernels.paged.padding._padding_kernel",
-        ),
-        _hopper_config,
-        _run_in_pieces,
-        hopper=True,
-    ),
+def _on_hopper(name: str, *kernels: str, run: Callable, share: float = 1.0) -> None:
+    """A family with the widths that the kernels for Hopper have."""
+    own = (one if one.startswith("kernels.") else f"kernels.hopper.{one}" for one in kernels)
+
+    @family(name, *own, hopper=True, share=share)
+    def declared(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure_hopper(config)
+        run(config, draw, compare)
+
+
+@family(
+    "latent-triton",
+    "kernels.triton.forward._forward_kernel",
+    *(f"kernels.triton.backward_kernels.{one}_kernel" for one in ("delta", "query", "key")),
+    share=1.5,
 )
+def by_triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """All widths."""
+    _configure_triton(config)
+    _run(triton.ENTRY, config, draw, compare)
+
+
+_FORWARD = "forward_kernel.attend_forward"
+_DELTA = "kernels.triton.backward_kernels.delta_kernel"
+_BACKWARD = "backward_kernel.attend_backward"
+_STORED = "stored_backward_kernel.attend_backward_stored"
+_DECODE = ("decode_kernel.attend_decode", "decode_pieces_kernel.attend_decode_pieces")
+_on_hopper("latent-hopper", _FORWARD, _BACKWARD, _DELTA, run=partial(_run, hopper.ENTRY), share=1.5)
+_on_hopper("latent-hopper-stored", _FORWARD, _STORED, _DELTA, run=_run_stored)
+_on_hopper("latent-hopper-pieces", _FORWARD, *_DECODE, *STEP, run=_run_in_pieces)

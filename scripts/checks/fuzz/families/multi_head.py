@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -14,36 +13,14 @@ from absorbed_mla.core_attention.max_logits_search import query_tile_table
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import attention, attention_gradients
 from checks.fuzz.spans import draw_spans, hide_unseen, visible
 
 _PAIRS = 2**22
 _TILE = 128
-
-
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        width: Of queries and keys.
-        values: Width of the values.
-        heads: N.
-        dtype: Of the operands.
-        record: Whether the largest scores are recorded.
-    """
-
-    width: int
-    values: int
-    heads: int
-    dtype: torch.dtype
-    record: bool
-
-
-def _config(draw: Draw, *widths: int) -> Config:
-    values, heads = draw.choice(64, 128), draw.choice(1, 2, 3, 5, 8, 16, draw.integer(1, 40))
-    dtype = draw.choice(BF16, BF16, FP16)
-    return Config(draw.choice(*widths), values, heads, dtype, draw.flag(0.3))
+_HOPPER = "kernels.hopper"
+_FORWARD = f"{_HOPPER}.multi_head_kernel.attend_multi_head"
 
 
 def _operands(config: Config, draw: Draw):
@@ -66,6 +43,9 @@ def _operands(config: Config, draw: Draw):
 
 
 def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> None:
+    config.values = config.choice(64, 128)
+    config.heads = config.choice(1, 2, 3, 5, 8, 16, config.integer(1, 40))
+    config.dtype, config.record = config.choice(BF16, BF16, FP16), config.flag(0.3)
     spans, drawn, hidden = _operands(config, draw)
     q, k, _ = hidden
     scale = draw.often(1.0, 0.3) * config.width**-0.5
@@ -86,33 +66,43 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     given = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
     tables = key_tile_table(spans, _TILE, len(k), k.device)
     found = operators.multi_head_attention_backward(*given, out, lse, *hidden, *tables, scale)
-    grads = [x if x is None else x.double() for x in (grad, grad_lse)]
-    wanted = attention_gradients(*exact, attended, *grads, scale, config.dtype)
+    wanted = attention_gradients(*exact, attended, (grad, grad_lse), scale, config.dtype)
     for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
         compare.rows(name, result, *each, config.dtype)
 
 
-class SearchConfig(NamedTuple):
-    """Of the search: any widths."""
+@family(
+    "expanded-hopper",
+    _FORWARD,
+    f"{_HOPPER}.multi_head_backward_kernel.attend_multi_head_backward",
+    f"{_HOPPER}.multi_head_backward_rows._starts_kernel",
+    f"{_HOPPER}.multi_head_backward_rows._query_gradient_kernel",
+    hopper=True,
+    share=1.5,
+)
+def forward_and_backward(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Widths that the backward has."""
+    config.width = config.choice(96, 128, 192, 192)
+    _run(config, draw, compare, backward=True)
 
-    width: int
-    heads: int
-    dtype: torch.dtype
+
+@family("expanded-hopper-forward", _FORWARD, hopper=True, share=0.3)
+def forward(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The width that has no backward."""
+    config.width = 64
+    _run(config, draw, compare, backward=False)
 
 
-def _search_config(draw: Draw) -> SearchConfig:
-    most = draw.limit(256, 48)
-    width = min(most, draw.choice(16, 24, 64, 96, 128, 192, 192, 256, draw.integer(1, 256)))
-    return SearchConfig(width, draw.integer(1, draw.limit(20, 3)), draw.choice(BF16, FP16))
-
-
-def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
+@family("largest-scores", "kernels.max_logits._largest_kernel", share=0.6)
+def search(config: Config, draw: Draw, compare: Comparison) -> None:
     """Exact above the threshold; elsewhere a bound that is not above it, or what was there."""
     # Loaded where it runs: it imports Triton.
     from absorbed_mla.kernels.max_logits import QUERIES, largest_scores
 
-    multi_head = Config(config.width, 16, config.heads, config.dtype, False)
-    spans, (q, k, _), (given_q, given_k, _) = _operands(multi_head, draw)
+    width = config.choice(16, 24, 64, 96, 128, 192, 192, 256, config.integer(1, 256))
+    config.width, config.values = min(width, config.limit(256, 48)), 16
+    config.heads, config.dtype = config.integer(1, config.limit(20, 3)), config.choice(BF16, FP16)
+    spans, (q, k, _), (given_q, given_k, _) = _operands(config, draw)
     scale = draw.often(1.0, 0.3) * config.width**-0.5
     seen = visible(spans, len(q), len(k), q.device)
     operands = q.double(), k.double(), k.double()
@@ -132,37 +122,3 @@ def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
     bound = (wanted <= threshold + tolerance) & (found <= threshold + tolerance)
     bound &= (found >= wanted - tolerance) | (found == -math.inf)
     compare.holds("largest", ~(exact | bound), of_heads, wanted)
-
-
-_HOPPER = "kernels.hopper"
-_FORWARD = (f"{_HOPPER}.multi_head_kernel.attend_multi_head",)
-FAMILIES = (
-    Family(
-        "expanded-hopper",
-        (
-            *_FORWARD,
-            f"{_HOPPER}.multi_head_backward_kernel.attend_multi_head_backward",
-            f"{_HOPPER}.multi_head_backward_rows._starts_kernel",
-            f"{_HOPPER}.multi_head_backward_rows._query_gradient_kernel",
-        ),
-        lambda draw: _config(draw, 96, 128, 192, 192),
-        partial(_run, backward=True),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "expanded-hopper-forward",
-        _FORWARD,
-        lambda draw: _config(draw, 64),
-        partial(_run, backward=False),
-        hopper=True,
-        share=0.3,
-    ),
-    Family(
-        "largest-scores",
-        ("kernels.max_logits._largest_kernel",),
-        _search_config,
-        _search,
-        share=0.6,
-    ),
-)

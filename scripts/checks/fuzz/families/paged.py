@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,39 +16,17 @@ from absorbed_mla.kernels import operators
 from absorbed_mla.kernels.paged.call import PagedCall
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.latent import draw_heads
-from checks.fuzz.family import Family
-from checks.fuzz.fp8 import decoded, fp8_bytes, fp8_parts
-from checks.fuzz.references import attention
+from checks.fuzz.family import Config, family
+from checks.fuzz.references import attention, fp8_bytes, fp8_decoded, fp8_parts
 
 # Pairs of a new token and a key, times heads.
 _PAIRS = 2**22
 # Of all requests of a case.
 _KEYS = 60_000
+# Kernels of every step over a cache.
+STEP = tuple(f"kernels.paged.{one}._{one}_kernel" for one in ("schedule", "combine", "padding"))
 # A block that there is not, where the table of blocks is not to be read.
 _NO_BLOCK = 2**31 - 648
-
-
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        content: C.
-        rope: R.
-        heads: N.
-        dtype: Of the queries.
-        block_size: Tokens of a block of the cache.
-        fp8: Whether the cache has FP8 rows.
-        invariant: Whether a token's bits must not depend on the tokens beside it.
-    """
-
-    content: int
-    rope: int
-    heads: int
-    dtype: torch.dtype
-    block_size: int
-    fp8: bool
-    invariant: bool
 
 
 class Requests(NamedTuple):
@@ -57,25 +38,34 @@ class Requests(NamedTuple):
     tokens: int
 
 
-def _triton_config(draw: Draw) -> Config:
-    gpu, fp8 = draw.device.type == "cuda", draw.flag()
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else draw.choice(16, 32)
-    rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
-    dtype = draw.choice(BF16, BF16, FP16) if fp8 or content > 128 else draw.choice(BF16, FP16, FP32)
-    block_size = draw.choice(1, 7, 16, 64, 64, 256, draw.integer(1, 100))
-    return Config(content, rope, draw_heads(draw), dtype, block_size, fp8, draw.flag(0.3))
+def draw_heads(draw: Draw) -> int:
+    """Any number up to 130, odd ones and powers of two often."""
+    most = draw.limit(130, 6)
+    if draw.flag():
+        return min(most, 2 ** draw.integer(0, 7))
+    return draw.integer(1, most)
 
 
-def _hopper_config(draw: Draw, *, fp8: bool, invariant: bool) -> Config:
-    content, rope = draw.choice(128, 256, 512, 512), draw.choice(32, 64, 64)
-    heads = draw_heads(draw)
-    if fp8 and not invariant and draw.flag():
-        heads = draw.integer(1, 32)  # tiles of few rows
-    block_size = 16 * draw.choice(1, 2, 3, 4, 4, 4, 8, 16)
-    if fp8 and draw.flag(0.3):
-        block_size = draw.choice(1, 7, 48, 65, draw.integer(1, 100))
-    dtype = draw.choice(BF16, BF16, FP16)
-    return Config(content, rope, heads, dtype, block_size, fp8, invariant)
+def _configure_triton(config: Config) -> None:
+    gpu, fp8 = config.device.type == "cuda", config.flag()
+    content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else config.choice(16, 32)
+    config.content, config.heads, config.fp8 = content, draw_heads(config), fp8
+    config.rope = config.choice(0, 16, 32, 64, 64) if gpu else config.choice(0, 16)
+    dtypes = (BF16, BF16, FP16) if fp8 or content > 128 else (BF16, FP16, FP32)
+    config.dtype, config.invariant = config.choice(*dtypes), config.flag(0.3)
+    config.block_size = config.choice(1, 7, 16, 64, 64, 256, config.integer(1, 100))
+
+
+def _configure_hopper(config: Config, *, fp8: bool, invariant: bool) -> None:
+    """A cache with FP8 rows or not; a token's bits may not depend on those beside it, or may."""
+    config.fp8, config.invariant = fp8, invariant
+    config.content, config.rope = config.choice(128, 256, 512, 512), config.choice(32, 64, 64)
+    config.heads, config.dtype = draw_heads(config), config.choice(BF16, BF16, FP16)
+    if fp8 and not invariant and config.flag():
+        config.heads = config.integer(1, 32)  # tiles of few rows
+    config.block_size = 16 * config.choice(1, 2, 3, 4, 4, 4, 8, 16)
+    if fp8 and config.flag(0.3):
+        config.block_size = config.choice(1, 7, 48, 65, config.integer(1, 100))
 
 
 def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
@@ -103,24 +93,26 @@ class Cached(NamedTuple):
     keys: list[Tensor]
 
 
-def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
+def draw_cache(
+    draw: Draw,
+    held: list[int],
+    size: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    fp8: bool = False,
+) -> Cached:
     """Blocks in any order, with NaN where there is no key.
 
-    Args:
-        config: The configuration.
-        draw: The case's.
-        held: Keys of each request that are in the cache.
+    Requests have ``held`` keys in blocks of ``size`` tokens; ``widths`` are C and R.
     """
-    size, width = config.block_size, config.content + config.rope
     blocks = [-(-length // size) for length in held]
     order = draw.sample(range(2 * sum(blocks) + 2), sum(blocks))
-    rows = draw.normal(sum(held), width, dtype=config.dtype)
-    if config.fp8:
-        parts = fp8_parts(rows, config.content)
-        rows, stored = decoded(*parts, config.dtype), fp8_bytes(*parts)
-    else:
-        stored = rows
-    nothing = 0xFF if config.fp8 else torch.nan
+    rows = stored = draw.normal(sum(held), sum(widths), dtype=dtype)
+    if fp8:
+        parts = fp8_parts(rows, widths[0])
+        rows, stored = fp8_decoded(*parts, dtype), fp8_bytes(*parts)
+    nothing = 0xFF if fp8 else torch.nan
     extra = draw.choice(0, 16)  # a row more of each block, and columns behind each row
     shape = 2 * sum(blocks) + 2, size + bool(extra), stored.shape[-1] + extra
     cache = stored.new_full(shape, nothing)[:, :size, : stored.shape[-1]]
@@ -140,57 +132,69 @@ def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
     return Cached(cache, table, keys)
 
 
-def _expected(config, q, cached: Cached, requests: Requests, scale, window):
-    """Output with its noise, and LSE, of every token; nothing for those in no request."""
-    first, end = window
+def expected(
+    config: Config, q: Tensor, cached: Cached, requests: Requests, scale: float, seen_by: Callable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output with its noise, and LSE, of every token; nothing for those in no request.
+
+    ``seen_by`` says of a request's number, a slice of its tokens and its keys who sees whom.
+    """
     out = torch.zeros(*q.shape[:2], config.content, dtype=torch.float64, device=q.device)
-    noise = torch.zeros_like(out)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-    for keys, length, count, start in zip(
-        cached.keys, requests.keys, requests.queries, requests.starts
+    noise, lse = torch.zeros_like(out), torch.full_like(out[..., 0], -torch.inf)
+    for number, (keys, count, start) in enumerate(
+        zip(cached.keys, requests.queries, requests.starts)
     ):
         if not count:
             continue
-        k = keys.double()[:, None, None]
-        place = torch.arange(len(keys), device=q.device)[None, :] + first
-        last = length - count + torch.arange(count, device=q.device)[:, None]
-        seen = place <= last
-        if end is not None:
-            seen &= place < end
-        own = slice(start, start + count)
+        own, k = slice(start, start + count), keys.double()[:, None, None]
         operands = q[own].double()[:, None], k, k[..., : config.content]
-        found = attention(*operands, scale, seen, config.dtype)
+        found = attention(*operands, scale, seen_by(number, own, keys), config.dtype)
         out[own], noise[own] = (x[:, 0] for x in found.out)
         lse[own] = found.lse[:, 0]
     return out, noise, lse
 
 
+def draw_latents(config: Config, draw: Draw, held: list[int]) -> Cached:
+    """A cache of latents, see :func:`draw_cache`."""
+    widths = config.content, config.rope
+    return draw_cache(draw, held, config.block_size, widths, config.dtype, fp8=config.fp8)
+
+
+def draw_queries(config: Config, draw: Draw, requests: Requests) -> tuple[Tensor, float]:
+    """Queries of all tokens, and what multiplies the scores."""
+    width, magnitude = config.content + config.rope, draw.often(1.0, 2.0, 4.0)
+    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+    return q, draw.often(1.0, 0.3) * width**-0.5
+
+
 def _run(
     kernel: str, config: Config, draw: Draw, compare: Comparison, *, long: bool = False
 ) -> None:
-    content, width = config.content, config.content + config.rope
     requests = draw_requests(draw, config.heads, draw.limit(9000 if long else 3000, 40))
-    window = (0, None)
+    first, end = 0, None
     if not config.invariant and draw.flag(0.2):
         first = draw.integer(0, max(requests.keys, default=0))
-        window = first, draw.choice(None, first + draw.integer(0, 500))
-    held = [
-        max(0, min(length, length if window[1] is None else window[1]) - window[0])
-        for length in requests.keys
-    ]
-    cached = draw_cache(config, draw, held)
-    magnitude = draw.often(1.0, 2.0, 4.0)
-    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+        end = draw.choice(None, first + draw.integer(0, 500))
+    ends = [length if end is None else min(length, end) for length in requests.keys]
+    held = [max(0, length - first) for length in ends]
+    cached = draw_latents(config, draw, held)
+    q, scale = draw_queries(config, draw, requests)
+
+    def seen(number: int, own: slice, keys: Tensor) -> Tensor:
+        place = torch.arange(len(keys), device=q.device)[None, :] + first
+        count = own.stop - own.start
+        last = requests.keys[number] - count + torch.arange(count, device=q.device)[:, None]
+        return (place <= last) if end is None else (place <= last) & (place < end)
+
     in_none = torch.ones(len(q), dtype=torch.bool, device=q.device)
     for start, count in zip(requests.starts, requests.queries):
         in_none[start : start + count] = False
     hidden = q.clone()
     hidden[in_none] = torch.nan
-    query = [draw.amid_nan(x) for x in hidden.split((content, config.rope), -1)]
-    scale = draw.often(1.0, 0.3) * width**-0.5
-    call = partial(_attend, kernel, config, draw, cached, scale, window)
+    query = [draw.amid_nan(x) for x in hidden.split((config.content, config.rope), -1)]
+    call = partial(_attend, kernel, config, draw, cached, scale, (first, end))
     out, lse = call(query, requests, slice(0, len(requests.keys)))
-    wanted, noise, wanted_lse = _expected(config, q, cached, requests, scale, window)
+    wanted, noise, wanted_lse = expected(config, q, cached, requests, scale, seen)
     compare.rows("out", out, wanted, noise, config.dtype)
     compare.lse(lse, wanted_lse, config.dtype)
     alone = [i for i, count in enumerate(requests.queries) if count]
@@ -228,60 +232,37 @@ def _check_alone(call, query, requests: Requests, which: int, whole, compare: Co
     compare.same("lse of a request alone", lse, whole[1][tokens])
 
 
-_STEP = (
-    "kernels.paged.schedule._schedule_kernel",
-    "kernels.paged.combine._combine_kernel",
-    "kernels.paged.padding._padding_kernel",
-)
-_HOPPER = "kernels.hopper"
-FAMILIES = (
-    Family(
-        "paged-triton",
-        ("kernels.paged.forward._paged_kernel", *_STEP),
-        _triton_config,
-        partial(_run, "triton"),
-        share=1.5,
-    ),
-    Family(
-        "paged-hopper",
-        (f"{_HOPPER}.decode_kernel.attend_decode", *_STEP),
-        partial(_hopper_config, fp8=False, invariant=False),
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "paged-hopper-fp8",
-        (
-            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
-            f"{_HOPPER}.few_rows_kernel.attend_few_rows",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=True, invariant=False),
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "paged-hopper-invariant",
-        (
-            f"{_HOPPER}.decode_kernel.attend_decode",
-            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=False, invariant=True),
-        partial(_run, "hopper", long=True),
-        hopper=True,
-    ),
-    Family(
-        "paged-hopper-fp8-invariant",
-        (
-            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
-            f"{_HOPPER}.fp8_decode_pieces_kernel.attend_fp8_decode_pieces",
-            *_STEP,
-        ),
-        partial(_hopper_config, fp8=True, invariant=True),
-        partial(_run, "hopper", long=True),
-        hopper=True,
-    ),
-)
+@family("paged-triton", "kernels.paged.forward._paged_kernel", *STEP, share=1.5)
+def triton(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Caches of all kinds."""
+    _configure_triton(config)
+    _run("triton", config, draw, compare)
+
+
+def _hopper(name: str, *kernels: str, share: float = 1.0) -> None:
+    """A family of the kernels for Hopper; where bits are invariant, requests may be long."""
+    fp8, invariant = "fp8" in name, name.endswith("invariant")
+
+    @family(name, *(f"kernels.hopper.{one}" for one in kernels), *STEP, hopper=True, share=share)
+    def run(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure_hopper(config, fp8=fp8, invariant=invariant)
+        with perhaps_enough_tiles(draw) if invariant else nullcontext():
+            _run("hopper", config, draw, compare, long=invariant)
+
+
+def perhaps_enough_tiles(draw: Draw) -> AbstractContextManager:
+    """In half of all draws as if tiles were enough for the device, so that none is divided."""
+    from absorbed_mla.kernels.hopper import decode
+
+    if draw.flag():
+        return nullcontext()
+    return mock.patch.object(decode, "_leave_some_idle", lambda *_: False)
+
+
+_DECODE, _FP8 = "decode_kernel.attend_decode", "fp8_rows.attend_fp8_decode"
+_PIECES = "decode_pieces_kernel.attend_decode_pieces"
+_FP8_PIECES = "fp8_decode_pieces_kernel.attend_fp8_decode_pieces"
+_hopper("paged-hopper", _DECODE, share=1.5)
+_hopper("paged-hopper-fp8", _FP8, "few_rows_kernel.attend_few_rows", share=1.5)
+_hopper("paged-hopper-invariant", _DECODE, _PIECES)
+_hopper("paged-hopper-fp8-invariant", _FP8, _FP8_PIECES)

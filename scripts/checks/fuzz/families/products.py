@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import product
 
-
-class Config(NamedTuple):
-    """Columns and summands of a product, its dtypes, and how its operands lie."""
-
-    columns: int
-    summands: int
-    dtype: torch.dtype
-    result: torch.dtype
-    bias: bool
-    left_turned: bool
-    right_turned: bool
-
-
-def _config(draw: Draw) -> Config:
-    most = draw.limit(7168, 90)
-    columns = draw.choice(1, 256, 2048, draw.length(4096, 64, 128, least=1))
-    summands = draw.choice(1, 512, 7168, 2048, draw.length(7168, 64, 2048, least=1))
-    dtype = draw.choice(BF16, BF16, FP16, FP32)
-    result = draw.often(dtype, FP32)
-    sizes = min(columns, most), min(summands, most)
-    return Config(*sizes, dtype, result, draw.flag(0.4), draw.flag(0.3), draw.flag())
-
-
-def _hopper_config(draw: Draw) -> Config:
-    """What tensor maps describe: rows begin at multiples of 16 bytes."""
-    columns = 8 * draw.length(512, 32, 16, least=1)
-    summands = 8 * draw.choice(64, 256, 896, draw.length(896, 8, 256, least=1))
-    dtype = draw.choice(BF16, BF16, FP16)
-    return Config(columns, summands, dtype, dtype, draw.flag(0.4), draw.flag(0.3), draw.flag())
-
-
-def _turned(x: Tensor, *, turned: bool) -> Tensor:
-    """The same matrix, whose columns lie side by side if ``turned``."""
-    return x.T.contiguous().T if turned else x
+_PRODUCT = "kernels.invariant.matrix_product._product_kernel"
 
 
 def _operands(config: Config, draw: Draw, rows: int):
+    """Operands, of which columns lie side by side or rows do, a bias or None, and the result."""
     left = draw.normal(rows, config.summands, dtype=config.dtype)
     right = draw.normal(config.summands, config.columns, dtype=config.dtype)
-    bias = draw.normal(config.columns, dtype=draw.choice(config.dtype, FP32))
     exact = product(left, right, config.result)
+    bias = None
     if config.bias:
-        exact = exact._replace(
-            value=exact.value + bias.double(), noise=exact.noise + bias.double().abs()
-        )
-    left = _turned(left, turned=config.left_turned)
-    return left, _turned(right, turned=config.right_turned), bias if config.bias else None, exact
+        bias = draw.normal(config.columns, dtype=draw.choice(config.dtype, FP32))
+        exact = type(exact)(exact.value + bias.double(), exact.noise + bias.double().abs())
+    return _laid(left, config.left_turned), _laid(right, config.right_turned), bias, exact
 
 
-def _run(config: Config, draw: Draw, compare: Comparison) -> None:
+def _laid(x: Tensor, turned: bool) -> Tensor:
+    return x.T.contiguous().T if turned else x
+
+
+def _configure_operands(config: Config) -> None:
+    config.bias, config.left_turned = config.flag(0.4), config.flag(0.3)
+    config.right_turned = config.flag()
+
+
+@family("matrix-product", _PRODUCT, "kernels.invariant.matrix_product._add_kernel")
+def matrices(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of any sizes and layouts."""
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
+    most = config.limit(7168, 90)
+    columns = config.choice(1, 256, 2048, config.length(4096, 64, 128, least=1))
+    summands = config.choice(1, 512, 7168, 2048, config.length(7168, 64, 2048, least=1))
+    config.columns, config.summands = min(columns, most), min(summands, most)
+    config.dtype = config.choice(BF16, BF16, FP16, FP32)
+    config.result = config.often(config.dtype, FP32)
+    _configure_operands(config)
     rows = draw.length(draw.limit(700, 40), 16, 64, 128)
     left, right, bias, exact = _operands(config, draw, rows)
     split = draw.choice(None, None, False, True)
@@ -77,12 +59,20 @@ def _run(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.same("rows alone", alone, found[own])
 
 
-def _wide(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "matrix-product-hopper", "kernels.hopper.product_kernel.multiply_rows", _PRODUCT, hopper=True
+)
+def wide_tiles(config: Config, draw: Draw, compare: Comparison) -> None:
     """The tile of many rows, of any number, which has the bits of the others."""
     from absorbed_mla.kernels.hopper.product import can_multiply
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
     from absorbed_mla.kernels.invariant.tiles import WIDE_TILE
 
+    # What tensor maps describe: rows begin at multiples of 16 bytes.
+    config.columns = 8 * config.length(512, 32, 16, least=1)
+    config.summands = 8 * config.choice(64, 256, 896, config.length(896, 8, 256, least=1))
+    config.dtype = config.result = config.choice(BF16, BF16, FP16)
+    _configure_operands(config)
     # Turned operands have rows of so many numbers.
     rows = 8 * draw.length(draw.limit(200, 8), 16, 32, least=1)
     if not config.left_turned:
@@ -95,31 +85,19 @@ def _wide(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.same("as other tiles", matrix_product(left, right, bias, split=False), found)
 
 
-class HeadConfig(NamedTuple):
-    """Heads, and widths of their matrices."""
-
-    heads: int
-    summands: int
-    outputs: int
-    dtype: torch.dtype
-
-
-def _head_config(draw: Draw) -> HeadConfig:
-    most = draw.limit(600, 70)
-    summands, outputs = (
-        min(most, draw.choice(128, 512, draw.length(600, 32, 64, least=1))) for _ in range(2)
-    )
-    heads = draw.choice(1, 16, draw.integer(1, draw.limit(130, 4)))
-    return HeadConfig(
-        min(heads, draw.limit(130, 4)), summands, outputs, draw.choice(BF16, FP16, FP32)
-    )
-
-
-def _heads(config: HeadConfig, draw: Draw, compare: Comparison) -> None:
+@family("head-product", "kernels.invariant.product._head_product_kernel")
+def matrices_of_heads(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Each head's rows by its matrix."""
     from absorbed_mla.kernels.invariant.product import head_product
 
-    heads, summands, outputs, dtype = config
-    tokens = draw.length(draw.limit(300, 70), 64)
+    most = config.limit(600, 70)
+    summands, outputs = (
+        min(most, config.choice(128, 512, config.length(600, 32, 64, least=1))) for _ in range(2)
+    )
+    config.summands, config.outputs = summands, outputs
+    heads = min(config.choice(1, 16, config.integer(1, 130)), config.limit(130, 4))
+    config.heads, config.dtype = heads, config.choice(BF16, FP16, FP32)
+    tokens, dtype = draw.length(draw.limit(300, 70), 64), config.dtype
     x = draw.normal(tokens, heads, summands, dtype=dtype)
     weight = draw.normal(heads, summands, outputs, dtype=dtype)
     exact = product(x.transpose(0, 1), weight, dtype)
@@ -134,27 +112,16 @@ def _heads(config: HeadConfig, draw: Draw, compare: Comparison) -> None:
         compare.same("a token alone", head_product(given[own], weight), found[own])
 
 
-class TopkConfig(NamedTuple):
-    """Columns of a row, how many are found, and which."""
-
-    columns: int
-    number: int
-    largest: bool
-    dtype: torch.dtype
-
-
-def _topk_config(draw: Draw) -> TopkConfig:
-    columns = draw.choice(1, 8, 64, 256, 512, draw.integer(1, 512))
-    columns = min(columns, draw.limit(512, 40))
-    number = min(columns, draw.choice(1, 2, 8, 32, draw.integer(1, 32)))
-    return TopkConfig(columns, number, draw.flag(0.8), draw.choice(BF16, FP16, FP32))
-
-
-def _topk(config: TopkConfig, draw: Draw, compare: Comparison) -> None:
+@family("row-topk", "kernels.invariant.row_topk._topk_kernel", share=0.5)
+def first_of_rows(config: Config, draw: Draw, compare: Comparison) -> None:
     """Exactly, with ties, infinities, NaN and -0."""
     from absorbed_mla.kernels.invariant.row_topk import row_topk
 
-    shape = draw.length(draw.limit(300, 9), 32, least=1), config.columns
+    columns = config.choice(1, 8, 64, 256, 512, config.integer(1, 512))
+    columns = config.columns = min(columns, config.limit(512, 40))
+    number = config.number = min(columns, config.choice(1, 2, 8, 32, config.integer(1, 32)))
+    config.largest, config.dtype = config.flag(0.8), config.choice(BF16, FP16, FP32)
+    shape = draw.length(draw.limit(300, 9), 32, least=1), columns
     if draw.flag(0.3):
         shape = draw.integer(1, 3), *shape
     x = draw.normal(*shape, dtype=config.dtype)
@@ -163,28 +130,7 @@ def _topk(config: TopkConfig, draw: Draw, compare: Comparison) -> None:
         for value in (torch.nan, torch.inf, -torch.inf, -0.0):
             x[draw.uniform(*shape) < 0.05] = value
     given = x.transpose(-1, -2).contiguous().transpose(-1, -2) if draw.flag(0.3) else x
-    values, indices = row_topk(given, config.number, config.largest)
+    values, indices = row_topk(given, number, config.largest)
     ordered = torch.sort(x.double(), dim=-1, descending=config.largest, stable=True)
-    compare.same("indices", indices, ordered.indices[..., : config.number])
-    compare.same("values", values, x.gather(-1, ordered.indices[..., : config.number]))
-
-
-_INVARIANT = "kernels.invariant"
-_MATRIX = f"{_INVARIANT}.matrix_product"
-FAMILIES = (
-    Family(
-        "matrix-product",
-        (f"{_MATRIX}._product_kernel", f"{_MATRIX}._add_kernel"),
-        _config,
-        _run,
-    ),
-    Family(
-        "matrix-product-hopper",
-        ("kernels.hopper.product_kernel.multiply_rows", f"{_MATRIX}._product_kernel"),
-        _hopper_config,
-        _wide,
-        hopper=True,
-    ),
-    Family("head-product", (f"{_INVARIANT}.product._head_product_kernel",), _head_config, _heads),
-    Family("row-topk", (f"{_INVARIANT}.row_topk._topk_kernel",), _topk_config, _topk, share=0.5),
-)
+    compare.same("indices", indices, ordered.indices[..., :number])
+    compare.same("values", values, x.gather(-1, ordered.indices[..., :number]))

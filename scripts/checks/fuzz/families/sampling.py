@@ -8,36 +8,29 @@ whole, ``min_p`` and ``top_p`` by as much. ``top_k`` and the order of equal logi
 from __future__ import annotations
 
 from itertools import product as combinations
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.family import Family
+from checks.fuzz.family import Config, family
 
 # fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
 _EDGE = 1e-5
 _SCALE = 2.0**40
 # Logits of a case.
 _NUMBERS = 2**22
+_SAMPLING = "kernels.sampling"
+_BLOCK_ARGMAX = f"{_SAMPLING}.argmax._block_argmax_kernel"
 
 
-class Config(NamedTuple):
-    """Size of the vocabulary, dtype of logits, filters, and tokens of a program."""
-
-    vocabulary: int
-    dtype: torch.dtype
-    filters: bool
-    block: int
-
-
-def _config(draw: Draw) -> Config:
-    most = draw.limit(130000, 300)
-    block = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
-    vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, block, least=1))
-    return Config(min(vocabulary, most), draw.choice(BF16, BF16, FP16, FP32), draw.flag(0.7), block)
+def _configure(config: Config) -> None:
+    """Tokens of the vocabulary and of a program, and whether filters are in use."""
+    block = config.often(2048, 256, 1024) if config.device.type == "cuda" else 64
+    vocabulary = config.choice(1, 2, 32000, 129280, config.length(20000, block, least=1))
+    config.vocabulary, config.block = min(vocabulary, config.limit(130000, 300)), block
+    config.dtype, config.filters = config.choice(BF16, BF16, FP16, FP32), config.flag(0.7)
 
 
 def _logits(config: Config, draw: Draw, rows: int) -> Tensor:
@@ -72,9 +65,12 @@ def _most_likely(logits: Tensor) -> Tensor:
     return first.where(largest.squeeze(-1).isfinite(), -1)
 
 
-def _argmax(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("most-likely", _BLOCK_ARGMAX, f"{_SAMPLING}.argmax._argmax_kernel", share=0.5)
+def most_likely_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of every row."""
     from absorbed_mla.kernels.sampling.argmax import find_most_likely
 
+    _configure(config)
     rows = draw.length(draw.limit(300, 9), 16, least=1)
     logits = _logits(config, draw, max(1, min(rows, _NUMBERS // config.vocabulary)))
     found = find_most_likely(_given(logits, draw), config.block)
@@ -97,9 +93,18 @@ def _numbers(config: Config, draw: Draw, rows: int) -> Tensor:
     return draw.integer_tensor(columns, torch.float64).T
 
 
-def _run(config: Config, draw: Draw, compare: Comparison) -> None:
+@family(
+    "draw-tokens",
+    _BLOCK_ARGMAX,
+    f"{_SAMPLING}.softmax_weights._softmax_weights_kernel",
+    f"{_SAMPLING}.thresholds._threshold_kernel",
+    f"{_SAMPLING}.inverse_cdf._inverse_cdf_kernel",
+)
+def drawn_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Some rows are not sampled, some have logits that no token can be drawn by."""
     from absorbed_mla.kernels.sampling.draw import draw_tokens
 
+    _configure(config)
     rows = draw.length(draw.limit(64, 6), 16, least=1)
     rows = max(1, min(rows, _NUMBERS // config.vocabulary))
     logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
@@ -122,12 +127,8 @@ def may_be_drawn(
 ) -> Tensor:
     """Whether the random numbers fall into the tokens' parts, bool [rows].
 
-    Args:
-        logits: [rows, vocabulary], without NaN.
-        numbers: As :func:`_numbers` has them.
-        tokens: int64 [rows].
-        of_min_p: -1 or 1: to which side rounding moves ``min_p``.
-        of_top_p: Likewise ``top_p``.
+    The logits are without NaN; ``of_min_p`` and ``of_top_p``, -1 or 1, say to which side rounding
+    moves ``min_p`` and ``top_p``.
     """
     temperature, random, min_p, top_k, top_p = (x[:, None] for x in numbers[:5])
     wide = logits.double()
@@ -155,10 +156,12 @@ def may_be_drawn(
     return fits[:, 0]
 
 
-def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
+@family("token-weights", "testing.token_probabilities._weights_kernel", share=0.3)
+def weights_of_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
     """What the kernels keep for themselves: shares of the most likely token's probability."""
     from absorbed_mla.testing.token_probabilities import kernel_weights
 
+    _configure(config)
     rows = max(1, min(draw.length(draw.limit(64, 6), 16), _NUMBERS // config.vocabulary))
     logits = _logits(config, draw, rows).nan_to_num(0.0, 1.0, -5.0)
     numbers = _numbers(config, draw, rows)
@@ -171,34 +174,3 @@ def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
     error = (found.double() - wanted.where(share >= min_p, 0.0)).abs()
     near_min_p = (share - min_p).abs() <= _EDGE * (1 + relative.abs() / 10) * share
     compare.holds("weights", (error > tolerance) & ~near_min_p, found, wanted)
-
-
-_SAMPLING = "kernels.sampling"
-_BLOCK_ARGMAX = f"{_SAMPLING}.argmax._block_argmax_kernel"
-FAMILIES = (
-    Family(
-        "most-likely",
-        (_BLOCK_ARGMAX, f"{_SAMPLING}.argmax._argmax_kernel"),
-        _config,
-        _argmax,
-        share=0.5,
-    ),
-    Family(
-        "draw-tokens",
-        (
-            _BLOCK_ARGMAX,
-            f"{_SAMPLING}.softmax_weights._softmax_weights_kernel",
-            f"{_SAMPLING}.thresholds._threshold_kernel",
-            f"{_SAMPLING}.inverse_cdf._inverse_cdf_kernel",
-        ),
-        _config,
-        _run,
-    ),
-    Family(
-        "token-weights",
-        ("testing.token_probabilities._weights_kernel",),
-        _config,
-        _weights,
-        share=0.3,
-    ),
-)

@@ -1,7 +1,8 @@
-"""Attention over chosen keys (DSA): forward, backward, and over a cache."""
+"""Attention over chosen keys (DSA): forward, backward, over a cache; what the indexer learns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +15,14 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, FP32, Draw
-from checks.fuzz.families.latent import draw_heads
-from checks.fuzz.families.paged import draw_cache, draw_requests
-from checks.fuzz.family import Family
+from checks.fuzz.families.paged import (
+    draw_heads,
+    draw_latents,
+    draw_queries,
+    draw_requests,
+    expected,
+)
+from checks.fuzz.family import Config, family
 from checks.fuzz.references import attention, attention_gradients
 
 _PAIRS = 2**22
@@ -24,57 +30,35 @@ _PAIRS = 2**22
 _MANY = 1024
 
 
-class Config(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        content: C.
-        rope: R.
-        heads: N.
-        dtype: Of the operands.
-        topk: Length of a query's list of keys.
-        deterministic: Whether the backward adds in a fixed order.
-        many: Whether there are so many queries that a tile may have several.
-        block_size: Tokens of a block of a cache.
-        fp8: Whether a cache has FP8 rows.
-    """
-
-    content: int
-    rope: int
-    heads: int
-    dtype: torch.dtype
-    topk: int
-    deterministic: bool
-    many: bool = False
-    block_size: int = 64
-    fp8: bool = False
+_DSA, _HOPPER, _TRITON = "kernels.dsa", "kernels.hopper", "kernels.triton"
+SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
+COUNT, _MERGE = f"{_DSA}.key_lists._count_kernel", f"{_DSA}.splits._merge_kernel"
+_LISTS = (COUNT, f"{_DSA}.key_lists._unite_kernel", _MERGE)
+_BACKWARD = (f"{_TRITON}.backward_kernels.delta_kernel", *_LISTS, *SUMS)
+_CACHED = (f"{_DSA}.topk_slots._slots_kernel", _MERGE)
+_FORWARD = f"{_DSA}.forward._forward_kernel"
+_ON_HOPPER = f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward"
 
 
-def _topk(draw: Draw) -> int:
-    most = draw.limit(2048, 40)
-    return min(most, draw.choice(1, 33, 64, 256, 512, 2048, draw.length(2048, 64, 32, least=1)))
-
-
-def triton_config(draw: Draw) -> Config:
-    """What Triton's kernels take."""
-    gpu = draw.device.type == "cuda"
-    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
-    rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
-    dtype = draw.choice(BF16, BF16, FP16, FP32) if content <= 128 else draw.choice(BF16, FP16)
-    many = draw.flag(0.3)
-    heads = draw.choice(1, 2, 4, 7, 8, 16, 32) if many else draw_heads(draw)
-    block_size = draw.choice(1, 7, 64, 64, draw.integer(1, 100))
-    fp8 = draw.flag() and dtype != FP32
-    config = content, rope, heads, dtype, _topk(draw), draw.flag(), many, block_size, fp8
-    return Config(*config)
-
-
-def hopper_config(draw: Draw) -> Config:
-    """What the kernels for Hopper take."""
-    content, dtype, many = draw.choice(128, 256, 512, 512), draw.choice(BF16, FP16), draw.flag(0.3)
-    heads = draw.choice(1, 2, 4, 7, 8, 16, 32) if many else draw_heads(draw)
-    block_size = draw.choice(16, 64, 64, draw.integer(1, 100))
-    return Config(content, 64, heads, dtype, _topk(draw), draw.flag(), many, block_size)
+def _configure(config: Config, *, hopper: bool = False) -> None:
+    """Lists of ``topk`` keys; ``many`` queries, with few heads, so that a tile may have several."""
+    gpu = config.device.type == "cuda"
+    if hopper:
+        config.content, config.rope = config.choice(128, 256, 512, 512), 64
+        dtypes = (BF16, FP16)
+        config.block_size, config.fp8 = config.choice(16, 64, 64, config.integer(1, 100)), False
+    else:
+        config.content = config.choice(16, 32, 64, 128, 256, 512, 512) if gpu else 16
+        config.rope = config.choice(0, 16, 32, 64, 64) if gpu else config.choice(0, 16)
+        dtypes = (BF16, BF16, FP16, FP32) if config.content <= 128 else (BF16, FP16)
+        config.block_size = config.choice(1, 7, 64, 64, config.integer(1, 100))
+        config.fp8 = config.flag()
+    config.dtype = config.choice(*dtypes)
+    config.fp8 = config.fp8 and config.dtype != FP32
+    config.many, config.deterministic = config.flag(0.3), config.flag()
+    config.heads = config.choice(1, 2, 4, 7, 8, 16, 32) if config.many else draw_heads(config)
+    topk = config.choice(1, 33, 64, 256, 512, 2048, config.length(2048, 64, 32, least=1))
+    config.topk = min(topk, config.limit(2048, 40))
 
 
 class Operands(NamedTuple):
@@ -107,7 +91,7 @@ def seen_by(chosen: Tensor, keys: int) -> Tensor:
     return table[..., :keys].transpose(0, 1)
 
 
-def draw_operands(config: Config, draw: Draw) -> Operands:
+def _draw_operands(config: Config, draw: Draw) -> Operands:
     """Queries, keys and lists of up to ``_PAIRS`` pairs of a query and a key."""
     batch, width = draw.choice(1, 1, 2), config.content + config.rope
     pairs = _PAIRS // (config.heads * batch)
@@ -125,7 +109,7 @@ def draw_operands(config: Config, draw: Draw) -> Operands:
     return Operands(q, kv, chosen, seen_by(chosen, keys), scale)
 
 
-def split_parts(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
+def _split(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
     """Content and rope part of each, with other strides or not."""
     return [
         draw.amid_nan(part) for x in tensors for part in x.split((config.content, config.rope), -1)
@@ -134,11 +118,11 @@ def split_parts(config: Config, draw: Draw, *tensors: Tensor) -> list[Tensor]:
 
 def _run(kernel: str, config: Config, draw: Draw, compare: Comparison) -> None:
     """Forward and backward."""
-    q, kv, chosen, seen, scale = draw_operands(config, draw)
+    q, kv, chosen, seen, scale = _draw_operands(config, draw)
     content = config.content
     hidden = kv.clone()
     hidden[~seen.any(1).transpose(0, 1)] = torch.nan
-    operands = split_parts(config, draw, q, hidden)
+    operands = _split(config, draw, q, hidden)
     out, lse = operators.sparse_attention_forward(*operands, chosen, scale, kernel)
     exact = q.double(), kv.double()[:, :, None], kv.double()[:, :, None, :content]
     attended = attention(*exact, scale, seen[:, None], config.dtype)
@@ -152,14 +136,10 @@ def _run(kernel: str, config: Config, draw: Draw, compare: Comparison) -> None:
     found = operators.sparse_attention_backward(
         grad, grad_lse, out, lse, *operands, chosen, scale, config.deterministic, kernel
     )
-    grads = [x if x is None else x.double() for x in (grad, grad_lse)]
-    wanted = attention_gradients(*exact, attended, *grads, scale, config.dtype)
-    value, noise = (x[:, :, 0].clone() for x in wanted.k)
-    value[..., :content] += wanted.v.value[:, :, 0]
-    noise[..., :content] = (noise[..., :content].square() + wanted.v.noise[:, :, 0].square()).sqrt()
+    wanted = attention_gradients(*exact, attended, (grad, grad_lse), scale, config.dtype)
     compare.rows("dq_content", found[0], *(x[..., :content] for x in wanted.q), config.dtype)
     compare.rows("dq_rope", found[1], *(x[..., content:] for x in wanted.q), config.dtype)
-    compare.rows("dkv", found[2], value, noise, config.dtype)
+    compare.rows("dkv", found[2], *(x[:, :, 0] for x in wanted.latent()), config.dtype)
 
 
 def _check_alone(operands, chosen, scale, found, draw: Draw, compare: Comparison) -> None:
@@ -176,87 +156,117 @@ def _check_alone(operands, chosen, scale, found, draw: Draw, compare: Comparison
 
 def _cached(kernels: tuple[str, ...], config: Config, draw: Draw, compare: Comparison) -> None:
     """Over the blocks of requests, whose lists have positions."""
-    content, width = config.content, config.content + config.rope
     requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
-    cached = draw_cache(config, draw, requests.keys)
-    magnitude = draw.often(1.0, 2.0, 4.0)
-    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+    cached = draw_latents(config, draw, requests.keys)
+    q, scale = draw_queries(config, draw, requests)
     chosen = draw.integers(5, requests.tokens, config.topk, dtype=torch.int32)
-    shape = requests.tokens, config.heads
-    out = torch.zeros(*shape, content, dtype=torch.float64, device=q.device)
-    noise, lse = torch.zeros_like(out), torch.full_like(out[..., 0], -torch.inf)
-    scale = draw.often(1.0, 0.3) * width**-0.5
-    for keys, count, start in zip(cached.keys, requests.queries, requests.starts):
-        own = slice(start, start + count)
-        lists = draw_chosen(draw, count, 1, len(keys), config.topk)
+
+    def seen(number: int, own: slice, keys: Tensor) -> Tensor:
+        lists = draw_chosen(draw, own.stop - own.start, 1, len(keys), config.topk)
         chosen[own] = lists[:, 0]
-        k = keys.double()[:, None, None]
-        operands = q[own].double()[:, None], k, k[..., :content]
-        found = attention(*operands, scale, seen_by(lists, len(keys))[:, None], config.dtype)
-        out[own], noise[own] = (x[:, 0] for x in found.out)
-        lse[own] = found.lse[:, 0]
+        return seen_by(lists, len(keys))[:, None]
+
+    out, noise, lse = expected(config, q, cached, requests, scale, seen)
     lists = [draw.integer_tensor(x) for x in (requests.starts, requests.queries)]
     rows = CachedRows(cached.cache)
     places = *lists, cached.table, rows.block_size, rows.of_block, rows.of_position
     scales = None
     if config.fp8:
-        latent, scales, k_rope = Fp8Latents(content, config.rope).parts(rows.rows)
+        latent, scales, k_rope = Fp8Latents(config.content, config.rope).parts(rows.rows)
     else:
-        latent, k_rope = rows.rows.split((content, config.rope), -1)
-    operands = *split_parts(config, draw, q), latent, scales, k_rope, chosen
+        latent, k_rope = rows.rows.split((config.content, config.rope), -1)
+    operands = *_split(config, draw, q), latent, scales, k_rope, chosen
     found = operators.sparse_attention_cached(*operands, *places, scale, draw.choice(*kernels))
     compare.rows("out", found[0], out, noise, config.dtype)
     compare.lse(found[1], lse, config.dtype)
 
 
-_DSA = "kernels.dsa"
-_HOPPER = "kernels.hopper"
-_COUNT, _UNITE = f"{_DSA}.key_lists._count_kernel", f"{_DSA}.key_lists._unite_kernel"
-_LISTS = (_COUNT, _UNITE, f"{_DSA}.splits._merge_kernel")
-_SUMS = tuple(f"{_DSA}.scatter_add._{name}_kernel" for name in ("table", "place", "sum"))
-_DELTA = "kernels.triton.backward_kernels.delta_kernel"
-_FORWARD = f"{_DSA}.forward._forward_kernel"
-_CACHED = (f"{_DSA}.topk_slots._slots_kernel", f"{_DSA}.splits._merge_kernel")
-FAMILIES = (
-    Family(
-        "sparse-triton",
-        (_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", _DELTA, *_LISTS, *_SUMS),
-        triton_config,
-        partial(_run, "triton"),
-        share=1.5,
-    ),
-    Family(
-        "sparse-invariant",
-        (_FORWARD, _COUNT),
-        triton_config,
-        partial(_run, "invariant"),
-        share=0.5,
-    ),
-    Family(
-        "sparse-hopper",
-        (
-            f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward",
-            f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward",
-            _DELTA,
-            *_LISTS,
-            *_SUMS,
-        ),
-        hopper_config,
-        partial(_run, "hopper"),
-        hopper=True,
-        share=1.5,
-    ),
-    Family(
-        "sparse-cached-triton",
-        (_FORWARD, *_CACHED),
-        triton_config,
-        partial(_cached, ("triton", "triton", "invariant")),
-    ),
-    Family(
-        "sparse-cached-hopper",
-        (f"{_HOPPER}.sparse_forward_kernel.attend_sparse_forward", *_CACHED),
-        hopper_config,
-        partial(_cached, ("hopper",)),
-        hopper=True,
-    ),
+def _declare(name: str, *kernels: str, run: Callable, hopper: bool = False, share: float = 1.0):
+    """A family with the widths of Triton's kernels, or of those for Hopper."""
+
+    @family(name, *kernels, hopper=hopper, share=share)
+    def declared(config: Config, draw: Draw, compare: Comparison) -> None:
+        _configure(config, hopper=hopper)
+        run(config, draw, compare)
+
+
+_declare(
+    "sparse-triton",
+    *(_FORWARD, f"{_DSA}.backward_kernel.backward_kernel", *_BACKWARD),
+    run=partial(_run, "triton"),
+    share=1.5,
 )
+_declare("sparse-invariant", _FORWARD, COUNT, run=partial(_run, "invariant"), share=0.5)
+_declare(
+    "sparse-hopper",
+    *(_ON_HOPPER, f"{_HOPPER}.sparse_backward_kernel.attend_sparse_backward", *_BACKWARD),
+    run=partial(_run, "hopper"),
+    hopper=True,
+    share=1.5,
+)
+_BY_TRITON = ("triton", "triton", "invariant")
+_declare("sparse-cached-triton", _FORWARD, *_CACHED, run=partial(_cached, _BY_TRITON))
+_declare(
+    "sparse-cached-hopper", _ON_HOPPER, *_CACHED, run=partial(_cached, ("hopper",)), hopper=True
+)
+
+
+@family(
+    "sparse-target",
+    *(f"{_DSA}.kl_target._{name}_kernel" for name in ("visible", "chosen")),
+    share=0.7,
+)
+def targets(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Probabilities of chosen keys, and of a run of keys, summed over heads."""
+    from absorbed_mla.kernels.dsa.kl_target import chosen_target, visible_target
+
+    _configure(config)
+    q, kv, chosen, _, scale = _draw_operands(config, draw)
+    probs, lse = _probabilities(q, kv, scale, draw)
+    operands = _split(config, draw, q, kv)
+    _compare_chosen(chosen_target(tuple(operands), lse, chosen, scale), probs, chosen, compare)
+    first, end = sorted(draw.integer(0, len(q)) for _ in range(2))
+    key_start = draw.integer(0, len(kv))
+    num_keys = draw.integer(0, len(kv) - key_start)
+    offset = draw.choice(None, 0, draw.integer(-len(q), len(kv)))
+    own = slice(first, end)
+    found = visible_target(tuple(operands), lse, own, key_start, num_keys, offset, scale)
+    wanted = probs[:, own, key_start : key_start + num_keys]
+    if offset is not None:
+        wanted = wanted.tril(offset)
+    compare.near("visible", found, wanted, 1e-3 * wanted + 1e-6)
+
+
+def _probabilities(q: Tensor, kv: Tensor, scale: float, draw: Draw) -> tuple[Tensor, Tensor]:
+    """fp64 [B, S_q, S_k], summed over heads, and the LSE fp32 [S_q, B, N], some -inf."""
+    operands = q.double(), kv.double()[:, :, None], kv.double()[:, :, None]
+    every = torch.ones(len(q), len(kv), dtype=torch.bool, device=q.device)
+    attended = attention(*operands, scale, every, q.dtype)
+    lse = attended.lse.float()
+    lse[draw.uniform(*lse.shape) < 0.1] = -torch.inf
+    known = (lse != -torch.inf).permute(1, 2, 0)[..., None]
+    return (attended.probs * known).sum(1), lse
+
+
+def _compare_chosen(found: Tensor, probs: Tensor, chosen: Tensor, compare: Comparison) -> None:
+    there = (chosen >= 0).transpose(0, 1)
+    wanted = probs.gather(-1, chosen.transpose(0, 1).clamp(min=0).long()).where(there, 0.0)
+    compare.near("chosen", found, wanted, 1e-3 * wanted + 1e-6)
+
+
+@family(
+    "sparse-target-hopper",
+    f"{_HOPPER}.sparse_target_kernel.sum_sparse_probabilities",
+    COUNT,
+    hopper=True,
+    share=0.7,
+)
+def targets_on_hopper(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Probabilities of chosen keys, summed over heads."""
+    from absorbed_mla.kernels.hopper.sparse_target import sparse_target
+
+    _configure(config, hopper=True)
+    q, kv, chosen, _, scale = _draw_operands(config, draw)
+    probs, lse = _probabilities(q, kv, scale, draw)
+    operands = tuple(_split(config, draw, q, kv))
+    _compare_chosen(sparse_target(operands, lse, chosen, scale), probs, chosen, compare)

@@ -1,46 +1,213 @@
-"""Every benchmark runs its tiny cases on a CPU; what cannot run there says why, in its row.
+"""Every benchmark: mistakes, published results shown again, and tiny cases on a CPU.
 
-What is compared must be right there, too: a benchmark whose works compute different things would
-compare their times all the same.
+What is compared must be right there, too: a benchmark whose implementations compute different
+things would compare their times all the same.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import prefix_tiers
+from benchmarks import serving, smoke
 from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.decode import IMPLEMENTATIONS as DECODERS
-from benchmarks.decode_context_parallel import LAYOUTS, SharedReport
-from benchmarks.drawing import DRAWS
-from benchmarks.grouped_experts import KINDS
-from benchmarks.qk_clip import SUITES, QKClipReport
+from benchmarks.kit import Benchmark, arguments
+from benchmarks.kit.arguments import KNOWN, Option
 from tests.support import needs
 from tests.support.programs import run_script
-from tests.unit.scripts.benchmarks.registered import BENCHMARKS, FOLDER
 
-pytestmark = needs.no_gpu
+FOLDER = Path(__file__).resolve().parents[4] / "scripts/benchmarks"
+DOCS = FOLDER.parents[1] / "docs" / "measurements"
+COUNT = "expected a whole number above 0"
+OURS = "--implementations ours "
+Rows = list[dict]
+
+
+def _registered() -> dict[str, type[Benchmark]]:
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        started = re.search(r"^    kit\.main\((\w+)\)$", path.read_text(), re.MULTILINE)
+        if started:
+            found[path.stem] = getattr(
+                importlib.import_module(f"benchmarks.{path.stem}"), started[1]
+            )
+    return found
+
+
+BENCHMARKS = _registered()
+# Beside those that follow from the types of the options.
+MISTAKES = {
+    "attention": [
+        ("--layouts bshd", "expected some of sbhd, thd"),
+        ("--suite none", "argument --suite: invalid choice"),
+        ("--form other", "argument --form: invalid choice"),
+    ],
+    "context_parallel": [
+        ("", "context parallelism needs 2 or more processes, got 1"),
+        ("--cp-comm-types a2a", "expected some of all_gather, p2p"),
+        ("--recompute core_attn", "expected some of none, mla_up_proj"),
+    ],
+    "conversion": [
+        ("--sizes 0.1GB,huge", "got 'huge'"),
+        ("--work-folder nowhere", "--work-folder nowhere is no folder"),
+        ("--sizes 900TB", "GB free"),
+    ],
+    "decode": [
+        ("--implementations FlashMLA,other", "expected some of ours, "),
+        ("--kv 1 --query-lengths 1,2", "2 new tokens are more than 1"),
+    ],
+    "dsa": [("--topk 9999", "--topk must be at most the keys of --kv and --indexer")],
+    "pretraining": [
+        ("--iterations 10", "--iterations must be more than --skip 10, got 10"),
+        ("--attentions flash", "expected some of standard, absorbed"),
+        ("--micro-batch-size 3", "must be a multiple of --micro-batch-size x --gpus = 3"),
+    ],
+    "serving": [
+        ("--rows 32", "expected rows such as 32x1k/256 or 64x1k/256*4, got '32'"),
+        ("--rows 64x1k/256*1", "expected at least 2 rounds after *, got '64x1k/256*1'"),
+        ("--rows 0x1k/256", f"argument --rows: {COUNT}"),
+        ("--implementations sglang", "of ours, vllm, ours-server, vllm-server, ours-parity"),
+        ("--vllm nowhere", "--implementations vllm,vllm-server needs the package vllm, which"),
+        (OURS + "--prefill-tokens 1k,2k", "argument --prefill-tokens: expected a whole"),
+        (OURS + "--server-packages nowhere", "--server-packages must be a folder, got now"),
+        (OURS + "--logs /proc/none", "--logs"),
+        (OURS + "--scale-down 3", "--scale-down 3 does not divide vocab_size 129280"),
+        (OURS + "--experts 1", "--experts must be at least 2, got 1"),
+        ("--temperature -1", "argument --temperature: expected a number of at least 0"),
+    ],
+}
+
+
+def mistakes(name: str) -> Iterator[tuple[str, str]]:
+    """Those of every type of option, then the benchmark's own."""
+    options, own = BENCHMARKS[name].options, ""
+    if name == "serving":
+        # Its own peers are not installed.
+        own = OURS
+    for option, value in options.items():
+        kind = value if isinstance(value, Option) else KNOWN.get(option, Option(""))
+        flag = f"--{option.replace('_', '-')}"
+        if kind.type in (arguments.count, arguments.parse_sizes):
+            for text in ("0", "16q"):
+                yield f"{flag} {text}", f"argument {flag}: {COUNT}"
+    if "seconds_per_row" in options:
+        yield "--seconds-per-row nan", "expected a number of seconds above 0, got 'nan'"
+    if "device" in options:
+        message = "--device cuda needs a GPU, and there is none; give --device cpu"
+        yield f"{own}--device cuda", message
+    yield f"{own}--render /nowhere.json", "--render must be JSON that this script wrote"
+    yield from MISTAKES[name]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_mistakes(name, tmp_path, capsys, monkeypatch):
+    """They are one line, before anything is written."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    benchmark = BENCHMARKS[name]
+    folder = [str(tmp_path / "out")] if benchmark.files else []
+    for options, message in mistakes(name):
+        assert benchmark.main([*folder, *options.split()]) == 2, options
+        error = capsys.readouterr().err
+        assert error.startswith(f"{name}.py: error: ")
+        assert message in error and error.count("\n") == 1, (options, error)
+        assert not (tmp_path / "out").exists()
+
+
+# What they have measured, and a figure of their rows where that is no matter of course.
+PUBLISHED = {
+    "attention": (
+        *("attention/core*.json", "attention/layer*.json", "fp8/layer.json"),
+        *("remeasured/core.json", "remeasured/layer*.json"),
+    ),
+    "context_parallel": ("context-parallel/*.json", "remeasured/context-parallel*.json"),
+    "conversion": ("conversion/benchmark.json",),
+    "decode": (
+        *("decode/[bdlo]*.json", "decode/flash*.json", "decode/fp8.json", "decode/fp8-p*.json"),
+    ),
+    "dsa": ("dsa/kernels.json",),
+    "pretraining": ("pretraining/*.json",),
+    "serving": ("generation/serving*.json", "generation/traffic*.json"),
+}
+FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
+# Whose published results take seconds to draw.
+MANY_PANELS = {"attention", "context_parallel"}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_published_results_are_shown_again(name, tmp_path, capsys, monkeypatch):
+    """Also those that older versions wrote."""
+    benchmark = BENCHMARKS[name]
+    if name in MANY_PANELS:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = [str(file) for files in PUBLISHED[name] for file in sorted(DOCS.glob(files))]
+    assert found
+    folder = [str(tmp_path)] if benchmark.files else []
+    assert benchmark.main([*folder, "--render", *found]) == 0
+    out = capsys.readouterr().out
+    last = json.loads(out.splitlines()[-1])
+    assert len(last) == len(found) == out.count("\nMeasured on ")
+    rows = [row for report in last for row in report[benchmark.report.rows_key]]
+    assert len(rows) >= len(found)
+    if name in FIGURES:
+        assert sum(FIGURES[name] in row for row in rows) > 1
+    if folder:
+        assert (tmp_path / f"{benchmark.files}.png").exists() == (name not in MANY_PANELS)
+
+
+# By options that have other names since or are no more, and in words.
+NOT_REPEATED = ("decode/flash-attention-3.json", "attention/layer.json", "h200-x2.json", "x4.json")
+
+
+def test_recorded_commands_are_accepted(tmp_path, monkeypatch):
+    """What the results in the docs were made with makes them again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(serving, "vllm_version", lambda _: "0.24.0")
+    monkeypatch.setattr(serving, "missing_for_our_server", lambda _: [])
+    (tmp_path / "vllm").mkdir()
+    parsed = 0
+    for name, patterns in PUBLISHED.items():
+        for file in (file for one in patterns for file in DOCS.glob(one)):
+            content = json.loads(file.read_text())
+            about = content.get("environment") or content["machine"]
+            _, script, words = about.get("command", "").partition(f"{name}.py")
+            if script and not str(file).endswith(NOT_REPEATED):
+                BENCHMARKS[name].parse(shlex.split(words))
+                parsed += 1
+    assert parsed > 25
+
+
+def test_every_result_in_the_docs_is_a_programs():
+    """Of one that is here, or of a commit that a page names."""
+    shown = {file for files in PUBLISHED.values() for one in files for file in DOCS.glob(one)}
+    pages = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
+    for file in set(DOCS.rglob("*.json")) - shown:
+        content = json.loads(file.read_text())
+        about = content.get("environment", {}) if isinstance(content, dict) else {}
+        found = re.search(r"benchmarks/(\w+\.py)", str(about.get("command", "")))
+        if found:
+            assert re.search(rf"{found[1]}` of 8c0a2145", pages), file
+
 
 # Their trainings, conversions and servers are programs of their own: see the tests of their names.
-ELSEWHERE = {"conversion", "fp8_training", "pretraining", "serving"}
-# It needs a matrix product that adds in one order on a CPU, see test_kernels.py.
-ELSEWHERE |= {"invariant_products"}
-RANKS = {"context_parallel": 2, "decode_context_parallel": 2}
-# Triton interprets our kernels.
-INTERPRETED = {"grouped_experts"}
+ELSEWHERE = {"conversion", "pretraining", "serving"}
 # Why something of a benchmark cannot run here.
 REASONS = re.compile(
     "needs a GPU|compute capability 9.0|computes in fp16 and bf16|transformer-engine|"
-    "TransformerEngine|cannot be imported|no such kernel|last dimension|not among|requires a CUDA|"
-    "transformer engine|'NoneType' object is not callable"
+    "cannot be imported|no such kernel|last dimension"
 )
-Rows = list[dict]
 
 
 def measured(rows: Rows) -> Rows:
@@ -64,15 +231,8 @@ def attention(rows: Rows, out: str, folder: Path) -> None:
     assert why["torch, cudnn"] == "this device has no such kernel"
     assert "same last dimension" in why["torch, flash"]
     assert why["megatron"] == "Megatron's standard MLA needs transformer-engine, not installed here"
-    for module in ("transformer_engine", "flash_attn_interface", "flash_attn"):
+    for module in ("transformer_engine", "vllm", "flash_attn"):
         assert any(f"No module named '{module}'" in error for error in why.values())
-
-
-def cached_attention(rows: Rows, out: str, folder: Path) -> None:
-    found = json.loads((folder / "cached.json").read_text())["rows"]
-    assert [row["case"]["suite"] for row in found] == ["prefill", "offload"]
-    assert found[1]["case"]["resident"] == 6 and all(row["ours"]["median"] > 0 for row in found)
-    assert {"more_ms", "link_ms"} < set(rows[1])
 
 
 def context_parallel(rows: Rows, out: str, folder: Path) -> None:
@@ -98,19 +258,6 @@ def context_parallel(rows: Rows, out: str, folder: Path) -> None:
         assert operations == ({"send"} if around else expected)
 
 
-def context_parallel_compute(rows: Rows, out: str, folder: Path) -> None:
-    assert [row["layout"] for row in rows] == ["sbhd", "thd"]
-    for row in rows:
-        assert row["all_gather:reference step_ms"] > 0 and row["p2p:reference host_ms"] > 0
-        # Both exchanges are of the same latents, in the same layer.
-        assert row["p2p:reference difference"] < 1e-5
-        # 32 tokens of a latent in fp32 from each of two ranks, and its gradient; four shapes.
-        gathered = 2 * 2 * 32 * (32 + 16) * 4 + 2 * 4 * 8
-        assert row["all_gather:reference messages_mib"] * 2**20 == gathered
-    assert "p2p:cudnn: " in out and "needs a GPU" in out
-    assert "megatron: Megatron's standard MLA needs transformer-engine" in out
-
-
 def decode(rows: Rows, out: str, folder: Path) -> None:
     assert [row["implementation"] for row in rows] == list(DECODERS)
     plain, fp8 = measured(rows)
@@ -118,29 +265,6 @@ def decode(rows: Rows, out: str, folder: Path) -> None:
     assert plain["difference"] == fp8["difference"] == 0.0 and not plain["graph"]
     assert fp8["implementation"] == "ours, reference, fp8"
     assert "- it needs a GPU: FlashMLA n=2" in out
-
-
-def decode_context_parallel(rows: Rows, out: str, folder: Path) -> None:
-    assert "| best |" in out
-    found = SharedReport.read(folder / "out.json").rows
-    assert [row.case.layout for row in found] == list(LAYOUTS)
-    plain, shared, own = found
-    # Of a token 32 + 16 numbers in float32.
-    assert plain.cache_bytes == plain.cache_tokens * 48 * 4 == 2 * shared.cache_bytes
-    assert plain.cache_bytes > own.cache_bytes
-    assert plain.weight_bytes == shared.weight_bytes < own.weight_bytes
-
-
-def decode_steps(rows: Rows, out: str, folder: Path) -> None:
-    kinds = [(row["loop"], row["batch"]) for row in rows]
-    assert kinds == [("megatron", 1), ("loop", 1), ("megatron", 2), ("loop", 2)]
-    assert all(0 < row["host_ms"] <= row["step_ms"] for row in rows)
-
-
-def drawing(rows: Rows, out: str, folder: Path) -> None:
-    kinds = [(row["draws"], row["logits"], row["requests"]) for row in rows]
-    assert kinds == [(d, k, n) for d in DRAWS for k in ("flat", "peaked") for n in (1, 2)]
-    assert all(row["torch_us"] > 0 and "ours_us" not in row for row in rows)
 
 
 def dsa(rows: Rows, out: str, folder: Path) -> None:
@@ -156,146 +280,25 @@ def dsa(rows: Rows, out: str, folder: Path) -> None:
     assert "- it needs compute capability 9.0: forward n=2" in out
 
 
-def dsa_decode(rows: Rows, out: str, folder: Path) -> None:
-    sparse, dense = measured(rows)
-    assert sparse["implementation"] == "sparse, triton" and dense["implementation"][:5] == "dense"
-    assert sparse["difference"] < 1e-5 and sparse["agreement"] == 1
-    assert min(sparse["select_us"], sparse["attend_us"]) > 0
-    assert out.count("it needs a GPU: ") == 3 and "FlashMLA" in out
-
-
-def dsa_layer(rows: Rows, out: str, folder: Path) -> None:
-    [row] = rows
-    assert row["sparse step_us"] > 0 and row["dense step_us"] > 0
-    assert "only supports transformer engine" in out and "requires a CUDA device" in out
-
-
-def engine(rows: Rows, out: str, folder: Path) -> None:
-    [last] = json.loads(out.splitlines()[-1])
-    assert json.loads((folder / "out.json").read_text()) == last
-    ours = [row for row in rows if row["case"]["implementation"] == "ours"]
-    assert len(ours) == 2
-    for row in ours:
-        assert row["ok"] and not row["missing"] and row["tokens_per_second"] > 0
-        assert row["generated"] == last["environment"]["asked_for"]
-        assert row["comparison"]["equal"] == last["environment"]["requests"] == 12
-        graphs = row["engine"]["graph_steps"]
-        assert graphs == (row["engine"]["steps"] if row["case"]["graphs"] else 0)
-
-
-def fusions(rows: Rows, out: str, folder: Path) -> None:
-    by_kind = {row["kind"]: row for row in rows}
-    assert list(by_kind) == ["query", "keys", "down", "layer"]
-    assert by_kind["query"]["ours forward_tbps"] > 0 and by_kind["query"]["copy host_us"] > 0
-    assert "- query n=2 S=8, megatron's fused RoPE: it needs a GPU" in out
-    # One product computes what two compute, for tensors as well as for layers.
-    names = [f"{name} difference" for name in ("one of tensors", "two layers", "one of layers")]
-    assert max(by_kind["down"][name] for name in names) < 1e-6
-    layer = by_kind["layer"]
-    assert layer["separate difference"] == 0 and layer["fused difference"] < 1e-6
-
-
-def grouped_experts(rows: Rows, out: str, folder: Path) -> None:
-    by_kind = {row["kind"]: row for row in rows}
-    assert list(by_kind) == list(KINDS)
-    for kind, row in by_kind.items():
-        assert row["ours forward_us"] > 0 and row["ours difference"] < 1e-6, kind
-    assert by_kind["out_of"]["parity difference"] < 1e-6
-    assert by_kind["into"]["torch forward_tbps"] > 0
-    assert "torch forward_tbps" not in by_kind["sums"]
-
-
-def latent_attention(rows: Rows, out: str, folder: Path) -> None:
-    found = [(row["work"], row["implementation"]) for row in measured(rows)]
-    assert found == [("forward", "ours, reference"), ("backward", "ours, reference")]
-    assert all(row["queued_tflops"] > 0 and row["called_ms"] > 0 for row in measured(rows))
-    assert "- it needs a GPU: forward n=2 S=40: ours, hopper" in out
-
-
-def load(rows: Rows, out: str, folder: Path) -> None:
-    [row] = rows
-    assert row["ok"] and row["equal"] == 14 and not row["different"] and not row["missing"]
-    assert row["requests"]["outputs"] == 16 and row["requests"]["aborted"] > 0
-    for which in ("first_token", "token", "request"):
-        times = row["latencies"][which]
-        assert 0 < times["p50"] <= times["p99"] <= times["most"] < 60_000
-    assert row["tokens_per_second"] > 0 and row["generated"] > 14
-    environment = json.loads(out.splitlines()[-1])[0]["environment"]
-    assert environment["clients"] == 14 and environment["model"] == "tiny"
-
-
-def prefixes(rows: Rows, out: str, folder: Path) -> None:
-    by_place = {row["place"]: row for row in rows}
-    assert tuple(by_place) == prefix_tiers.PLACES
-    assert [row["disk_blocks"] for row in rows] == [0, 0, 8, 8, 8, 0]
-    assert all(row["first_ms"] > 0 and row["decode_ms"] > 0 for row in rows)
-    host, device = by_place["host"], by_place["device"]
-    # The cache has 17 blocks, of which 4 are on the device: what one step needs at least is 3.
-    assert host["streamed_blocks"] >= 5 and "streamed_blocks" not in device
-    assert device["of_computed"] < 1 and host["copy_ms"] > 0 and "copy_ms" not in device
-    assert list((folder / "prefixes").iterdir()) == []
-
-
-def qk_clip(rows: Rows, out: str, folder: Path) -> None:
-    report = QKClipReport.read(folder / "out.json")
-    of_suite = {name: [row for row in report.rows if row.case.suite == name] for name in SUITES}
-    maxima = [row for row in of_suite["maxima"] if row.case.backend == "reference"]
-    assert [row.case.layout for row in maxima] == ["sbhd", "thd"]
-    assert all(row.worst < 1e-6 and not row.error for row in maxima)
-    refused = [row for row in report.rows if getattr(row.case, "backend", "") == "hopper"]
-    assert refused and all(row.error == "it needs a GPU" for row in refused)
-    layers = [row for row in of_suite["cost"] if row.case.backend == "layer"]
-    assert [row.case.wanted for row in layers] == ["clip", "log"]
-    assert all(row.recorded_step.median > 0 and row.ran for row in layers)
-    assert len(of_suite["clip"]) == 4 and all(row.first > 0 for row in of_suite["clip"])
-    assert any("step_ratio" in row for row in rows)
-    assert "| case | worst |" in out and "first_ms" in out
-
-
-def speculative(rows: Rows, out: str, folder: Path) -> None:
-    cases = [(row["requests"], row["drafts"]) for row in rows]
-    assert cases == [(n, drafts) for n in (1, 2) for drafts in (0, 1, 2)]
-    assert all(row["tokens_per_second"] > 0 and 0 <= row["equal"] <= 1 for row in rows)
-
-
-def training_graphs(rows: Rows, out: str, folder: Path) -> None:
-    assert json.loads(out.splitlines()[-1])[0]["environment"]["layers"] == "local"
-    assert {row["error"] for row in rows if row["graphs"]} == {"it needs a GPU"}
-    found = measured(rows)
-    assert [row["recomputed"] for row in found] == [True, False]
-    assert {row["implementation"] for row in found} == {"ours"}
-    assert all(row["step_ms"] > 0 and row["host_ms"] > 0 for row in found)
-
-
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
-    one.__name__: one
-    for one in (
-        *(attention, cached_attention, context_parallel, context_parallel_compute, decode),
-        *(decode_context_parallel, decode_steps, drawing, dsa, dsa_decode, dsa_layer, engine),
-        *(fusions, grouped_experts, latent_attention, load, qk_clip, speculative, training_graphs),
-    )
-} | {"prefix_tiers": prefixes}
+    one.__name__: one for one in (attention, context_parallel, decode, dsa)
+}
 
 
 def test_every_benchmark_is_run():
-    assert CHECKS.keys() | ELSEWHERE == BENCHMARKS.keys()
-    assert all(one.quick is not None for name, one in BENCHMARKS.items() if name != "fp8_training")
+    assert CHECKS.keys() | ELSEWHERE == BENCHMARKS.keys() == MISTAKES.keys() == PUBLISHED.keys()
 
 
+@needs.no_gpu
 @pytest.mark.parametrize("name", CHECKS)
 def test_tiny_cases_on_a_cpu(name, tmp_path, capsys):
     """In a process of its own, which leaves its groups; and they are shown again."""
     benchmark = BENCHMARKS[name]
     folder = [tmp_path] if benchmark.files else []
     file = tmp_path / (f"{benchmark.files}.json" if folder else "out.json")
-    command = [FOLDER / f"{name}.py", *folder, "--quick"]
-    command += [] if folder else ["--json", file]
-    if name == "prefix_tiers":
-        command += ["--prefix-folder", tmp_path / "prefixes"]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "GIT_COMMIT": "abc"}
-    if name in INTERPRETED:
-        environment["TRITON_INTERPRET"] = "1"
-    done = run_script(*command, ranks=RANKS.get(name, 0), **environment)
+    command = [FOLDER / f"{name}.py", *folder, "--quick", *(() if folder else ("--json", file))]
+    ranks = 2 if name == "context_parallel" else 0
+    done = run_script(*command, ranks=ranks, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     out, last = done.stdout, done.stdout.splitlines()[-1]
     [report] = json.loads(last)
@@ -309,3 +312,29 @@ def test_tiny_cases_on_a_cpu(name, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == last
     if folder:
         assert file.with_suffix(".png").stat().st_size > 1000
+
+
+def test_smoke_has_a_case_of_every_benchmark(tmp_path, monkeypatch):
+    """Whose options are accepted; what needs more than there is is skipped by name."""
+    monkeypatch.setattr(serving, "vllm_version", lambda _: "0.24.0")
+    for one in smoke.SMOKES:
+        words = shlex.split(one.options.format(out=tmp_path))
+        BENCHMARKS[one.script].parse(words)
+    assert {one.script for one in smoke.SMOKES} == BENCHMARKS.keys()
+    skipped = {smoke.missing(one, 1) for one in smoke.SMOKES}
+    assert {"", "it needs 2 GPUs", "it needs transformer_engine", "it needs vllm"} == skipped
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('[{"rows": [{"ms": 1}, {"error": "it needs a GPU"}]}]', ""),
+        ('[{"rows": [{"error": "it needs a GPU"}]}]', "no figures: it needs a GPU"),
+        ('[{"rows": [{"ms": 1}, {"error": "KeyError: x"}]}]', "KeyError: x"),
+        ('[{"runs": [{"error": "rank 1: OutOfMemoryError: x"}, {"ms": 1}]}]', "rank 1: OutOf"),
+        ("Traceback", "its last line is no report"),
+    ],
+)
+def test_smoke_tells_failures_from_refusals(line, problem):
+    found = smoke.problem(["some", line])
+    assert found.startswith(problem) and bool(found) == bool(problem)

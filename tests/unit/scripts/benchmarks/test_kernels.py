@@ -1,9 +1,9 @@
-"""Benchmarks of kernels: their counts, their peers, and results that are wrong."""
+"""Benchmarks of kernels and layers: their counts, what is compared with what, and the peers."""
 
 from __future__ import annotations
 
-import json
-import math
+import dataclasses
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,74 +11,83 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton.experimental.gluon")
-
 from absorbed_mla.core_attention.backends.reference import reference_forward
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs
-from benchmarks import grouped_experts, invariant_products, kit, latent_attention
-from benchmarks.cached_attention import CachedCase, flops, offloaded_bytes
-from benchmarks.drawing import DrawingBenchmark
+from absorbed_mla.inference.backends.reference import paged_reference
+from benchmarks import attention, context_parallel, core_attention
+from benchmarks.attention import AttentionBenchmark, AttentionReport, LayerCase, document_lengths
+from benchmarks.context_parallel import CPBenchmark, CPReport, RingCase
+from benchmarks.core_attention import CoreCase, attention_flops
+from benchmarks.decode import DecodeBenchmark, DecodeCase, Ratio
 from benchmarks.dsa import DSABenchmark, DSACase
 from benchmarks.dsa_inputs import selection, union
-from benchmarks.fusions import FusionCase, FusionsBenchmark
-from benchmarks.invariant_products import ProductBenchmark, ProductCase, ProductReport
-from benchmarks.kit import Times, processes
-from benchmarks.latent_attention import LatentBenchmark, LatentCase, LatentReport
+from benchmarks.kit import DIMS, Refused, Times, processes
+from benchmarks.peers import decode as decode_peers
 from benchmarks.peers import libraries
-from benchmarks.qk_clip import QKClipBenchmark, QKClipReport
-from benchmarks.qk_clip_attention import AttentionCase, AttentionRow
-from tests.support.backends import multiply_in_one_order, triton_interpreter
+from benchmarks.peers.attention import PEERS, transformer_engine
+from tests.support.numerics import relative_error
+from tests.support.paged import PagedCase
+from tests.unit.inference.test_paged_backends import decode_of_flash_mla
 
-with triton_interpreter():
-    import absorbed_mla.kernels.invariant.matrix_product
-    import absorbed_mla.testing.token_probabilities  # noqa: F401
-    from absorbed_mla.kernels.sampling import draw
+TINY = ["out", "--quick"]
 
 
-@pytest.fixture(autouse=True)
-def _on_one_cpu(monkeypatch):
-    """In this process, without process groups."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    # Benchmarks of sparse attention set it, which must not stay.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(processes, "Processes", processes.Device)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def cases(benchmark, *argv: str) -> list:
+    """Those of a command line, on a GPU."""
+    args = benchmark.parse(argv)
+    return benchmark.cases(SimpleNamespace(args=args, on_gpu=True))
 
 
-def run(benchmark, capsys, *options: str, code: int = 0) -> tuple[list[dict], str]:
-    assert benchmark.main(["--quick", *options]) == code
-    out = capsys.readouterr().out
-    return json.loads(out.splitlines()[-1])[0]["rows"], out
+def times(seconds: float) -> Times:
+    return Times(seconds, seconds / 2, 2 * seconds, 3)
 
 
-def test_counts_of_cached_attention():
-    """Pairs, products and bytes, counted one by one."""
-    case = CachedCase("prefill", heads=3, batch=1, queries=4, context=5)
-    pairs = sum(1 for query in range(5, 9) for key in range(9) if key <= query)
-    assert case.pairs == pairs
-    assert flops(case, kit.DIMS) == {
-        "attention": 3 * pairs * 2 * (192 + 128),
-        "expansion": 9 * 3 * 2 * 512 * (128 + 128),
-    }
-    case = CachedCase("offload", heads=16, batch=3, queries=1, context=99, resident=25)
-    assert offloaded_bytes(case, kit.DIMS, 2) == 3 * 75 * 576 * 2
+class TestCounts:
+    """They are those of published figures."""
 
+    def test_attention(self):
+        for form, forward, backward in (("expanded", 640, 1664), ("absorbed", 2176, 5504)):
+            pairs = 16 * 8192 * 8192 / 2
+            found = attention_flops(CoreCase("ours", form, 16, 8192), DIMS)
+            assert found == (pairs * forward, pairs * backward)
 
-class TestSparse:
-    def test_counts_are_those_of_published_figures(self):
+    def test_decode(self):
+        """FlashMLA on an H200: 545 us are 536 TFLOP/s, and 324 us with 16 heads are 3.72 TB/s."""
+        compute = DecodeCase("FlashMLA", 128, 128, 8192, 1, 64)
+        assert compute.flops(512, 64) / 545e-6 / 1e12 == pytest.approx(536, rel=2e-3)
+        memory = DecodeCase("FlashMLA", 16, 128, 8192, 1, 64)
+        assert memory.latent_bytes(512, 64, 2) / 324e-6 / 1e12 == pytest.approx(3.72, rel=3e-3)
+        fp8 = DecodeCase("ours, triton, fp8", 16, 128, 8192, 1, 64)
+        assert fp8.latent_bytes(512, 64, 2) == 128 * 8192 * 656
+        pair = DecodeCase("FlashMLA", 1, 1, 10, 3, 64)
+        assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
+
+    def test_sparse(self):
         """FlashMLA on an H200: 3.85 ms are 607 TFLOP/s; TileLang's backward 33.4 ms, 177."""
-        benchmark = DSABenchmark(DSABenchmark.parse([]))
+        args, content, rope = DSABenchmark.parse([]), 512, 64
+        benchmark = SimpleNamespace(args=args, content=content, rope=rope)
         for work, seconds, rate in (("forward", 3.85e-3, 607), ("backward", 33.4e-3, 177)):
-            count = benchmark.flops(DSACase(work, 128, 8192, False, "hopper"))
+            count = DSABenchmark.flops(benchmark, DSACase(work, 128, 8192, False, "hopper"))
             assert count / seconds / 1e12 == pytest.approx(rate, rel=2e-3)
 
+    def test_lengths_of_requests(self):
+        """The same in every run; their means are those that the description says."""
+        drawn = {
+            name: DecodeCase("FlashMLA", 1, 256, 8192, 1, 64, name).kv_lengths
+            for name in ("uniform", "exponential", "one_long")
+        }
+        assert all(len(x) == 256 and 64 <= min(x) <= max(x) <= 8192 for x in drawn.values())
+        assert drawn["uniform"] == DecodeCase("", 1, 256, 8192, 1, 64, "uniform").kv_lengths
+        assert sum(drawn["uniform"]) / 256 == pytest.approx(4128, rel=0.1)
+        assert sum(drawn["exponential"]) / 256 == pytest.approx(1024, rel=0.2)
+        assert sorted(drawn["one_long"]) == [128] * 255 + [8192]
+        assert sorted(DecodeCase("", 1, 2, 100, 8, 64, "one_long").kv_lengths) == [8, 100]
+
     @pytest.mark.parametrize("shared", [False, True])
-    def test_indices(self, shared):
-        make = torch.Generator().manual_seed(0)
-        chosen = selection(64, 4096, 512, shared, make)
+    def test_chosen_keys(self, shared):
+        chosen = selection(64, 4096, 512, shared, torch.Generator().manual_seed(0))
         assert chosen.shape == (64, 1, 512) and chosen.dtype == torch.int32
         rows = chosen[:, 0]
         assert (rows.diff(dim=1) > 0).all() and rows.min() >= 0 and rows.max() < 4096
@@ -86,134 +95,238 @@ class TestSparse:
         assert min(common) >= 0.8 if shared else max(common) < 0.3
         assert 1 < union(chosen) < (1.5 if shared else 4)
 
-
-class TestDrawing:
-    def test_ours_draw_what_pytorch_draws(self, capsys):
-        with triton_interpreter():
-            options = "--draws greedy,top_p,min_p --logits peaked"
-            rows, _ = run(DrawingBenchmark, capsys, *options.split())
-        assert len(rows) == 6
-        for row in rows:
-            assert row["ours_us"] > 0 and row["torch_us"] > 0, row
-            assert row["ratio"] == pytest.approx(row["ours_us"] / row["torch_us"], rel=1e-12)
-            assert row["equal"] == 1
-
-    @pytest.mark.parametrize("requests", [1, 2])
-    def test_other_tokens_are_an_error(self, capsys, monkeypatch, requests):
-        """Also those of a request that depend on how many there are."""
-        right = draw.draw_tokens
-
-        def wrong(logits, numbers, *, filters):
-            found = right(logits, numbers, filters=filters)
-            found[-1] = 7 if len(found) == requests else found[-1]
-            return found
-
-        monkeypatch.setattr(draw, "draw_tokens", wrong)
-        with triton_interpreter():
-            options = "--draws sampled --logits flat"
-            rows, _ = run(DrawingBenchmark, capsys, *options.split(), code=1)
-        assert [row["requests"] for row in rows if "error" in row] == [requests]
-        [error] = [row["error"] for row in rows if "error" in row]
-        wanted = f"1 of {requests} tokens are wrong: request {requests - 1} has 7 instead of "
-        assert error.startswith(wanted)
+    @pytest.mark.parametrize("tokens", (1, 7, 64, 65536))
+    def test_documents_fill_the_pack_and_are_drawn_once(self, tokens):
+        lengths = document_lengths(tokens, 1)
+        assert sum(lengths) == tokens and min(lengths) >= 1
+        assert lengths == document_lengths(tokens, 1)
+        if tokens > 64:
+            assert len(set(lengths)) > 3 and lengths != document_lengths(tokens, 2)
 
 
-class TestProducts:
-    @pytest.fixture(autouse=True)
-    def _in_one_order(self, monkeypatch):
-        monkeypatch.setattr(invariant_products, "_COPIES_BYTES", 1e4)
-        multiply_in_one_order(monkeypatch)
-        with triton_interpreter():
-            yield
+class TestCases:
+    def test_of_decode(self):
+        sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
+        found = cases(DecodeBenchmark, *sizes.split(), "--lengths", "uniform")
+        names = {case.implementation for case in found}
+        assert {"ours, hopper", "ours, triton, fp8", *decode_peers.PEERS} <= names
+        assert not {"ours, reference", "ours, auto", "ours, hopper, parity"} & names
+        assert [case.batch for case in found[:: len(names)]] == [1, 32, 128]
+        assert {(c.kv, c.block_size, c.lengths) for c in found} == {(8192, 64, "uniform")}
+        names = ["ours, triton", "ours, hopper, fp8, parity"]
+        plain, other = cases(DecodeBenchmark, "--implementations", ";".join(names))[:2]
+        assert not plain.batch_invariant and other.batch_invariant
+        assert (other.backend, other.over_fp8) == ("hopper", True)
 
-    def test_a_run_on_a_cpu(self, tmp_path, capsys):
-        file = tmp_path / "products.json"
-        found, _ = run(ProductBenchmark, capsys, "--tiles", "64x32x4x2", "--json", str(file))
-        rows = {(row["rows"], row["implementation"]): row for row in found}
-        names = {"torch", "ours", "megatron mm", "megatron TE", "ours 64x32x4x2"}
-        assert {name for _, name in rows} == names
-        for count in (1, 70):
-            ours = rows[count, "ours"]
-            assert ours["ratio"] > 0 and ours["changed"] == 0
-            assert "ratio" not in rows[count, "torch"]
-        assert len(ProductReport.read(file).rows) == 10
-
-    def test_bits_that_differ(self, capsys, monkeypatch):
-        def variants(x, weight):
-            return [("tile 1x1", lambda left, right: left @ right + 1)]
-
-        monkeypatch.setattr(invariant_products, "_variants", variants)
-        _, out = run(ProductBenchmark, capsys, code=1)
-        assert "- 40x33, 70 rows: ours: tile 1x1" in out
-
-
-def test_figures_of_products():
-    report = ProductReport({})
-    for name, seconds in (("torch", 2e-6), ("ours", 3e-6)):
-        case = ProductCase("100x50", 1, name)
-        report.rows.append(invariant_products.Row(case=case, times=Times.of([seconds])))
-    found = report.figures(report.rows[1])
-    expected = {"us": 3.0, "tbps": 2 * 5150 / 3e6, "tflops": 1e4 / 3e6, "ratio": 1.5, "changed": 0}
-    assert found == pytest.approx(expected)
-    assert ProductCase("q_up", 1, "ours").widths == (1536, 24576)
+    def test_of_context_parallelism(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        sizes = [
+            "out",
+            "--sizes",
+            "1k,16",
+            "--heads",
+            "2",
+            "--layouts",
+            "sbhd,thd",
+            "--documents",
+            "2",
+        ]
+        found = cases(CPBenchmark, *sizes, "--recompute", "none,mla_up_proj")
+        assert [case.tokens for case in found] == [16] * 12 + [1024] * 12
+        assert [(c.implementation, c.cp_comm_type, c.recompute) for c in found[2:5]] == [
+            ("megatron", "p2p", "none"),
+            ("ours", "all_gather", "mla_up_proj"),
+            ("ours", "p2p", "mla_up_proj"),
+        ]
+        assert [(c.layout, c.documents) for c in found[4:8]] == [("sbhd", 1)] * 2 + [("thd", 2)] * 2
+        assert str(found[5]) == "megatron p2p expanded recompute mla_up_proj sbhd S=16 n=2"
 
 
-def test_experts_without_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("absorbed_mla.kernels.triton.common.interpreted", lambda: False)
-    rows, out = run(grouped_experts.ExpertsBenchmark, capsys, "--cases", "order")
-    assert "torch forward_us" in rows[0] and "ours forward_us" not in rows[0]
-    assert "- order T=3, ours: it needs a GPU" in out
+MEGATRON = attention.Row(
+    case=LayerCase("megatron", True, 128, 8192, "thd"),
+    forward=times(0.01),
+    backward=times(0.03),
+    step=times(0.04),
+    kept_bytes=1000 * 2**20,
+)
+OURS = dataclasses.replace(
+    MEGATRON,
+    case=LayerCase("ours", True, 128, 8192, "thd"),
+    step=times(0.038),
+    kept_bytes=250 * 2**20,
+)
+RING = context_parallel.Row(
+    case=RingCase("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1, "none"),
+    cp_size=2,
+    step_seconds=[0.06, 0.05, 0.1],
+    kept_bytes=2**29,
+    forward_sent_bytes=8192 * 1152,
+    backward_sent_bytes=8192 * 2304,
+)
+MEGATRONS_RING = dataclasses.replace(
+    RING,
+    case=RingCase("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1, "none"),
+    step_seconds=[0.04],
+    kept_bytes=2**30,
+    forward_sent_bytes=8192 * 80000,
+    backward_sent_bytes=8192 * 265600,
+)
 
 
-class TestLatent:
-    def test_the_peer_gets_our_inputs(self, capsys, monkeypatch):
+def changed(row, **changes):
+    """A row of another case."""
+    return dataclasses.replace(row, case=dataclasses.replace(row.case, **changes))
+
+
+class TestRatios:
+    """Like is compared with like: memory saved by recomputation is not the layer's own doing."""
+
+    def test_of_layers(self):
+        found = AttentionReport({}, [MEGATRON, OURS])
+        assert found.ratios(OURS) == {"forward": 1.0, "step": pytest.approx(0.95), "kept": 0.25}
+        assert found.ratios(MEGATRON) == {}
+        for change in ({"heads": 16}, {"tokens": 4096}, {"layout": "sbhd"}, {"recompute": False}):
+            assert found.ratios(changed(OURS, **change)) == {}
+
+    def test_of_rings(self):
+        found = CPReport({}, [RING, MEGATRONS_RING])
+        assert found.ratios(RING) == {"bytes": 0.01, "time": 1.5, "kept": 0.5}
+        assert found.peer(dataclasses.replace(RING, cp_size=4)) is None
+        assert found.peer(changed(RING, recompute="mla_up_proj")) is None
+        failed = dataclasses.replace(MEGATRONS_RING, error="rank 1: CUDA out of memory")
+        assert CPReport({}, [RING, failed]).ratios(RING) == {}
+
+    def test_bytes_per_token_are_for_each_other_rank(self):
+        four = dataclasses.replace(RING, cp_size=4, forward_sent_bytes=4096 * 3 * 1152)
+        assert four.bytes_per_token["forward"] == RING.bytes_per_token["forward"] == 1152
+
+    def test_of_decode(self):
+        """Of the times of a turn; a slow turn of both changes nothing."""
+        assert Ratio.of([3.0], [2.0]) == Ratio(1.5, 1.5, 1.5)
+        assert Ratio.of([1, 10, 3] * 4, [2, 20, 4] * 4) == Ratio(0.5, 0.5, 0.75)
+
+
+class FusedAttention(torch.nn.Module):
+    """TransformerEngine's DotProductAttention, as far as it is used here."""
+
+    def __init__(self, heads, widths, num_gqa_groups, **options):
+        super().__init__()
+        self.heads, self.widths, self.groups, self.options = heads, widths, num_gqa_groups, options
+
+    def forward(self, q, k, v):
+        found = (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"])
+        assert found == ("1", "0") and os.environ["NVTE_UNFUSED_ATTN"] == "0"
+        assert (q.shape[2], k.shape[2]) == (self.heads, self.groups)
+        if v.shape[2] != self.heads:
+            raise ValueError("No dot product attention backend is available for the inputs.")
+        views = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        scale = self.options["softmax_scale"]
+        out = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True, scale=scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class TestPeersOfAttention:
+    def measure(self, implementation: str, form: str) -> attention.Row:
+        case, args = CoreCase(implementation, form, 2, 8), AttentionBenchmark.parse(TINY)
+        device = processes.Device(1)
+        return attention.Row(case=case, **core_attention.measure_core(case, args, device))
+
+    @pytest.mark.parametrize("form", ("expanded", "absorbed"))
+    def test_they_compute_what_ours_computes(self, form, monkeypatch):
+        """The same inputs, the same scale, the same mask; gradients of all inputs."""
+        sdpa = torch.nn.attention.sdpa_kernel
+        math = [torch.nn.attention.SDPBackend.MATH]
+        monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backends: sdpa(math))
+        args, results = AttentionBenchmark.parse(TINY), []
+        for implementation in ("ours, reference", "torch, efficient"):
+            case = CoreCase(implementation, form, 2, 48)
+            subject = core_attention.build_core(case, args, processes.Device(1))
+            out = subject.forward()
+            results.append((out, subject.backward(out)))
+        (ours, grads), (theirs, their_grads) = results
+        assert relative_error(theirs, ours.out) < 1e-5
+        if form == "absorbed":
+            query = torch.cat((grads.q_content, grads.q_rope), dim=-1)
+            key = torch.cat((grads.k_content, grads.k_rope.unsqueeze(2)), dim=-1)
+        else:
+            # Joined in the inputs, as in a layer.
+            query, key = grads.q_content, grads.k_content
+            assert relative_error(their_grads[2], grads.value) < 1e-5
+        assert relative_error(their_grads[0], query) < 1e-5
+        assert relative_error(their_grads[1], key) < 1e-5
+
+    @pytest.mark.parametrize("form", ("expanded", "absorbed"))
+    def test_the_library_of_flash_attention_3_gets_our_inputs(self, form, monkeypatch):
+        """It has a forward only."""
+
         def attend(q, k, v, qv, scale, *, cu_seqlens, cu_seqlens_k, max_seqlen, num_splits):
-            """In place of ``flash_attention_3``, with its arguments for one sequence."""
             assert cu_seqlens.tolist() == cu_seqlens_k.tolist() == [0, max_seqlen] == [0, len(q)]
-            inputs = AttentionInputs(qv[:, None], q[:, None], v[:, None], k, None)
+            inputs = AttentionInputs.multi_head(q[:, None], k[:, None], v[:, None])
+            if qv is not None:
+                inputs = AttentionInputs(qv[:, None], q[:, None], v[:, None], k, None)
             rules = ScoreRules(scale=scale, spans=(Span(0, len(q), 0, len(q), 0),))
             return reference_forward(inputs, rules).out[:, 0]
 
-        monkeypatch.setattr(latent_attention, "require_flash_attention_3", lambda: None)
-        monkeypatch.setattr(latent_attention, "flash_attention_3", attend)
-        rows, _ = run(LatentBenchmark, capsys, "--works", "forward")
-        found = {row["implementation"]: row for row in rows if "queued_ms" in row}
-        assert list(found) == ["ours, reference", "FlashAttention-3"]
-        assert found["FlashAttention-3"]["difference"] < 1e-6
-
-    def test_without_the_library(self, monkeypatch, capsys):
-        monkeypatch.setattr(libraries, "FOLDER", Path("/nowhere"))
-        monkeypatch.setitem(sys.modules, "vllm", None)
-        _, out = run(LatentBenchmark, capsys, "--only", "FlashAttention-3")
-        assert "_vllm_fa3_C.abi3.so does not exist" in out
-
-    def test_rates(self):
-        """Of queued and of waited calls, by the same operations."""
-        row = latent_attention.Row(
-            case=LatentCase("forward", 2, 8, "ours, hopper"),
-            times=Times.of([0.5]),
-            called=Times.of([1.0]),
-            more={"flops": 1e12, "difference": 0.0},
+        monkeypatch.setattr(libraries, "require_flash_attention_3", lambda: None)
+        monkeypatch.setattr(libraries, "flash_attention_3", attend)
+        args = AttentionBenchmark.parse(TINY)
+        ours, theirs = (
+            core_attention.build_core(CoreCase(name, form, 2, 8), args, processes.Device(1))
+            for name in ("ours, reference", "FlashAttention-3")
         )
-        found = LatentReport({}).figures(row)
-        assert (found["queued_tflops"], found["called_tflops"]) == (2.0, 1.0)
-        assert found["queued_ms"] == pytest.approx(500.0)
+        assert relative_error(theirs.forward(), ours.forward().out) < 1e-6
+        row = self.measure("FlashAttention-3", form)
+        assert row.forward and row.backward is None and row.step is None
+        assert row.error.startswith("backward: ")
+
+    def test_transformer_engine_computes_fused_or_is_refused(self, monkeypatch):
+        """Its output is [S, B, N * V], and its settings are left as they were."""
+        module = SimpleNamespace(DotProductAttention=FusedAttention)
+        monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+        # Megatron's models set it for the process.
+        monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+        row = self.measure("TransformerEngine", "expanded")
+        assert row.step and not row.error
+        with pytest.raises(Refused, match="cuDNN's attention does not take this"):
+            self.measure("TransformerEngine", "absorbed")
+        assert os.environ["NVTE_FLASH_ATTN"] == "1" and "NVTE_FUSED_ATTN" not in os.environ
+        assert PEERS["TransformerEngine"] is transformer_engine
+
+    def test_the_reference_is_for_small_sizes(self):
+        device = SimpleNamespace(random=lambda *shape: torch.empty(1, 1, shape[-1]))
+        case = CoreCase("ours, reference", "absorbed", 128, 8192)
+        with pytest.raises(Refused, match="small sizes only"):
+            core_attention.measure_core(case, AttentionBenchmark.parse(["out"]), device)
 
 
-def test_wrong_maxima(capsys):
-    """The exit code says so: too small ones, bounds that are none, and what is no number."""
-    case, right = AttentionCase("maxima", "cudnn", 2, 30), {"worst": 1e-6, "above_bound": -0.1}
-    benchmark = QKClipBenchmark.__new__(QKClipBenchmark)
-    wrong = ({"worst": 1e-3}, {"worst": math.nan}, {"above_bound": 1e-3})
-    for changes, expected in (({}, 0), *((one, 1) for one in wrong)):
-        report = QKClipReport({}, [AttentionRow(case=case, **{**right, **changes})])
-        assert benchmark.exit_code(report) == expected
-        assert ("wrong: maxima cudnn n=2" in capsys.readouterr().err) == bool(expected)
+class TestPeersOfDecode:
+    INPUTS = decode_peers.Inputs(
+        *PagedCase((2, 2), (70, 40), heads=4, dtype=torch.float32).inputs()
+    )
 
+    def test_flash_mla(self, monkeypatch):
+        """The first call plans, the measured ones use its plan."""
+        calls = []
 
-def test_cases_of_fusions():
-    options = ["--heads", "128,16", "--seq-lens", "8k,4k"]
-    found = FusionsBenchmark.cases(SimpleNamespace(args=FusionsBenchmark.parse(options)))
-    assert found[:2] == [FusionCase("query", 16, 4096), FusionCase("query", 16, 8192)]
-    assert [str(case) for case in found if case.kind == "down"] == ["down S=4096", "down S=8192"]
-    assert len(found) == 14
+        def forward(query, cache, width, lengths, table, scale, causal, schedule, splits, out):
+            calls.append((schedule, splits))
+            rows = table, lengths, width
+            out, lse = decode_of_flash_mla(
+                query, cache, *rows, "schedule", "splits", softmax_scale=scale, causal=causal
+            )
+            return out, lse, "schedule", "splits"
+
+        operators = SimpleNamespace(dense_decode_fwd=forward)
+        monkeypatch.setattr(decode_peers, "flash_mla_operators", lambda: operators)
+        found = decode_peers.flash_mla(self.INPUTS)()
+        torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
+        assert calls == [(None, None), ("schedule", "splits")]
+
+    @pytest.mark.parametrize("name", decode_peers.PEERS)
+    def test_what_is_not_installed_says_so(self, monkeypatch, name):
+        monkeypatch.setitem(sys.modules, "vllm", None)
+        monkeypatch.setattr(libraries, "FOLDER", Path("/nowhere"))
+        with pytest.raises(Refused, match="cannot be imported"):
+            decode_peers.PEERS[name](self.INPUTS)

@@ -1,29 +1,33 @@
-"""What all benchmarks share: timing, files, tables, plots, processes, descriptions."""
+"""What all benchmarks share: timing, files, tables, plots, processes, commands, descriptions."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import provenance, run, timing
+from benchmarks.kit import command, processes, provenance, run, timing
 from benchmarks.kit.arguments import parse_sizes, use_device
-from benchmarks.kit.overlap import covered_fraction, kernels, merged
-from benchmarks.kit.plot import Panel, collected, draw
-from benchmarks.kit.processes import CaseError, Device, Processes
+from benchmarks.kit.command import CommandError, Run, measure, run_to_log
+from benchmarks.kit.processes import CaseError, Processes
 from benchmarks.kit.report import Refused, Report, Times, not_measured, reason
 from benchmarks.kit.tables import shortened, tokens_text
-from benchmarks.kit.works import Work, attempts, measure_together
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
+SCRIPTS = Path(command.__file__).parents[2]
+MB = 10**6
 ENVIRONMENT = {
     "date": "2026-01-01",
     "command": "python it.py",
@@ -37,48 +41,67 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Case:
-    name: str
+class Case(kit.Case):
+    text = "{0.implementation} S={0.tokens}"
+    implementation: str
+    tokens: int = 8
 
 
-@dataclass(frozen=True)
-class Row:
-    case: Case
-    times: Times | None = None
+@dataclass(frozen=True, kw_only=True)
+class Row(kit.TimedRow):
     samples: list[Times] = dataclasses.field(default_factory=list)
     ran: str = ""
-    error: str = ""
 
 
 class SomeReport(Report):
-    row = Row
+    row, case = Row, Case
+    plotted = (("{0.tokens} tokens", "ms", "tokens"),)
 
     def figures(self, row):
-        return {"ms": 1e3 * row.times.median}
+        return {"ms": 1e3 * row.times.median, **row.more}
 
     @classmethod
     def notes(cls, reports):
         return ["a note", ""]
 
-    @classmethod
-    def panels(cls, reports):
-        panels = collected([("a", "good", 1024, 3), ("b", "good", 2048, 4)], "tokens")
-        return [*panels, Panel("c", "iteration", {"x": [(1, 2), (2, 1)]}, sizes=False, marker="")]
 
+class SomeBenchmark(run.InTurns):
+    """Calls that sleep, or raise what their name says."""
 
-class SomeBenchmark(run.Benchmark):
     report = SomeReport
-    options = kit.declare("render json", heads="128", seed=1, dims=kit.DIMS)
+    options = kit.declare(
+        "render json only heads=128 seconds_per_row=0.001 time_limit=60 seed=1", dims=kit.DIMS
+    )
     quick = "--seed 2"
     recorded = ("dims", "seed")
 
     def prepare(self):
-        pass
+        self.order = []
+
+    def cases(self):
+        return [Case(name, n) for n in (1, 2) for name in ("a", "fails", "b")]
+
+    def begin(self, case):
+        self.now.doubled = 2 * case.tokens
+
+    def work(self, case):
+        if case.implementation == "fails":
+            raise ValueError("no")
+        if case.implementation == "gone":
+            raise torch.AcceleratorError("CUDA error")
+        call = lambda: self.order.append(case.implementation)  # noqa: E731
+        return timing.Repeated(call, on_gpu=False), {"ran": str(self.now.doubled)}
+
+    def count(self, works):
+        return 4
+
+    def repeated(self, seconds):
+        return {case: {"more": {"turns": len(own)}} for case, own in seconds.items()}
 
 
 TIMES = Times(0.0123456, 0.01, 0.02, 3)
-GOOD = Row(Case("good"), TIMES, [TIMES], "expanded, cudnn")
-BAD = [Row(Case(f"bad {n}"), error="too wide\nfor flash") for n in range(6)]
+GOOD = Row(case=Case("good"), times=TIMES, samples=[TIMES], ran="expanded, cudnn")
+BAD = [Row(case=Case(f"bad {n}"), error="too wide\nfor flash") for n in range(6)]
 
 
 class TestReport:
@@ -90,9 +113,9 @@ class TestReport:
 
     def test_fields_that_are_missing_and_values_that_are_no_fields(self, tmp_path):
         path = tmp_path / "a.json"
-        row = {"case": {"name": "old"}, "rate": 3}
+        row = {"case": {"implementation": "old"}, "rate": 3}
         path.write_text(json.dumps({"environment": {}, "rows": [row]}))
-        assert SomeReport.read(path).rows == [Row(Case("old"))]
+        assert SomeReport.read(path).rows == [Row(case=Case("old"))]
 
     @pytest.mark.parametrize(
         "content",
@@ -124,7 +147,11 @@ class TestReport:
         assert png.exists() == plotted
         assert ("No plot: matplotlib is missing" in output) != plotted
         [last] = json.loads(output.splitlines()[-1])
-        assert last["rows"][0] == {"name": "good", "ms": pytest.approx(12.3456)}
+        assert last["rows"][0] == {
+            "implementation": "good",
+            "tokens": 8,
+            "ms": pytest.approx(12.3456),
+        }
         assert last["rows"][1]["error"].startswith("too wide")
 
     def test_former_results(self, tmp_path, capsys):
@@ -134,17 +161,46 @@ class TestReport:
         about, row = capsys.readouterr().out.splitlines()[1:3]
         assert about.startswith("Measured on 2026-01-01 by `python it.py` at abc: a device, bf")
         assert about.endswith("; kv-lora-rank 512; link 5.55e+10; torch 2.")
-        assert row == f"{GOOD.case} (expanded, cudnn): ms 12.35"
+        assert row == "good S=8 (expanded, cudnn): ms 12.35"
+
+
+class TestBenchmark:
+    def made(self, *argv: str) -> SomeBenchmark:
+        return SomeBenchmark(SomeBenchmark.parse(argv))
 
     def test_quick_options_are_tiny_and_others_take_precedence(self):
-        args = SomeBenchmark.parse(["--quick", "--kv-lora-rank", "24"])
-        assert args.heads == [2] and args.seed == 2
-        assert kit.dims_of(args)["kv-lora-rank"] == 24 and args.hidden_size == 64
-        assert SomeBenchmark(args).about() == {"dims": kit.dims_of(args), "seed": 2}
-        assert SomeBenchmark.parse([]).heads == [128]
+        made = self.made("--quick", "--kv-lora-rank", "24")
+        assert made.args.heads == [2] and made.args.seed == 2
+        assert kit.dims_of(made.args)["kv-lora-rank"] == 24 and made.args.hidden_size == 64
+        assert made.about() == {"dims": kit.dims_of(made.args), "seed": 2}
+        assert self.made().args.heads == [128]
 
-    def test_nothing_to_draw(self, tmp_path):
-        assert not draw([], tmp_path / "a.png")
+    def test_cases_of_an_input_take_turns(self):
+        """What cannot run leaves the others as they are."""
+        made = self.made()
+        rows = list(made.rows())
+        assert [str(row.case) for row in rows] == list(map(str, made.cases()))
+        assert [row.error for row in rows] == ["", "ValueError: no", ""] * 2
+        assert [row.ran for row in rows] == ["2", "", "2", "4", "", "4"]
+        assert all(row.more == {"turns": 4} and row.times for row in rows if not row.error)
+        # Three to see how long the host takes, then there and back.
+        assert made.order == list("ab" * 3 + "abba" * 2) * 2
+
+    def test_some(self):
+        assert {row.case.tokens for row in self.made("--only", "S=2").rows()} == {2}
+
+    def test_late_cases_are_left_out(self):
+        made = self.made()
+        made.args.begin -= 61
+        assert {row.error for row in made.rows()} == {"left out: 60 s are over (--time-limit)"}
+
+    def test_a_device_that_is_lost_ends_no_script(self, monkeypatch):
+        made = self.made()
+        monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock(side_effect=RuntimeError("gone")))
+        made.cases = lambda: [Case("a"), Case("gone"), Case("b", 9)]
+        first, second, third = made.rows()
+        assert "CUDA error" in first.error and "CUDA error" in second.error
+        assert third.error == "left out: a S=8 took the device away from this process"
 
 
 def test_numbers_as_people_read_and_write_them():
@@ -163,86 +219,29 @@ def test_device(monkeypatch):
     assert use_device("cpu") == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-class TestTiming:
-    def test_repetitions(self):
-        assert timing.repetitions(11, 10) == 1
-        assert timing.repetitions(9, 10) == 3
-        assert timing.repetitions(1, 10) == 10
-        assert timing.repetitions(1e-9, 10) == 100
-
-    def test_forward_and_backward_alternate(self):
-        calls = []
-        repeated = timing.Repeated(
-            lambda: calls.append("f"),
-            lambda _: calls.append("b"),
-            lambda: calls.append("z"),
-            on_gpu=False,
-        )
-        forward, backward, step = repeated.times(1.0, 3.5)
-        assert "".join(calls) == "fbz" * 3
-        assert forward.repetitions == backward.repetitions == step.repetitions == 3
-        assert step.median >= max(forward.median, backward.median)
-
-    def test_ceilings(self):
-        found = timing.ceilings(on_gpu=False)
-        assert found["matmul_tflops"] > 0 and found["copy_tbps"] > 0
+def test_timing():
+    counts = [timing.repetitions(seconds, 10) for seconds in (11, 9, 1, 1e-9)]
+    assert counts == [1, 3, 10, 100]
+    calls = []
+    steps = (lambda: calls.append("f"), lambda _: calls.append("b"), lambda: calls.append("z"))
+    forward, backward, step = timing.Repeated(*steps, on_gpu=False).times(1.0, 3.5)
+    assert "".join(calls) == "fbz" * 3
+    assert forward.repetitions == backward.repetitions == step.repetitions == 3
+    assert step.median >= max(forward.median, backward.median)
+    assert all(rate > 0 for rate in timing.ceilings(on_gpu=False).values())
 
 
-class TestOverlap:
-    @pytest.mark.parametrize(
-        "these, others, fraction",
-        (
-            ([], [(0, 1)], None),
-            ([(0, 10)], [], 0),
-            ([(0, 10)], [(10, 20)], 0),
-            ([(0, 10)], [(-5, 20)], 1),
-            ([(0, 10)], [(2, 4), (3, 5), (9, 30)], 0.4),
-            ([(0, 4), (2, 10), (20, 30)], [(8, 25)], 0.35),
-            ([(20, 30), (0, 10)], [(26, 27), (1, 2), (3, 21), (24, 25)], 0.55),
-        ),
-    )
-    def test_covered_fraction(self, these, others, fraction):
-        assert covered_fraction(these, others) == (
-            None if fraction is None else pytest.approx(fraction)
-        )
-
-    def test_merged(self):
-        assert merged([(5, 6), (1, 3), (2, 4), (4, 5)]) == [(1, 6)]
-        assert merged([(0, 9), (1, 2), (10, 11)]) == [(0, 9), (10, 11)]
-
-    def test_kernels_of_a_trace(self):
-        """Copies and the ranges that the profiler draws around collectives are no kernels."""
-        events = [
-            {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL(a)", "ts": 5, "dur": 2},
-            {"cat": "kernel", "name": "sm90_gemm", "ts": 1.5, "dur": 3},
-            {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 5, "dur": 2},
-            {"cat": "gpu_user_annotation", "name": "nccl:_all_gather_base", "ts": 5, "dur": 2},
-            {"cat": "kernel", "name": "at::cuda::spin_kernel(long)", "ts": 0, "dur": 1},
-            {"ph": "M", "name": "process_name"},
-        ]
-        assert kernels(events) == ([(5, 7)], [(1.5, 4.5)])
-
-
-def test_an_error_of_another_rank_is_everyones():
-    class Alone(Processes):
-        def __init__(self):
-            self.of_others = ""
-
-        def meet(self):
-            pass
-
-        synchronize = meet
-
-        def first_error(self, error):
-            return (error and f"rank 0: {error}") or self.of_others
-
-    processes = Alone()
-    assert processes.together(lambda: 3) == 3
+def test_an_error_of_another_rank_is_everyones(monkeypatch):
+    made = Processes.__new__(Processes)
+    monkeypatch.setattr(processes.dist, "barrier", lambda group: None)
+    made.device, made._host_group, of_others = torch.device("cpu"), None, ""
+    made.first_error = lambda error: (error and f"rank 0: {error}") or of_others
+    assert made.together(lambda: 3) == 3
     with pytest.raises(CaseError, match="rank 0: ValueError: why"):
-        processes.together(lambda: (_ for _ in ()).throw(ValueError("why")))
-    processes.of_others = "rank 1: memory"
+        made.together(lambda: (_ for _ in ()).throw(ValueError("why")))
+    of_others = "rank 1: memory"
     with pytest.raises(CaseError, match="rank 1: memory"):
-        processes.together(lambda: 3)
+        made.together(lambda: 3)
 
 
 class TestProvenance:
@@ -258,48 +257,86 @@ class TestProvenance:
         assert "cudnn of torch" not in provenance.attention_versions(on_gpu=False)
 
     def test_a_broken_installation(self, monkeypatch):
-        def broken(name):
-            raise RuntimeError("the core library is missing")
-
+        broken = mock.Mock(side_effect=RuntimeError("the core library is missing"))
         monkeypatch.setattr(provenance.importlib, "import_module", broken)
         assert provenance.cudnn_of_transformer_engine() == "cannot be imported (RuntimeError)"
 
     def test_torch_runs_another_than_it_knows(self, monkeypatch):
-        def refuses():
-            raise RuntimeError(
-                "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found "
-                "runtime version (9, 14, 0). PyTorch already comes bundled with cuDNN."
-            )
-
-        monkeypatch.setattr(torch.backends.cudnn, "version", refuses)
+        error = RuntimeError(
+            "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found "
+            "runtime version (9, 14, 0). PyTorch already comes bundled with cuDNN."
+        )
+        monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=error))
         expected = "9.14.0 (PyTorch was compiled against 9.19.0)"
         assert provenance.cudnn_of_torch() == expected
 
 
-def test_works_take_turns():
-    """And what cannot run leaves the others as they are."""
-    order = []
-    a, b = (timing.Repeated(lambda name=name: order.append(name), on_gpu=False) for name in "ab")
-    assert [len(steps) for steps in timing.in_turns([a, b], 4)] == [4, 4]
-    # Three to see how long the host takes, then there and back.
-    assert order == list("ab" * 3 + "abba" * 2)
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
 
 
-def test_a_work_that_fails_is_an_error_of_its_own():
-    def work(name: str, value: float, **more) -> Work:
-        return Work(lambda: torch.full((3,), value), outputs=lambda x: (x,), name=name, **more)
+ALLOCATE = "x = b'1' * {size}; import time; time.sleep(0.4)"
+CHILD = python(ALLOCATE.format(size=200 * MB))
 
-    def fail() -> None:
-        raise ValueError("no such thing")
 
-    works = [
-        *attempts({"unbuilt": fail, "broken": lambda: Work(fail)}),
-        work("first", 2.0),
-        work("second", 3.0, traffic=(8, 4)),
-    ]
-    unbuilt, broken, first, second = measure_together(works, Device(1), 0.001)
-    assert unbuilt.error == broken.error == "ValueError: no such thing"
-    assert first.difference == 0 and second.difference == pytest.approx(0.5)
-    numbers = second.numbers()
-    assert numbers["forward_tbps"] * numbers["forward_us"] == pytest.approx(8e-6)
-    assert "forward_tbps" not in first.numbers()
+class TestCommands:
+    @pytest.fixture
+    def folders(self, tmp_path):
+        for name in ("source", "target"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "source" / "a").write_bytes(os.urandom(MB))
+        return tmp_path / "source", tmp_path / "target", tmp_path / "log"
+
+    @pytest.mark.parametrize(
+        ("code", "least", "most"),
+        [
+            (ALLOCATE.format(size=300 * MB), 300, 350),
+            # All processes count.
+            (f"import subprocess; x = b'1' * {200 * MB}; subprocess.run({CHILD!r})", 400, 460),
+            # It lasts for less than a sample takes.
+            (f"x = b'1' * {300 * MB}; del x", 300, 350),
+        ],
+        ids=["one process", "and its child", "for a moment"],
+    )
+    def test_peak_memory(self, folders, code, least, most):
+        """By a small process: one that is started begins with its parent's high-water mark."""
+        program = (
+            "import sys, pathlib; from benchmarks.kit.command import measure\n"
+            "print(measure(sys.argv[4:], *map(pathlib.Path, sys.argv[1:4])))"
+        )
+        words = [*python(program), *map(str, folders), *python(code)]
+        env = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+        values = dict(re.findall(r"(\w+)=([0-9.]+)", done.stdout))
+        found = Run(*(float(values[field.name]) for field in dataclasses.fields(Run)))
+        assert least * MB < found.peak_bytes < most * MB
+        assert found.anonymous_bytes <= found.peak_bytes
+
+    def test_the_time_ends_when_everything_is_on_disk(self, folders, monkeypatch):
+        """By a clock that only moves while somebody waits: the command, and the target's disk."""
+        clock, wait = [100], command._wait
+
+        def waiting(process):
+            clock[0] += 4
+            return wait(process)
+
+        def syncing(path):
+            clock[0] += {folders[0]: 1, folders[1]: 2}[path]
+
+        monkeypatch.setattr(command, "_wait", waiting)
+        monkeypatch.setattr(command, "sync", syncing)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+        assert measure(["true"], *folders).seconds == 4 + 2
+        assert clock == [100 + 1 + 4 + 2]
+
+    def test_a_failure_shows_the_output(self, folders):
+        with pytest.raises(CommandError, match=r"(?s)ended with 3.*the reason"):
+            measure(python("print('the reason'); raise SystemExit(3)"), *folders)
+
+    def test_output_of_processes(self, tmp_path):
+        """All of it is in the log; a run that takes too long is ended."""
+        log, program = tmp_path / "a.log", "import sys, time; print('begun', flush=True); "
+        assert run_to_log(python(program + "raise KeyError('why')"), log, 60.0) == 1
+        assert log.read_text().startswith("begun\nTraceback")
+        assert run_to_log(python(program + "time.sleep(60)"), log, 0.5) is None
+        assert run_to_log(python(program), log, 60.0) == 0

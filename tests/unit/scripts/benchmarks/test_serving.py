@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -14,23 +15,13 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import given_options
 from absorbed_mla.serving.server import cli
 from benchmarks import serving as serving_script
-from benchmarks.served import contenders, engines, profiling, streams
+from benchmarks.served import contenders, engines, streams
 from benchmarks.served.burst import Burst, Timeline, percentile
+from benchmarks.served.engines import Settings
 from benchmarks.served.model import token_bytes, write_model, write_tokenizer
-from benchmarks.served.report import (
-    Case,
-    Row,
-    ServingReport,
-    Size,
-    parity_table,
-    parity_traffic_table,
-    table,
-    traffic_table,
-)
-from benchmarks.served.settings import Settings
+from benchmarks.served.report import ServingReport, Size
 from benchmarks.serving import ServingBenchmark, settings
-from benchmarks.synthetic_checkpoint.models import Choice
-from checks import serving_tables
+from benchmarks.synthetic import Choice
 from tests.support import needs
 from tests.support.llm import serving
 
@@ -165,27 +156,25 @@ class TestTimeline:
     def test_figures(self):
         """Two requests; the second waits for the first one's prompt."""
         timeline = Timeline(burst(2, 6))
-        for step in range(6):
-            timeline.add(0, 1.0 + step, 1)
-        for step in range(6):
-            timeline.add(1, 2.0 + step, 1)
-        figures = timeline.figures()
+        timeline.sent = [0.5, 0.5]
+        timeline.arrivals = [[(first + step, 1) for step in range(6)] for first in (1.0, 2.0)]
         # All have begun at 2, and the first ends at 6: four steps of two tokens.
-        assert figures["decode_tokens_per_second"] == 2.0 and figures["step_ms"] == 1000
-        assert figures["ttft_ms"] == figures["ttft_mean_ms"] == 1500
-        assert figures["ttft_p90_ms"] == 2000
-        assert figures["input_tokens_per_second"] == 5.0 and figures["seconds"] == 7
+        assert timeline.figures() == {
+            "ttft_ms": 1500,
+            "ttft_mean_ms": 1500,
+            "ttft_p90_ms": 2000,
+            "input_tokens_per_second": 5.0,
+            "decode_tokens_per_second": 2.0,
+        }
 
     def test_no_time_with_all_of_them_is_no_rate(self):
         timeline = Timeline(burst(2, 6))
-        for request in range(2):
-            for step in range(6):
-                timeline.add(request, 1.0 + 4 * request + step, 1)
+        timeline.arrivals = [[(first + step, 1) for step in range(6)] for first in (1.0, 5.0)]
         assert timeline.figures()["decode_tokens_per_second"] is None
 
     def test_a_wrong_number_of_tokens(self):
         timeline = Timeline(burst(1, 2))
-        timeline.add(0, 1.0, 1)
+        timeline.arrivals[0].append((1.0, 1))
         with pytest.raises(RuntimeError, match="request 0 generated 1 tokens instead of 2"):
             timeline.figures()
 
@@ -195,29 +184,19 @@ class TestTimeline:
         timeline = Timeline(some)
         for number, output in enumerate(some.outputs()):
             timeline.sent[number] = 10.0 * number
-            for token in range(output):
-                timeline.add(number, 10.0 * number + 1 + number + token * (2 + number), 1)
+            first = 10.0 * number + 1 + number
+            came = [(first + token * (2 + number), 1) for token in range(output)]
+            timeline.arrivals[number] = came
         figures, last = timeline.figures(), some.outputs()[-1]
         assert figures["ttft_ms"] == figures["ttft_mean_ms"] == 2000
         assert figures["ttft_p90_ms"] == 3000
         assert figures["token_ms"] == 3000 and figures["token_p90_ms"] == 4000
-        assert figures["seconds"] == 23 + 4 * (last - 1)
-        assert figures["output_tokens_per_second"] == sum(some.outputs()) / figures["seconds"]
+        seconds = 23 + 4 * (last - 1)
+        assert figures["output_tokens_per_second"] == sum(some.outputs()) / seconds
 
     def test_percentile(self):
         assert percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == 9
         assert percentile([1], 0.9) == 1 and percentile([1, 2, 3], 0.5) == 2
-
-
-def test_prompts_differ_by_seed_and_only_by_it():
-    first, again, other = (
-        Burst(2, 9, 1, 0, 5, 50),
-        Burst(2, 9, 8, 1, 5, 50),
-        Burst(2, 9, 1, 0, 6, 50),
-    )
-    assert first.prompts() == again.prompts() != other.prompts()
-    one, two = first.prompts()
-    assert one != two and len(one) == 9 and all(2 <= token < 50 for token in one + two)
 
 
 def test_sizes_of_traffic_are_drawn_from_half_to_one_and_a_half():
@@ -267,22 +246,18 @@ class TestDriving:
         assert engine.running == [3] * 8
 
 
-class TestWarmUp:
-    def warm_up(self, row: str, *options: str) -> Size:
-        argv = [*TINY, "--implementations", "ours", "--max-num-batched-tokens", "8192"]
-        made = object.__new__(ServingBenchmark)
-        made.args = ServingBenchmark.parse([*argv, "--rows", row, *options])
-        return made._mixed(made.args.rows[0])
-
-    def test_outputs_last_until_all_prompts_are_read(self):
-        # 16 steps of 8,192 tokens of prompts, and 8 that only decode.
-        assert self.warm_up("128x1k/256") == Size(128, 1024, 24)
-        assert self.warm_up("64x1k/256*4") == Size(64, 1024, 24, 2)
-        assert self.warm_up("128x1k/4") == Size(128, 1024, 4)
-
-    def test_prompts_are_shorter_where_they_are_too_many_tokens(self):
-        assert self.warm_up("128x8k/256") == Size(128, 1024, 24)
-        assert self.warm_up("32x1k/256", "--prefill-tokens", "4k") == Size(32, 256, 9)
+def test_outputs_of_a_warm_up_last_until_all_prompts_are_read():
+    """16 steps of 8,192 tokens, and 8 that only decode; shorter prompts where they are too many."""
+    made = object.__new__(ServingBenchmark)
+    for row, expected in (
+        ("128x1k/256", Size(128, 1024, 24)),
+        ("64x1k/256*4", Size(64, 1024, 24, 2)),
+        ("128x1k/4", Size(128, 1024, 4)),
+        ("128x8k/256", Size(128, 1024, 24)),
+    ):
+        words = ["--implementations", "ours", "--max-num-batched-tokens", "8192", "--rows", row]
+        made.args = ServingBenchmark.parse([*TINY, *words])
+        assert made._mixed(made.args.rows[0]) == expected
 
 
 def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
@@ -301,17 +276,14 @@ def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
         def run(self, burst, limit):
             seen.append(self.name)
             timeline = Timeline(burst)
-            for number, output in enumerate(burst.outputs()):
-                for token in range(output):
-                    timeline.add(number, 1.0 + token, 1)
+            timeline.arrivals = [[(1.0 + n, 1) for n in range(new)] for new in burst.outputs()]
             return timeline.figures()
 
         def close(self):
             pass
 
     monkeypatch.setattr(serving_script, "start", lambda name, *_: Fake(name))
-    monkeypatch.setattr(serving_script, "write_model", lambda *_: None)
-    monkeypatch.setattr(serving_script, "read_config", lambda _: CONFIG)
+    monkeypatch.setattr(serving_script, "write_model", lambda *_: CONFIG)
     vllm = fake_vllm(tmp_path / "vllm")
     argv = [*TINY, "--implementations", "ours,vllm", "--rows", "2x8/6", "--vllm", str(vllm)]
     first, second = ServingBenchmark(ServingBenchmark.parse(argv)).rows()
@@ -319,52 +291,13 @@ def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
     assert not first.error and "vllm has ended" in second.error
 
 
-class TestImplementations:
-    def measured(self, *options: str) -> list[str]:
-        made = object.__new__(ServingBenchmark)
-        made.args = ServingBenchmark.parse([*TINY, "--rows", "1x8/6", *options])
-        return [case.implementation for case in made.cases()]
-
-    def test_parity_mode_only_if_it_is_named(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(serving_script, "missing_for_our_server", lambda _: [])
-        vllm = ("--vllm", str(fake_vllm(tmp_path / "vllm")))
-        assert self.measured(*vllm) == ["ours", "vllm", "ours-server", "vllm-server"]
-        names = "vllm,ours-parity,ours"
-        measured = self.measured(*vllm, "--implementations", names)
-        assert measured == ["ours", "ours-parity", "vllm"]
-
-    def test_parity_mode_is_an_option_of_the_same_engine(self, monkeypatch):
-        given = []
-        monkeypatch.setattr("absorbed_mla.LLM", lambda *_, **options: given.append(options))
-        for name in ("ours", "ours-parity"):
-            engines.ENGINES[name](TestSettings().made("--rows", "3x64/8"))
-        default, parity = given
-        assert not default["parity"] and parity == {**default, "parity": True}
-
-    def test_those_that_are_profiled(self, tmp_path, monkeypatch):
-        """Ours of those that are named, one after the other, into one file."""
-        file, works = tmp_path / "profile.txt", []
-
-        def run(command, log, *_):
-            works.append(json.loads(command[-1]))
-            with file.open("a") as grown:
-                grown.write(f"{works[-1]['implementation']} in {log.name}\n")
-            return int(works[-1]["prompt"] == 0)
-
-        monkeypatch.setattr(profiling, "run_to_log", run)
-        argv = [*TINY, "--profile", str(file), "--implementations"]
-        with pytest.raises(ValueError, match="--profile needs some of ours, ours-parity"):
-            ServingBenchmark.parse([*argv, "vllm"])
-        args = ServingBenchmark.parse([*argv, "vllm,ours-parity,ours"])
-        made = TestSettings().made("--rows", "3x64/8")
-        more = {"steps": 1, "logs": tmp_path}
-        profiling.write(file, args.implementations, made, 300, prompt=8, **more)
-        assert [Settings.read(work["settings"]) for work in works] == [made] * 2
-        expected = "ours in ours-profile.log\nours-parity in ours-parity-profile.log\n"
-        assert file.read_text() == expected
-        (tmp_path / "ours-parity-profile.log").write_text("no\nmemory\n")
-        with pytest.raises(ValueError, match=r"the profile of ours-parity failed: no \| memory"):
-            profiling.write(file, ["ours-parity"], made, 300, prompt=0, **more)
+def test_parity_mode_is_an_option_of_the_same_engine(monkeypatch):
+    given = []
+    monkeypatch.setattr("absorbed_mla.LLM", lambda *_, **options: given.append(options))
+    for name in ("ours", "ours-parity"):
+        engines.ENGINES[name](TestSettings().made("--rows", "3x64/8"))
+    default, parity = given
+    assert not default["parity"] and parity == {**default, "parity": True}
 
 
 class TestServerPackages:
@@ -383,7 +316,7 @@ class TestServerPackages:
         assert contenders.missing_for_our_server(None) == ["only_there"]
         assert contenders.missing_for_our_server(tmp_path) == []
         made = TestSettings().made("--rows", "3x64/8")
-        command = contenders._server_command("ours-server", made, 8123, "model", tmp_path)
+        command = contenders.server_command("ours-server", made, 8123, "model", tmp_path)
         program = command[command.index("-c") + 1]
         assert program.index("sys.path.append") < program.index("import main")
         program = program.partition("from absorbed")[0] + "import only_there, torch"
@@ -424,16 +357,12 @@ class TestModel:
         assert all(word[0] == " " and word[1:].isalpha() for word in words)
 
     def test_a_folder_with_another_model(self, tmp_path):
-        choice = {"model": "deepseek-v3", "layers": 1, "dense_layers": 1, "vocab_size": 64}
-        choice |= {"scale_down": 32}
-        write_model(tmp_path / "model", Choice(**choice, experts=2))
-        write_model(tmp_path / "model", Choice(**choice, experts=2))
+        choice = Choice(layers=1, experts=2, vocab_size=64, scale_down=32)
+        config = write_model(tmp_path / "model", choice)
+        assert write_model(tmp_path / "model", choice) == config
+        assert token_bytes(config) == 2 * (512 // 32 + 64)
         with pytest.raises(ValueError, match="holds another model"):
-            write_model(tmp_path / "model", Choice(**choice | {"vocab_size": 65}, experts=2))
-
-    def test_bytes_of_a_token(self):
-        config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 8}
-        assert token_bytes(config) == 8 * 576 * 2
+            write_model(tmp_path / "model", dataclasses.replace(choice, vocab_size=65))
 
 
 class TestSettings:
@@ -445,10 +374,12 @@ class TestSettings:
     def test_the_cache_holds_every_row(self):
         made = self.made("--rows", "1x8k/256,100x1k/256")
         assert made.max_model_len == 8448 and made.max_num_seqs == 100
-        assert made.cache_tokens >= 100 * 1344 and made.cache_bytes == made.cache_tokens * 9216
+        assert made.cache_tokens >= 100 * 1344 and made.token_bytes == 8 * 576 * 2
         assert made.sizes == (1, 100) and made.captured == [1, 2, 4, 8, 16, 32, 64, 100]
         assert made.graphs and not self.made("--eager").graphs
         assert Settings.read(made.text()) == made
+        traffic = self.made("--rows", "100x1k/256*4")
+        assert traffic.max_model_len == 1536 + 384 and traffic.cache_tokens >= 100 * 1920
 
     def test_steps_of_both_hold_the_same_number_of_tokens(self):
         made = self.made("--rows", "3x64/8")
@@ -457,106 +388,11 @@ class TestSettings:
         )
         assert engines.vllm_options(made)["max_num_batched_tokens"] == ours.step_tokens
 
-    @pytest.mark.parametrize("captured", [None, 0, 64])
-    def test_our_server_takes_what_it_is_given(self, captured):
-        more = [] if captured is None else [f"--prefill-graph-tokens={captured}"]
-        made = self.made("--rows", "3x64/8", *more)
-        assert made.prefill_graph_tokens == captured and Settings.read(made.text()) == made
-        command = contenders._server_command("ours-server", made, 8123, "model")
+    def test_our_server_takes_what_it_is_given(self):
+        made = self.made("--rows", "3x64/8")
+        command = contenders.server_command("ours-server", made, 8123, "model")
         args = cli.build_parser().parse_args(command[command.index("-m") + 2 :])
         options = LLMOptions(**given_options(args, LLMOptions))
         assert options.cuda_graphs and not options.enable_prefix_caching
-        assert options.prefill_graph_tokens == captured
         assert options.cache_tokens == made.cache_tokens and options.max_num_seqs == 3
         assert options.max_model_len == made.max_model_len and args.port == 8123
-
-
-def test_table():
-    def row(name: str, requests: int, rate: float, ttft: float) -> Row:
-        case = Case(name, Size(requests, 1024, 256), 0.0)
-        rates = {"decode_tokens_per_second": rate, "prefill_tokens_per_second": 2 * rate}
-        return Row(case=case, ttft_ms=ttft, ttft_p90_ms=ttft, **rates)
-
-    rows = [row("ours", 32, 3000, 10), row("vllm", 32, 2000, 40), row("vllm-server", 1, 5, 6)]
-    # A server is compared with a server.
-    rows += [row("ours-server", 8, 10, 20), row("vllm-server", 8, 40, 10)]
-    lines = table(ServingReport({}, rows)).splitlines()[2:]
-    assert traffic_table(ServingReport({}, rows)) == ""
-    assert lines == [
-        "| ours | 32 x 1k/256 | 10 | 40 | 0.25 | 6,000 | 4,000 | 1.50 | 3,000 | 2,000 | 1.50 |",
-        "| vllm-server | 1 x 1k/256 | 6 | - | - | 10 | - | - | 5 | - | - |",
-        "| ours-server | 8 x 1k/256 | 20 | 10 | 2.00 | 20 | 80 | 0.25 | 10 | 40 | 0.25 |",
-    ]
-
-
-def test_traffic_table():
-    def row(name: str, rate: float) -> Row:
-        times = {"ttft_ms": 100.0, "ttft_p90_ms": 10 * rate, "token_ms": 8.0, "token_p90_ms": 9.25}
-        return Row(
-            case=Case(name, Size(64, 1024, 256, 4), 0.0), output_tokens_per_second=rate, **times
-        )
-
-    report = ServingReport({}, [row("ours", 3000), row("vllm", 2000)])
-    assert table(report) == ""
-    [line] = traffic_table(report).splitlines()[2:]
-    assert line == (
-        "| ours | 64 x 1k/256 * 4 | 3,000 | 2,000 | 1.50 | 100 | 100 | 1.00 "
-        "| 30,000 | 20,000 | 1.50 | 8.0 | 8.0 | 1.00 | 9.2 | 9.2 | 1.00 |"
-    )
-
-
-class TestParityTables:
-    def rows(self) -> list[Row]:
-        """Of requests at once, one without the default mode; and of traffic."""
-
-        def row(name: str, size: Size, **figures: float) -> Row:
-            return Row(case=Case(name, size, 0.0), **figures)
-
-        def rates(prefill: float, decode: float) -> dict[str, float]:
-            return {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
-
-        many, one, traffic = Size(32, 1024, 256), Size(1, 1024, 256), Size(64, 1024, 256, 4)
-        of_traffic = {"ttft_ms": 50.0, "ttft_p90_ms": 90.0, "token_p90_ms": 12.0}
-        return [
-            row("ours", many, ttft_ms=400, **rates(60000, 6000)),
-            row("ours-parity", many, ttft_ms=500, **rates(40000, 4800)),
-            row("vllm", many, ttft_ms=410, **rates(55000, 5000)),
-            row("ours-parity", one, ttft_ms=30, **rates(30000, 100)),
-            row("ours", traffic, output_tokens_per_second=5000, token_ms=10.0, **of_traffic),
-            row("ours-parity", traffic, output_tokens_per_second=4000, token_ms=11.0, **of_traffic),
-        ]
-
-    def test_ratios_are_of_times(self):
-        report = ServingReport({}, self.rows())
-        head, _, *lines = parity_table(report).splitlines()
-        assert "| decode tokens/s | decode tokens/s, parity | decode, ratio of times |" in head
-        assert lines == [
-            "| 32 x 1k/256 | 400 | 500 | 1.25 | 60,000 | 40,000 | 1.50 | 6,000 | 4,800 | 1.25 |",
-            "| 1 x 1k/256 | - | 30 | - | - | 30,000 | - | - | 100 | - |",
-        ]
-        [line] = parity_traffic_table(report).splitlines()[2:]
-        assert line.startswith("| 64 x 1k/256 * 4 | 5,000 | 4,000 | 1.25 | 50 | 50 | 1.00 |")
-        assert "| 10.0 | 11.0 | 1.10 |" in line
-
-    def test_they_are_not_beside_vllm(self):
-        report = ServingReport({}, self.rows())
-        [line] = table(report).splitlines()[2:]
-        assert line.startswith("| ours | 32 x 1k/256 | 400 | 410 |")
-        report = ServingReport({}, report.rows[:1])
-        assert parity_table(report) == parity_traffic_table(report) == ""
-
-    def test_the_page(self, tmp_path):
-        assert serving_tables.parity_table(tmp_path) == "Not measured yet."
-        report = ServingReport({}, self.rows())
-        report.write(tmp_path / "generation" / "serving-parity.json")
-        both = f"{parity_table(report)}\n\n{parity_traffic_table(report)}"
-        assert serving_tables.parity_table(tmp_path) == both
-        report = ServingReport({}, report.rows[:2])
-        report.write(tmp_path / "generation" / "serving-parity.json")
-        assert serving_tables.parity_table(tmp_path) == parity_table(report)
-
-
-def test_the_cache_holds_the_longest_of_traffic():
-    made = TestSettings().made("--rows", "100x1k/256*4")
-    assert made.max_model_len == 1536 + 384 and made.max_num_seqs == 100
-    assert made.cache_tokens >= 100 * 1920 and made.sizes == (100,)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from checks import llm_beside_transformers
-from checks.beside_transformers import measure, table
-from checks.beside_transformers.cases import MODELS, WAYS, Case, cases_of
+from checks import llm_beside_transformers as check
+from checks.llm_beside_transformers import MODELS, WAYS, Case, cases_of
+from checks.tables import measured
 from tests.support import needs, wide_models
 
 SHAPE = "V3, 8 experts in 2, 1 taken, 2 of a token"
@@ -19,7 +19,7 @@ SHAPE = "V3, 8 experts in 2, 1 taken, 2 of a token"
 def model(tmp_path, monkeypatch):
     """Its folder; ``LLM`` runs in this process, which is in a world already."""
     monkeypatch.setattr(wide_models, "WIDTHS", {**wide_models.WIDTHS, **wide_models.NARROW})
-    monkeypatch.setattr(measure, "NEW_TOKENS", 6)
+    monkeypatch.setattr(check, "NEW_TOKENS", 6)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     return MODELS[SHAPE].write(tmp_path / "model")
@@ -30,27 +30,24 @@ def test_rows(model, tmp_path):
     rows = []
     for dtype, cached in (("bfloat16", True), ("float32", False)):
         case = Case(SHAPE, dtype, False, False, cached)
-        rows += measure.measure(case, model)
+        rows += check.measure(case, model)
     assert [row["together"] for row in rows] == [False, True] * 2
     assert not any(row["exceeded"] for row in rows)
-    generated = len(measure.prompts()) * measure.NEW_TOKENS
-    whole = generated + sum(len(prompt) - 1 for prompt in measure.prompts())
+    generated = len(check.prompts()) * check.NEW_TOKENS
+    whole = generated + sum(len(prompt) - 1 for prompt in check.prompts())
     assert [row["positions"] for row in rows] == [generated] * 2 + [whole] * 2
     bf16, fp32 = rows[0], rows[2]
     assert fp32["worst"] < 1e-4 < 1e-3 < bf16["worst"]
     assert fp32["same_choice"] == 1.0 and bf16["transformers_bf16"]["positions"] == whole
+    assert measured.llm_table(tmp_path) == "Not measured yet."
     (tmp_path / "accuracy").mkdir()
-    (tmp_path / table.FILE).write_text(json.dumps({"rows": rows}))
-    [line] = table.table(tmp_path).splitlines()[2:]
+    (tmp_path / measured.LLM_FILE).write_text(json.dumps({"rows": rows}))
+    [line] = measured.llm_table(tmp_path).splitlines()[2:]
     cells = line.split(" | ")
     assert cells[0] == f"| {SHAPE}" and cells[2:5] == ["-"] * 3
     worst, rms = (max(row[name] for row in rows[:2]) for name in ("worst", "rms"))
     assert cells[1] == f"{worst:.1e} / {rms:.1e}"
     assert cells[-1].startswith(f"{max(row['worst'] for row in rows[2:]):.1e}")
-
-
-def test_table_without_figures(tmp_path):
-    assert table.table(tmp_path) == "Not measured yet."
 
 
 def test_cases():
@@ -79,8 +76,8 @@ def test_a_row_beyond_the_bound(monkeypatch, capsys):
         "exceeded": "worst 0.5, transformers' in bf16 0.1",
     }
     found = [(case, [row]), (replace(case, graphs=True), "Traceback\nNo such kernel")]
-    monkeypatch.setattr(llm_beside_transformers, "_results", lambda *_: found)
-    assert llm_beside_transformers.main([]) == 1
+    monkeypatch.setattr(check, "_results", lambda *_: found)
+    assert check.main([]) == 1
     said = capsys.readouterr().err
     assert "2 cases or rows" in said and "No such kernel" in said
     assert "worst 0.5, transformers' in bf16 0.1" in said
@@ -96,5 +93,5 @@ def test_a_row_beyond_the_bound(monkeypatch, capsys):
     ],
 )
 def test_mistakes(words, error, capsys):
-    assert llm_beside_transformers.main(words) == 2
+    assert check.main(words) == 2
     assert error in capsys.readouterr().err

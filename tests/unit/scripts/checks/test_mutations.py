@@ -1,15 +1,4 @@
-"""The list of ``scripts/checks/mutations`` fits the sources, so that the check can run.
-
-Here nothing is broken. The check itself takes minutes for each mutation, all tests of one process
-and of two until the first fails, on copies of the checkout::
-
-    python scripts/checks/mutation_check.py                            # every mutation
-    python scripts/checks/mutation_check.py tile_offset varlen_alignment # these
-    python scripts/checks/mutation_check.py tile_offset \\
-        --tests tests/unit/core_attention/masks/test_tiles.py
-    python scripts/checks/mutation_check.py k_rope_reduction_sp k_rope_reduction_no_sp \\
-        --tests tests/distributed/test_finalize_gradients.py --processes 2
-"""
+"""The tables of ``scripts/checks/mutations`` fit the sources; mutation_check.py breaks them."""
 
 from __future__ import annotations
 
@@ -20,7 +9,7 @@ import pytest
 
 from checks import mutation_check
 from checks.mutations import MUTATIONS
-from checks.mutations.mutation import Mutation
+from checks.mutations.table import Mutation, read
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -42,3 +31,16 @@ def test_a_stale_line_is_an_error(tmp_path):
     assert target.read_text() == "value = 2\n"
     with pytest.raises(SystemExit, match="update the list"):
         mutation_check.mutate(target, Mutation("module.py", "value = 1", "value = 2"))
+
+
+def test_ways_to_write_a_mutation():
+    of_f = "f.py\n  a: x = 1 ->\n  b: y\n    -> z\n  c:\n    - u\n    |  v\n    -> w\n"
+    table = read(of_f + "g.py\n  d: x -> y")
+    assert table == {
+        "a": Mutation("f.py", "x = 1", ""),
+        "b": Mutation("f.py", "y", "z"),
+        "c": Mutation("f.py", "u\n  v", "w"),
+        "d": Mutation("g.py", "x", "y"),
+    }
+    with pytest.raises(ValueError, match="two mutations are named a"):
+        read("f.py\n  a: x -> y\n  a: y -> z")

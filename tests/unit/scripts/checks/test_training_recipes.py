@@ -17,8 +17,7 @@ import torch
 from checks import training_recipes
 from checks.recipes import table
 from checks.recipes.compare import Comparison, differences
-from checks.recipes.recipe import EXACT, ROUNDING, Outcome
-from checks.recipes.row import Row
+from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Row
 from tests.support import world
 from tests.support.environment import without_launcher
 
@@ -77,12 +76,13 @@ def test_names_are_those_of_one_recipe_each():
 class TestFailures:
     """Each is what a fault of the attention under a recipe would look like."""
 
-    def perturbed(self, chunks) -> None:
+    def perturbed(self, chunks) -> str:
         with torch.no_grad():
             next(chunks[0].parameters()).view(-1)[0] += 1e-3
+        return ""
 
     def test_other_weights(self, comparison):
-        recipe = replace(DISTRIBUTED, name="perturbed", after_step=self.perturbed)
+        recipe = replace(DISTRIBUTED, name="perturbed", note=self.perturbed)
         row = comparison.row(recipe)
         assert row.failed and not row.equal and row.weights > 0
         assert row.verdict == "FAILED" and "FAILED" in row.line()

@@ -69,11 +69,16 @@ def test_tokens_until_the_failure(engine, params):
     assert sum(bad in one.tokens[:-1] for one in right) in range(1, len(PROMPTS))
     found = run(with_nan(model, bad), sampling, **options)
     for one, expected in zip(found, right, strict=True):
-        if bad not in expected.tokens[:-1]:
+        if bad not in expected.tokens[:-1] and not (drafts and one.error):
             assert (one.finish, one.error) == (expected.finish, "")
             assert one.tokens == expected.tokens
             continue
-        length = expected.tokens.index(bad) + 1
+        length = [*expected.tokens, bad].index(bad) + 1
+        if drafts:
+            # A wrong draft's latent may be in the tile of keys that the token before it attends to,
+            # whose sum is NaN then, although its probability is 0.
+            assert len(one.tokens) <= length
+            length = len(one.tokens)
         assert (one.finish, one.error) == ("error", NON_FINITE_LOGITS)
         assert one.tokens == expected.tokens[:length]
         assert len(one.log_probs) == len(one.top_log_probs) == length

@@ -1,1 +1,0 @@
-"""The parts of scripts/benchmarks/make_synthetic_checkpoint.py."""

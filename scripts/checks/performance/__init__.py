@@ -1,1 +1,0 @@
-"""Ours beside peers, read from the recorded results under docs/."""

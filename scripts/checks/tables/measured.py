@@ -1,0 +1,433 @@
+"""Tables of single pages, from the JSON files under docs/measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.attention import AttentionReport
+from benchmarks.context_parallel import CPReport
+from benchmarks.decode import DecodeReport
+from benchmarks.dsa import DSAReport
+from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks.served import report as serving
+from benchmarks.served.report import ServingReport
+from checks.oracle_report import read_summary
+from checks.tables import by_input, recorded, table, without_errors
+
+NONE = "Not measured yet."
+MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
+_RECOMPUTED = {"R": "mla_up_proj", "no R": "none"}
+_STEP = "step, ours of Megatron's"
+
+
+class _Pair(NamedTuple):
+    """Ours and Megatron's of the same sizes and recomputation, or None where one is missing."""
+
+    group: tuple[str, str]  # of ranges: heads or GPUs, and layout
+    sizes: tuple[str, ...]  # cells of a table
+    recompute: str  # of ``_RECOMPUTED``
+    ours: dict[str, float] | None  # milliseconds of a step, and MiB kept
+    theirs: dict[str, float] | None
+
+    def ratio(self, name: str) -> float | None:
+        """Ours of theirs."""
+        return self.ours[name] / self.theirs[name] if self.ours and self.theirs else None
+
+
+def _pairs_table(head: list[str], pairs: Iterable[_Pair], digits: int) -> str:
+    """Both layers recompute ``mla_up_proj`` (R), then neither does."""
+    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for pair in pairs:
+        cells = []
+        for name, text in (("step", f"{{:.{digits}f}}"), ("kept", "{:.0f}")):
+            cells += [text.format(x[name]) if x else "-" for x in (pair.theirs, pair.ours)]
+            ratio = pair.ratio(name)
+            cells += ["-" if ratio is None else f"{ratio:.2f}"]
+        lines.setdefault(pair.sizes, {})[pair.recompute] = cells
+    names = ("Megatron ms", "ours ms", "ratio", "Megatron MiB", "ours MiB", "ratio")
+    found = [
+        [*sizes, *(cell for way in _RECOMPUTED.values() for cell in ways.get(way, ["-"] * 6))]
+        for sizes, ways in lines.items()
+    ]
+    head = [*head, *(f"{way}: {name}" for way in _RECOMPUTED for name in names)]
+    return markdown_table(head, found, ["layout"])
+
+
+def _pairs_ranges(group: str, pairs: Iterable[_Pair], kept: str) -> str:
+    """The least and the greatest ratio over all other sizes."""
+    found: dict[tuple, list[_Pair]] = {}
+    for pair in pairs:
+        if pair.ours and pair.theirs:
+            way = "-" if pair.recompute == "none" else pair.recompute
+            found.setdefault((*pair.group, way), []).append(pair)
+    if not found:
+        return "Not measured: both layers with the same recomputation."
+    lines = []
+    for key, group_pairs in found.items():
+        ratios = [[pair.ratio(name) for pair in group_pairs] for name in ("step", "kept")]
+        lines.append([*key, *(f"{min(one):.2f} to {max(one):.2f}" for one in ratios)])
+    head = [group, "layout", "both recompute", _STEP, kept]
+    return markdown_table(head, lines, ["layout", "both recompute"])
+
+
+def _layer_pairs(docs: Path) -> list[_Pair]:
+    """Whole layers on one GPU."""
+    report = AttentionReport.read(docs / "attention" / "layer.json")
+    rows = [row for row in report.of("layer") if row.case.implementation == "ours"]
+    rows.sort(key=lambda row: (-row.case.heads, row.case.layout, row.case.tokens))
+    pairs = []
+    for row in rows:
+        case = row.case
+        figures = (
+            {"step": 1e3 * one.step.median, "kept": one.kept_bytes / 2**20}
+            for one in (row, report.peer(row))
+        )
+        sizes = str(case.heads), tokens_text(case.tokens), case.layout
+        recompute = "mla_up_proj" if case.recompute else "none"
+        pairs.append(_Pair((str(case.heads), case.layout), sizes, recompute, *figures))
+    return pairs
+
+
+def _ring_pairs(docs: Path) -> list[_Pair]:
+    """A layer under context parallelism, ours with ``all_gather``; kept is less its output."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for file in sorted((docs / "context-parallel").glob("*.json")):
+        report = CPReport.read(file)
+        hidden = report.environment["dims"]["hidden-size"]
+        for row in report.rows:
+            case = row.case
+            if row.error or (case.implementation, case.cp_comm_type) == ("ours", "p2p"):
+                continue
+            output = case.tokens // row.cp_size * hidden * 2  # in bf16
+            kept = (row.kept_bytes - output) / 2**20
+            sizes = (row.cp_size, case.layout, case.documents, case.heads, case.tokens)
+            pair = found.setdefault((*sizes, case.recompute), {})
+            pair[case.implementation] = {"step": 1e3 * median(row.step_seconds), "kept": kept}
+    pairs = []
+    for (cp_size, layout, documents, heads, tokens, recompute), pair in sorted(found.items()):
+        pack = layout if layout == "sbhd" else f"thd, {documents} documents"
+        sizes = str(cp_size), pack, str(heads), tokens_text(tokens)
+        both = pair.get("ours"), pair.get("megatron")
+        pairs.append(_Pair((str(cp_size), layout), sizes, recompute, *both))
+    return pairs
+
+
+def layer_table(docs: Path) -> str:
+    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
+    return _pairs_table(["heads", "S", "layout"], _layer_pairs(docs), 2)
+
+
+def layer_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over the lengths of :func:`layer_table`."""
+    return _pairs_ranges("heads", _layer_pairs(docs), "kept")
+
+
+def ring_table(docs: Path) -> str:
+    """A layer under context parallelism; memory kept is less the layer's output."""
+    return _pairs_table(["GPUs", "layout", "heads", "S"], _ring_pairs(docs), 1)
+
+
+def ring_ranges(docs: Path) -> str:
+    """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
+    return _pairs_ranges("GPUs", _ring_pairs(docs), "kept, less output")
+
+
+def accuracy_table(docs: Path) -> str:
+    """The worst error of each precision, and the largest share of its own bound."""
+    groups: dict[tuple, list[dict]] = {}
+    for machine, name in MACHINES.items():
+        for case in read_summary(docs / "accuracy" / machine / "summary.json"):
+            interpreted = machine == "cpu" and case["core_attention_backend"] == "triton"
+            layers = case["backend"] + (", `triton` interpreted" if interpreted else "")
+            key = (name, case["dtype"], case["rotary_table"], layers)
+            groups.setdefault(key, []).append(case)
+    lines = []
+    for (machine, dtype, rotary, layers), cases in sorted(groups.items()):
+        cached = [case for case in cases if case["layout"].startswith("cached")]
+        whole = [case for case in cases if case not in cached]
+        kinds = [[c for c in whole if (c["context_parallel"] > 1) is cp] for cp in (False, True)]
+        bounds = (min(c["least_bound"] for c in cases), max(c["greatest_bound"] for c in cases))
+        lines.append(
+            [
+                machine,
+                layers,
+                f"{dtype}, {rotary.split()[0]} table" if dtype == "float64" else dtype,
+                str(sum(case["combinations"] for case in cases)),
+                *map(_worst, (*kinds, cached)),
+                " to ".join(dict.fromkeys(f"{bound:.1e}" for bound in bounds)),
+                f"{max(case['worst_error_over_bound'] for case in cases):.2g}",
+            ]
+        )
+    head = ["machine", "layers", "precision", "combinations", "worst, TP 1, 2, 4", "worst, CP"]
+    head += ["worst, from a cache", "bounds", "worst error / bound"]
+    return markdown_table(head, lines, ["machine", "layers", "precision"])
+
+
+def _worst(cases: list[dict]) -> str:
+    return f"{max(case['worst_relative_error'] for case in cases):.1e}" if cases else "-"
+
+
+# Decode over a paged cache.
+_OURS, _PEER = "ours, hopper", "FlashMLA"
+
+
+def decode_table(docs: Path) -> str:
+    """Microseconds and rates of requests of 8,192 keys."""
+    report = DecodeReport.read(docs / "decode" / "decode.json")
+    names = {"`hopper`": _OURS, "`triton`": "ours, triton", _PEER: _PEER}
+    found = [
+        one
+        for one in by_input(report.measured)
+        if one[_OURS].case.kv == 8192 and all(name in one for name in names.values())
+    ]
+
+    def time_and_rate(name: str, one: dict[str, Any]) -> str:
+        """TB/s of latents below 64 heads, TFLOP/s from there on."""
+        figures, row = report.figures(one[name]), one[name]
+        few = row.case.heads < 64
+        rate = f"{figures['tbps']:.2f}" if few else f"{figures['tflops']:.0f}"
+        return f"{row.times.median * 1e6:.1f} ({rate})"
+
+    columns: dict[str, Callable[[dict], str]] = {
+        "heads": lambda one: str(one[_OURS].case.heads),
+        "requests": lambda one: str(one[_OURS].case.batch),
+        **{head: partial(time_and_rate, name) for head, name in names.items()},
+    }
+    return table(sorted(found, key=lambda one: one[_OURS].case.heads), columns)
+
+
+def decode_lengths_table(docs: Path) -> str:
+    """Microseconds of requests of unequal lengths, and the ratio to FlashMLA's."""
+    lines = []
+    for name in ("lengths.json", "one-long.json"):
+        for found in by_input(DecodeReport.read(docs / "decode" / name).measured):
+            case = found[_OURS].case
+            if case.lengths != "equal":
+                ours, peer = (found[one].times.median * 1e6 for one in (_OURS, _PEER))
+                lengths = f"{case.lengths.replace('_', ' ')}, up to {tokens_text(case.kv)}"
+                sizes = [lengths, str(case.heads), str(case.batch)]
+                lines.append([*sizes, f"{ours:.1f}", f"{peer:.1f}", f"{ours / peer:.2f}"])
+    head = ["lengths", "heads", "requests", "us", _PEER, "ratio"]
+    return markdown_table(head, lines, ["lengths"])
+
+
+# DeepSeek Sparse Attention.
+_CHOICE = {
+    "heads": lambda found: str(found["hopper"].case.heads),
+    "keys": lambda found: tokens_text(found["hopper"].case.kv),
+    "choice": lambda found: "shared" if found["hopper"].case.shared else "random",
+}
+
+
+def _rates(*names: str) -> dict[str, Callable[[dict], str]]:
+    """TFLOP/s of implementations."""
+
+    def rate(name: str, found: dict) -> str:
+        return f"{found[name].more['flops'] / found[name].times.median / 1e12:.0f}"
+
+    return {f"`{name}`": partial(rate, name) for name in names}
+
+
+def _sparse(docs: Path, work: str) -> list[dict[str, Any]]:
+    measured = DSAReport.read(docs / "dsa" / "kernels.json").measured
+    return by_input(row for row in measured if row.case.work == work)
+
+
+def sparse_forward_table(docs: Path) -> str:
+    """TFLOP/s of every implementation."""
+    columns = _CHOICE | _rates("hopper", "triton", "FlashMLA", "TileLang")
+    return table(_sparse(docs, "forward"), columns, ["choice"])
+
+
+def sparse_backward_table(docs: Path) -> str:
+    """TFLOP/s of backward, and how much longer a deterministic one takes."""
+
+    def longer(found: dict) -> str:
+        fixed, plain = (found[name].times.median for name in ("hopper, in order", "hopper"))
+        return f"{fixed / plain:.2f}"
+
+    columns = _CHOICE | _rates("hopper", "triton", "TileLang")
+    columns["deterministic `hopper`, time"] = longer
+    return table(_sparse(docs, "backward"), columns, ["choice"])
+
+
+def indexer_table(docs: Path) -> str:
+    """Milliseconds of scores and choice, and the least of the choice that fp32 agrees with."""
+    rows = (row for found in _sparse(docs, "indexer") for row in found.values())
+    columns: dict[str, Callable[[Any], str]] = {
+        "keys": lambda row: tokens_text(row.case.kv),
+        "backend": lambda row: f"`{row.case.implementation}`",
+        "ms": lambda row: f"{row.times.median * 1e3:.2f}",
+        "scores alone, ms": lambda row: f"{row.more['scores_ms']:.2f}",
+        "share": lambda row: f"{row.more['share']:.2f}",
+        "bound": lambda row: f"{row.more['bound']:.2f}",
+        "agreement": lambda row: f"{row.more['agreement']:.3f}",
+    }
+    return table(rows, columns, ["backend"])
+
+
+def sparse_decode_table(docs: Path) -> str:
+    """Microseconds of sparse decode, with its parts, beside dense decode and FlashMLA."""
+    lines: list[list[str]] = []
+    for row in recorded(docs / "dsa" / "decode.json"):
+        case = row.case
+        if case.implementation == "sparse, hopper":
+            parts = (row.times.median * 1e6, row.more.select_us, row.more.attend_us)
+            lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
+        elif case.implementation in ("FlashMLA", "dense, hopper"):
+            lines[-1].append(f"{row.times.median * 1e6:.0f}")
+    head = ["heads", "keys", "sparse us", "choice us", "attention us"]
+    return markdown_table([*head, "`FlashMLA`, attention us", "dense us"], lines)
+
+
+def sparse_layer_table(docs: Path) -> str:
+    """Milliseconds of a step of whole layers, and the memory of our sparse one."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
+        for row in recorded(docs / "dsa" / name):
+            works = found.setdefault(row.case.tokens, {})
+            for work in without_errors(row.works):
+                works.setdefault(work.name, work)
+
+    def step(name: str, row: tuple[int, dict]) -> str:
+        return f"{row[1][name].step.median * 1e3:.1f}" if name in row[1] else "-"
+
+    columns: dict[str, Callable[[tuple], str]] = {
+        "tokens": lambda row: tokens_text(row[0]),
+        **{f"{name} ms": partial(step, name) for name in ("sparse", "warm-up", "dense")},
+        "Megatron, TileLang ms": partial(step, "megatron-tilelang"),
+        "sparse GiB": lambda row: f"{row[1]['sparse'].peak_bytes / 2**30:.1f}",
+    }
+    return table(sorted(found.items()), columns)
+
+
+# Sampling parameters of each kind of drawing in the file.
+_DRAWS = {
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
+    "both": {"top_k": 20, "top_p": 0.8, "temperature": 0.6},
+}
+
+
+def drawing_table(docs: Path) -> str:
+    """Microseconds of our kernels and of PyTorch's functions, a kind of drawing in a line."""
+    file = docs / "generation" / "drawing.json"
+    if not file.exists():
+        return NONE
+    found = {tuple(vars(row.case).values()): row for row in recorded(file)}
+
+    def time(count: int, name: str, kind: tuple[str, str]) -> str:
+        times = getattr(found.get((*kind, count)), name, None)
+        return f"{1e6 * times.median:.1f}" if times else "-"
+
+    def drawn(kind: tuple[str, str]) -> str:
+        filters = (f"`{name}` {value}" for name, value in _DRAWS.get(kind[0], {}).items())
+        return ", ".join(filters) or kind[0]
+
+    columns = {"drawn": drawn, "logits": lambda kind: kind[1]} | {
+        f"{count}: {called} us": partial(time, count, name)
+        for count in sorted({count for _, _, count in found})
+        for called, name in (("ours", "ours"), ("PyTorch", "torch"))
+    }
+    kinds = dict.fromkeys((draws, logits) for draws, logits, _ in found)
+    return table(kinds, columns, ["drawn", "logits"])
+
+
+LLM_FILE = Path("accuracy") / "llm.json"
+# Whether TransformerEngine is there, and whether steps are CUDA graphs.
+_WAYS = {
+    "local": (False, False),
+    "local, graphs": (False, True),
+    "TransformerEngine": (True, False),
+    "TransformerEngine, graphs": (True, True),
+}
+
+
+def llm_table(docs: Path) -> str:
+    """Models beside transformers: the worst over alone, together, and with a prefix cache."""
+    if not (docs / LLM_FILE).exists():
+        return NONE
+    rows = json.loads((docs / LLM_FILE).read_text())["rows"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        bf16 = [row for row in own if row["dtype"] == "bfloat16"]
+        ways = [
+            _largest(row for row in bf16 if (row["transformer_engine"], row["graphs"]) == way)
+            for way in _WAYS.values()
+        ]
+        theirs = [row["transformers_bf16"] for row in bf16]
+        same = [f"{min(x['same_choice'] for x in some):.3f}" for some in (bf16, theirs)]
+        fp32 = _largest(row for row in own if row["dtype"] == "float32")
+        lines.append([model, *ways, _largest(theirs), *same, fp32])
+    head = ["model", *_WAYS, "transformers", "same tokens", "transformers'", "fp32"]
+    return markdown_table(head, lines, ["model"])
+
+
+def _largest(rows) -> str:
+    """The largest difference and the largest root of a mean square."""
+    pairs = [(row["worst"], row["rms"]) for row in rows]
+    return " / ".join(f"{max(each):.1e}" for each in zip(*pairs)) or "-"
+
+
+def serving_table(docs: Path) -> str:
+    """Every measured row of requests that arrive at once: of ``LLM``, then of the server."""
+    # Several runs, because all rows together take longer than one may.
+    files = [
+        docs / "generation" / name
+        for name in ("serving.json", "serving-server.json", "serving-128x8k.json")
+    ]
+    found = [ServingReport.read(file) for file in files if file.exists()]
+    if not found:
+        return NONE
+
+    def place(row: serving.Row) -> tuple:
+        case = row.case
+        return case.implementation, case.size.prompt, case.size.requests, case.temperature
+
+    rows = sorted((row for one in found for row in one.rows), key=place)
+    return serving.table(ServingReport(found[0].environment, rows))
+
+
+def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[[Path], str]:
+    """Tables of one of serving.py's files."""
+
+    def made(docs: Path) -> str:
+        path = docs / "generation" / file
+        if not path.exists():
+            return NONE
+        found = ServingReport.read(path)
+        return "\n\n".join(filter(None, (one(found) for one in tables))) or NONE
+
+    return made
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "layers": layer_table,
+    "layer ranges": layer_ranges,
+    "context parallel": ring_table,
+    "context parallel ranges": ring_ranges,
+    "accuracy": accuracy_table,
+    "beside transformers": llm_table,
+    "sparse forward": sparse_forward_table,
+    "sparse backward": sparse_backward_table,
+    "indexer": indexer_table,
+    "sparse decode": sparse_decode_table,
+    "sparse layer": sparse_layer_table,
+    "decode": decode_table,
+    "decode lengths": decode_lengths_table,
+    "drawing": drawing_table,
+    "beside vllm": serving_table,
+    "traffic beside vllm": _of_serving("traffic.json", partial(serving.table, traffic=True)),
+    "parity mode beside default": _of_serving(
+        "serving-parity.json",
+        serving.parity_table,
+        partial(serving.parity_table, traffic=True),
+    ),
+}
