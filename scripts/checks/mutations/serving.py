@@ -102,11 +102,9 @@ absorbed_mla/serving/export/weights.py
 absorbed_mla/serving/llm.py
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
-  a_live_model_sleeps_within_a_beam_search: if self._woken_by_call and not self._calls
-    -> if self._woken_by_call
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
-  first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._requests.of_calls:
+  first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
     -> if self._woken_by_call:
   ctrl_c_within_a_step: if not in_main or -> if True or not in_main or
   ctrl_c_for_ever: if self.received is not None: -> if False:
