@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from absorbed_mla.serving.chat_messages import template_options_of, with_text
+from absorbed_mla.serving.chat_messages import require_none, template_options_of, with_text
 from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
@@ -148,6 +148,9 @@ class LLM(LLMEngine):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        lora_request: None = None,
+        priority: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
 
@@ -156,6 +159,7 @@ class LLM(LLMEngine):
                 with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
+            lora_request, priority: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -163,6 +167,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
+        require_none("generate", {"lora_request": lora_request, "priority": priority})
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.support.llm import (
     FAILURE,
     LOGPROB,
     FakeRunner,
+    ctrl_c_interrupts,
     expected_text,
     fake_llm,
     tiny_folder,
@@ -134,6 +136,22 @@ class TestEnds:
                 await task
 
         assert len(run(check).aborted) == 2
+
+    def test_ctrl_c(self):
+        """Ends the loop; the model can be used on, in another one."""
+        runner = FakeRunner()
+        runner.step_seconds = 0.001
+        llm = AsyncLLM.from_llm(fake_llm(runner))
+
+        async def press():
+            async for _ in llm.generate("hello", LONG):
+                signal.raise_signal(signal.SIGINT)
+
+        with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
+            asyncio.run(press())
+        [*_, last] = asyncio.run(collect(llm, "after"))
+        assert last.outputs[0].text == expected_text("after") and runner.aborted == [0]
+        llm.close()
 
     def test_ids(self):
         """Those that are made are nobody's; one that runs is refused, and runs on."""

@@ -450,6 +450,12 @@ class TestAsVLLMHasThem:
         llm.generate("a", PARAMS, False)
         assert not capsys.readouterr().err
 
+    def test_what_is_not_here(self):
+        llm = fake_llm()
+        assert llm.generate("a", PARAMS, False, lora_request=None, priority=None)
+        with pytest.raises(ValueError, match="generate does not take priority"):
+            llm.generate("a", PARAMS, False, priority=[1])
+
     def test_the_tokenizer(self):
         llm = fake_llm()
         assert llm.get_tokenizer() is llm.tokenizer
