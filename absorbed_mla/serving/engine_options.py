@@ -20,6 +20,8 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, block_bytes
 from absorbed_mla.serving.scheduler.cuda_graphs import engine_fields
 
+# Sampling parameters that ``LLM`` sees to.
+_OF_LLM = ("n", "stop", "truncate_prompt_tokens")
 # Option -> fields of inference_config that go with it: Megatron would move the blocks as well, or
 # leave none to be stored.
 _CONFIG = {
@@ -169,13 +171,37 @@ class EngineOptions(EngineFields):
                 + (f", and {beyond} more for drafts," if beyond else "")
                 + f" do not fit into a cache of {cache}"
             )
-        if sampling.n != 1 or sampling.stop:
-            return "n and stop are for LLM, which knows the text; the engine has stop_token_ids"
+        for name in _OF_LLM:
+            if getattr(sampling, name) != getattr(SamplingParams, name):
+                return f"{name} is for LLM, which knows the text"
+        error = self._why_not_tokens(sampling, self.vocab_size or vocab_size)
+        if error:
+            return error
         top = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
         if top > vocab_size:
             return f"logprobs must be at most the vocabulary's {vocab_size}, got {top}"
         if sampling.prompt_logprobs is not None and not self.prompt_logprobs:
             return "prompt_logprobs needs an engine with prompt_logprobs=True"
+        return ""
+
+    def _why_not_tokens(self, sampling: SamplingParams, vocab_size: int) -> str:
+        """Why tokens cannot be drawn as a request asks, or ``""``."""
+        words = sampling.bad_words
+        if any(isinstance(word, str) for word in words):
+            return "bad_words with texts is for LLM, which knows their tokens"
+        named = {
+            "logit_bias": sampling.logit_bias or (),
+            "allowed_token_ids": sampling.allowed_token_ids or (),
+            "bad_words": [token for word in words for token in word],
+        }
+        for name, tokens in named.items():
+            if any(token >= vocab_size for token in tokens):
+                return f"{name} must have tokens below {vocab_size}, got {max(tokens)}"
+        if sampling.allowed_token_ids is not None:
+            lost = {word[-1] for word in words}
+            lost |= set(sampling.stop_token_ids if sampling.min_tokens else ())
+            if lost.issuperset(sampling.allowed_token_ids):
+                return "allowed_token_ids must have one that bad_words and min_tokens leave"
         return ""
 
 

@@ -237,7 +237,7 @@ class LLM(LLMEngine):
         with self._exclusively():
             for i, prompt in enumerate(_prompts_of(prompts)):
                 whole = each.replace(max_tokens=params.max_tokens)
-                _, tokens = self._encode(prompt, whole, f"prompt {i}: ")
+                tokens = self.encode_prompt(prompt, whole, f"prompt {i}: ").tokens
                 room = self.max_model_len - len(tokens)
                 searches.append(BeamSearch(tokens, params, min(params.max_tokens, room), ends))
         left = searches
@@ -300,7 +300,7 @@ class LLM(LLMEngine):
             # All of them, before any is queued.
             encoded = []
             for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((*self._encode(prompt, params, f"prompt {i}: "), params))
+                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
 
 

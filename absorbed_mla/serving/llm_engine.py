@@ -7,13 +7,14 @@ import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import Message, Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 # A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
 _TEXT, _TOKENS = "prompt", "prompt_token_ids"
+# Characters of texts that are not refused by their number: their tokens are counted in no time.
+_FEW_CHARACTERS = 2**16
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that can run: its text, if it was given as one, and its token ids."""
+
+    text: str | None
+    tokens: list[int]
 
 
 class LLMEngine:
@@ -62,14 +73,15 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
         Args:
-            prompt: As for :meth:`LLM.generate`.
+            prompt: As for :meth:`LLM.generate`; or what :meth:`encode_prompt` made of it and these
+                parameters.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
 
@@ -82,7 +94,80 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         with self._exclusively():
-            return self._add(*self._encode(prompt, params), params, request_id)
+            encoded = prompt
+            if not isinstance(encoded, EncodedPrompt):
+                encoded = self.encode_prompt(prompt, params)
+            return self._add(encoded.text, encoded.tokens, params, request_id)
+
+    def encode_prompt(
+        self, prompt: Prompt, params: SamplingParams, where: str = ""
+    ) -> EncodedPrompt:
+        """What :meth:`add_request` does first, for any thread: long texts take seconds.
+
+        Args:
+            prompt: As the user gave it.
+            params: As the user gave them.
+            where: What an error begins with.
+
+        Raises:
+            ValueError: If the prompt cannot run.
+        """
+        tokenizer, sizes = self.tokenizer, self._sizes
+        try:
+            text, tokens = _text_and_tokens(prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
+        if tokens is None:
+            assert text is not None
+            if params.truncate_prompt_tokens is None:
+                self.require_few_characters(text, where)
+            tokens = required(tokenizer).encode(text)
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.max_model_len - (params.max_tokens or 1))
+        tokens = tokens if most is None else tokens[-most:]
+        if params.stop and tokenizer is None:
+            raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
+        assert sizes.vocab_size is not None
+        try:
+            of_engine = of_output(params, 0, self._ends(params), tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
+        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
+        if why_not:
+            raise ValueError(f"{where}{why_not}")
+        return EncodedPrompt(text, tokens)
+
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, for any thread.
+
+        Args:
+            options: For the chat template.
+
+        Raises:
+            ValueError: If there is no chat template, or the conversation is longer than any that
+                can run.
+        """
+        tokenizer = required(self.tokenizer)
+        render = getattr(tokenizer, "render", None)
+        if render is None:
+            return tokenizer.chat(messages, **options)
+        text = render(messages, **options)
+        self.require_few_characters(text)
+        return tokenizer.encode(text, begin=False)
+
+    def require_few_characters(self, text: str, where: str = "") -> None:
+        """Check that a text may fit, without its tokens, which take long to find if it does not.
+
+        Raises:
+            ValueError: If it has more characters than any that fits.
+        """
+        longest = getattr(self.tokenizer, "longest_token", None)
+        if longest is not None and len(text) > max(_FEW_CHARACTERS, longest * self.max_model_len):
+            raise ValueError(
+                f"{where}the prompt has {len(text)} characters, of which a token has {longest} at "
+                f"most, and must be shorter than {self.max_model_len} tokens"
+            )
 
     def step(self) -> list[RequestOutput]:
         """One forward pass over what runs.
@@ -182,12 +267,12 @@ class LLMEngine:
             yield
 
     def _run(
-        self, encoded: Sequence[tuple[str | None, list[int], SamplingParams]], names: list[str]
+        self, encoded: Sequence[tuple[EncodedPrompt, SamplingParams]], names: list[str]
     ) -> Iterator[RequestOutput]:
         """A whole call: the model is awake meanwhile, and none of its requests is left behind.
 
         Args:
-            encoded: Of each prompt its text, if it has one, its tokens and parameters.
+            encoded: Prompts, each with its parameters.
             names: The ids of their requests are appended.
         """
         with self._whole_call():
@@ -195,8 +280,8 @@ class LLMEngine:
                 with self._exclusively():
                     self._woken_by_call |= not self._awake
                     self._wake()
-                    for one in encoded:
-                        names.append(self._add(*one, None))
+                    for prompt, params in encoded:
+                        names.append(self.add_request(prompt, params))
                         self._requests.of_calls.add(names[-1])
                 missing = set(names)
                 while missing:
@@ -227,8 +312,11 @@ class LLMEngine:
         self, text: str | None, tokens: list[int], params: SamplingParams, name: str | None
     ) -> str:
         self._require_awake()
-        ends = () if params.ignore_eos else self._end_tokens
-        return self._requests.add(text, tokens, params, name, ends)
+        return self._requests.add(text, tokens, params, name, self._ends(params))
+
+    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """The model's end tokens, for a request that they end."""
+        return () if params.ignore_eos else self._end_tokens
 
     def _claim(self, is_own: Callable[[str], bool]) -> list[RequestOutput]:
         """A caller's outputs that have grown; runs a step unless there are some already."""
@@ -237,36 +325,6 @@ class LLMEngine:
             self._require_awake()
             requests.process(self._runner.step(requests.commands()))
         return requests.claim(is_own)
-
-    def _encode(
-        self, prompt: Prompt, params: SamplingParams, where: str = ""
-    ) -> tuple[str | None, list[int]]:
-        """Text, if there is one, and token ids of a prompt that can run.
-
-        Args:
-            prompt: As the user gave it.
-            params: As the user gave them.
-            where: What an error begins with.
-
-        Raises:
-            ValueError: If it cannot.
-        """
-        tokenizer, sizes = self.tokenizer, self._sizes
-        try:
-            text, tokens = _text_and_tokens(prompt)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
-        if tokens is None:
-            assert text is not None
-            tokens = required(tokenizer).encode(text)
-        if params.stop and tokenizer is None:
-            raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
-        assert sizes.vocab_size is not None
-        of_engine = of_output(params, 0, ())
-        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
-        if why_not:
-            raise ValueError(f"{where}{why_not}")
-        return text, tokens
 
     def _wake(self) -> None:
         if not self._awake:

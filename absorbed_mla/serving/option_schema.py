@@ -32,6 +32,8 @@ _Class = TypeVar("_Class", bound=type)
 _KEY = "option"
 # Stand for any value but None that an option is given, and for the default of one that must be.
 GIVEN, REQUIRED = object(), object()
+# Characters of a value that an error shows.
+_MOST_SHOWN = 200
 # Of an option that asks for nothing, or gives way to others.
 _NOT_IN_USE = (None, False, "auto")
 
@@ -231,7 +233,9 @@ class Options:
         for name, one in options_of(cls).items():
             value = getattr(self, name)
             if value is not one.default and not one.accepts(value):
-                raise ValueError(f"{name} must be {one.words}, got {value!r}")
+                given = repr(value)
+                given = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + "..."
+                raise ValueError(f"{name} must be {one.words}, got {given}")
         for name in needs_in(cls):
             for other in unmet_needs(self, name) if _in_use(self, name) else ():
                 needed = needed_words(cls, other, needs_in(cls)[name][other])

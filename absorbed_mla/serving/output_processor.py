@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.stop_strings import StopStrings
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class OutputProcessor:
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            self._commands.append(Add(prompt_tokens, of_output(params, index, ends)))
+            of_engine = of_output(params, index, ends, self._tokenizer)
+            self._commands.append(Add(prompt_tokens, of_engine))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)
@@ -185,6 +187,8 @@ class OutputProcessor:
         if progress.result is not None:
             del self._running[progress.number]
             self._add_prompt_logprobs(request, progress.result)
+            if completion.output.index == 0:
+                request.output.num_cached_tokens = progress.result.num_cached_tokens
             if progress.result.finish == "error":
                 name = request.output.request_id
                 _logger.error("request %s has failed: %s", name, progress.result.error)
@@ -247,7 +251,7 @@ class Completion:
             skip = params.skip_special_tokens
             self._stream = tokenizer.stream(prompt, skip_special_tokens=skip)
         # The text so far, with what may yet turn out to be a stop string.
-        self._text = ""
+        self._text, self._stop_strings = "", StopStrings(params.stop)
         self.output = CompletionOutput(index)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -289,47 +293,29 @@ class Completion:
         stops = token in params.stop_token_ids or token in self._end_tokens
         stops = stops and len(output.token_ids) > params.min_tokens
         if self._stream is not None and (not stops or params.include_stop_str_in_output):
-            before = len(self._text)
             self._text += self._stream.push([token])
-            if self._ends_with_stop_string(before):
+            if self._ends_with_stop_string():
                 return
         if stops:
-            before = len(self._text)
             self._show_all()
             # What was held back may have one, which came before the token.
-            if self._ends_with_stop_string(before):
+            if self._ends_with_stop_string():
                 return
             output.finish_reason = "stop"
             output.stop_reason = token if token in params.stop_token_ids else None
         else:
-            output.text = self._text[: len(self._text) - self._held_back()]
+            output.text = self._text[: len(self._text) - self._stop_strings.held_back]
 
-    def _ends_with_stop_string(self, before: int) -> bool:
-        """Cut the text at the first stop string that ends after ``before``, if there is one."""
-        params, found = self._params, []
-        if len(self.output.token_ids) < params.min_tokens:
+    def _ends_with_stop_string(self) -> bool:
+        """Cut the text at the first stop string that ends in what is new, if there is one."""
+        found, params = self._stop_strings.read(self._text), self._params
+        if found is None or len(self.output.token_ids) < params.min_tokens:
             return False
-        for string in params.stop:
-            place = self._text.find(string, max(0, before - len(string) + 1))
-            if place >= 0:
-                found.append((place, string))
-        if not found:
-            return False
-        place, string = min(found)
+        place, string = found
         self._text = self._text[: place + len(string) * params.include_stop_str_in_output]
         self.output.text = self._text
         self.output.finish_reason, self.output.stop_reason = "stop", string
         return True
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that a stop string may begin with."""
-        longest = 0
-        for string in self._params.stop:
-            for length in range(min(len(string) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(string[:length]):
-                    longest = length
-                    break
-        return longest
 
     def _show_all(self) -> None:
         if self._stream is not None:
@@ -337,9 +323,8 @@ class Completion:
         self.output.text = self._text
 
     def _finish(self, result: Result) -> None:
-        before = len(self._text)
         self._show_all()
-        if self._ends_with_stop_string(before):
+        if self._ends_with_stop_string():
             return
         if result.finish == "error":
             self.output.error = result.error
@@ -347,12 +332,17 @@ class Completion:
         self.output.finish_reason = result.finish if known else "length"
 
 
-def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> SamplingParams:
+def of_output(
+    params: SamplingParams, index: int, ends: Sequence[int], tokenizer: Tokenizer | None
+) -> SamplingParams:
     """What the engine gets for one of a prompt's outputs.
 
     Args:
         params: As the user gave them.
         ends: Tokens that end it, besides ``params.stop_token_ids``.
+
+    Raises:
+        ValueError: If texts of ``bad_words`` have no tokenizer.
     """
     seed = params.seed
     if seed is not None and index:
@@ -361,7 +351,28 @@ def of_output(params: SamplingParams, index: int, ends: Sequence[int]) -> Sampli
 
         seed = derive_seed(seed, index)
     stop = dict.fromkeys([*ends, *params.stop_token_ids])
-    return params.replace(n=1, seed=seed, stop=(), stop_token_ids=tuple(stop))
+    of_text = {"n": 1, "stop": (), "truncate_prompt_tokens": None}
+    of_text["bad_words"] = _tokens_of_words(params.bad_words, tokenizer)
+    return params.replace(**of_text, seed=seed, stop_token_ids=tuple(stop))
+
+
+def _tokens_of_words(
+    words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None
+) -> list[tuple[int, ...]]:
+    """Token ids of words; texts also behind a space, where that is not the same tokens' end."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        if tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer for texts; lists of token ids do not")
+        alone, behind = (tuple(tokenizer.encode(s + word, begin=False)) for s in ("", " "))
+        found[alone] = None
+        if behind[-len(alone) :] != alone:
+            found[behind] = None
+    found.pop((), None)
+    return list(found)
 
 
 def position_logprobs(

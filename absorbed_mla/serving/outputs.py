@@ -76,6 +76,8 @@ class RequestOutput:
         finished: Whether all outputs have ended.
         prompt_logprobs: One entry per token of the prompt, None for the first; None as a whole
             unless ``prompt_logprobs`` asked for them, and before the first output has ended.
+        num_cached_tokens: Tokens of the prompt in blocks that the prefix cache had; None before the
+            first output has ended.
     """
 
     request_id: str
@@ -84,3 +86,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int | None = None

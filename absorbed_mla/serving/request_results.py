@@ -39,6 +39,7 @@ class Result:
             of its cache), ``"abort"``, ``"error"`` (the model's logits are NaN or infinite), or
             ``""`` if it could not run.
         error: Why the request could not run or go on, or ``""``.
+        num_cached_tokens: Of the prompt, in blocks that the prefix cache had.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Result:
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
     finish: str = ""
     error: str = ""
+    num_cached_tokens: int = 0
 
 
 # Not frozen, which makes one in twice the time: there is one of every request and step.
@@ -256,6 +258,8 @@ def result_of(
 ) -> Result:
     """The result of a request that Megatron's engine is done with."""
     result = Result(tokens=_joined(record, "generated_tokens"))
+    # Of the first part: others have read again what was evicted.
+    result.num_cached_tokens = getattr(record.requests[0], "num_cached_tokens", 0)
     # Megatron computes them for all requests of a step if one of them has asked.
     if sampling.logprobs is not None:
         result.log_probs = _joined(record, "generated_log_probs")

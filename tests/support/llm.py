@@ -6,10 +6,10 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,8 +32,9 @@ MAX_MODEL_LEN = 512
 FAILING_PROMPT = "€no"
 FAILING = FAILING_PROMPT.encode()[0]
 FAILURE = "the model's logits are NaN"
-# Of every token, and of the next one in the order of the bytes.
+# Of every token, and of the next one in the order of the bytes; of a prompt's token, by its place.
 LOGPROB, SECOND = -0.25, -1.5
+PROMPT_LOGPROBS = [-0.5 - place / 64 for place in range(MAX_MODEL_LEN)]
 
 
 def expected_text(prompt: str, index: int = 0, tokens: int = 16) -> str:
@@ -75,7 +76,8 @@ class FakeRunner:
         num_added: Requests, since it slept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options) -> None:
+        self._options = options
         self.go = threading.Event()
         self.go.set()
         self.num_steps = 0
@@ -127,6 +129,10 @@ class FakeRunner:
         result = None
         if stops or len(one.tokens) >= min(one.params.max_tokens or room, room):
             result = Result(one.tokens, finish="stop" if stops else "length")
+            result.num_cached_tokens = len(one.prompt) // 64 * 64
+            if one.params.prompt_logprobs is not None:
+                result.prompt_log_probs = PROMPT_LOGPROBS[1 : len(one.prompt)]
+                result.prompt_top_log_probs = [{ord("z"): -0.125} for _ in one.prompt[1:]]
             del self._running[number]
         top = {token: self.log_prob, (token + 1) % 256: SECOND}
         return Progress(number, [token], [self.log_prob], [top], result)
@@ -137,6 +143,7 @@ class FakeRunner:
             max_requests=1024,
             cache_tokens=1024 * MAX_MODEL_LEN,
             vocab_size=257,
+            **self._options,
         )
 
     def sleep(self, free_cache: bool = True) -> None:
@@ -181,18 +188,25 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(api_key: str | None = None) -> Iterator[Served]:
-    """A server around a fake model, on a free port, in a thread."""
+def serving(
+    api_key: str | None = None,
+    origins: Sequence[str] = (),
+    *,
+    http_options: Mapping[str, Any] = {},
+    **options,
+) -> Iterator[Served]:
+    """A server around a fake model, on a free port, in a thread; with options of its engine."""
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
     from absorbed_mla.serving.server.service import Metrics, Service
 
-    runner, deaths = FakeRunner(), []
+    runner, deaths = FakeRunner(**options), []
     llm = fake_llm(runner)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"))
-    http = HTTPServer(build_app(service, metrics, "tiny", api_key), service, "127.0.0.1", 0)
+    app = build_app(service, metrics, "tiny", api_key, origins)
+    http = HTTPServer(app, service, "127.0.0.1", 0, **http_options)
     service.start()
     thread = threading.Thread(target=http.run)
     thread.start()

@@ -72,6 +72,15 @@ CASES = {
     "sampled": Case(of(LENGTHS, sampled(), GREEDY, sampled(seed=None), sampled(min_p=0.2))),
     "filtered": Case(of(LENGTHS, sampled(top_k=5), sampled(top_p=0.6), sampled(), GREEDY)),
     "penalties": Case(of(LENGTHS, sampled(repetition_penalty=1.3), GREEDY), ahead=False),
+    "biases": Case(
+        of(
+            LENGTHS,
+            GREEDY.replace(logit_bias={3: 9.0}, bad_words=[[3, 3], [7]]),
+            sampled(allowed_token_ids=range(20, 40)),
+            GREEDY,
+        ),
+        ahead=False,
+    ),
     "min-tokens": Case(of(LENGTHS, GREEDY, sampled(min_tokens=6, stop_token_ids=range(32)))),
     "log-probs": Case(of(LENGTHS, GREEDY.replace(logprobs=0), GREEDY, sampled(max_tokens=5))),
     "all-log-probs": Case(of(LENGTHS, sampled(logprobs=0))),

@@ -50,6 +50,7 @@ class SampledRequest:
         generated: Tokens so far.
         in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
             penalty asks.
+        bias: Added to the logits of all tokens, fp32 [vocabulary], once it is asked for.
         number: Of the request; -1: not known.
     """
 
@@ -58,6 +59,7 @@ class SampledRequest:
     prompt: Sequence[int]
     generated: list[int] = field(default_factory=list)
     in_prompt: Tensor | None = None
+    bias: Tensor | None = None
     number: int = -1
     _numbers: tuple[float, float, int, float, bool] | None = None
 
@@ -178,9 +180,9 @@ class DeviceSampler:
         self._randoms = Randoms(self._requests[row].seed for row in self._sampled)
 
     def _kind(self) -> Kind | None:
-        # Where tokens so far count for the next one.
-        count = (one.avoids_stop_tokens or one.params.has_penalties for one in self._requests)
-        if self._own or any(count):
+        # Where tokens so far count for the next one, or logits are others than the model's.
+        own = (one.avoids_stop_tokens or one.params.changes_logits for one in self._requests)
+        if self._own or any(own):
             return None
         params = (request.params for request in self._requests)
         sampled = [one for one in params if not one.is_greedy]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,17 @@ _NO_STOP_TOKEN = -1
 _MOST_TOP_LOG_PROBS = 100
 
 
-def _are_texts(texts: Sequence[Any]) -> bool:
-    return all(isinstance(text, str) and text for text in texts)
+# Of a request, so that looking for their ends costs a step little.
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 256
 
 
-def _are_token_ids(tokens: Sequence[Any]) -> bool:
+def _are_stops(texts: Sequence[Any]) -> bool:
+    if len(texts) > _MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
+        return False
+    return sum(map(len, texts)) <= _MOST_STOP_CHARACTERS
+
+
+def _are_token_ids(tokens: Iterable[Any]) -> bool:
     ints = (isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     return all(ints) and all(0 <= token < 2**31 for token in tokens)
 
@@ -32,15 +38,26 @@ def _without_arrays(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _are_biases(biases: Any) -> bool:
+    if not isinstance(biases, Mapping) or not _are_token_ids(biases):
+        return False
+    return all(-100 <= bias <= 100 for bias in biases.values())
+
+
+def _are_words(words: Sequence[Any]) -> bool:
+    return all(word and (isinstance(word, str) or _are_token_ids(word)) for word in words)
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Options):
     """Sampling parameters of one request, under the names that vLLM uses.
 
-    The next token is drawn as follows: penalties change the logits; ``temperature`` divides them;
-    ``min_p``, then ``top_k``, then ``top_p`` each leave some of the tokens, and one of those that
-    are left is drawn by its probability. Which one depends on the logits, on ``seed`` and on the
-    token's position, and on nothing else that runs in the engine.
+    The next token is drawn as follows: ``logit_bias``, then penalties change the logits, and tokens
+    that are not allowed lose theirs; ``temperature`` divides them; ``min_p``, then ``top_k``, then
+    ``top_p`` each leave some of the tokens, and one of those that are left is drawn by its
+    probability. Which one depends on the logits, on ``seed`` and on the token's position, and on
+    nothing else that runs in the engine.
 
     Raises:
         ValueError: On construction, naming the field, what it got and what it accepts.
@@ -66,6 +83,22 @@ class SamplingParams(Options):
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = option(0.0, least=-2, most=2)
     """Subtracted from the logits of tokens as often as they are in the output."""
+    logit_bias: Mapping[int, float] | None = option(
+        None, valid=_are_biases, accepted="token ids with numbers from -100 to 100", unset="none"
+    )
+    """Added to the logits of tokens, before penalties."""
+    allowed_token_ids: Sequence[int] | None = option(
+        None,
+        valid=lambda tokens: len(tokens) > 0 and _are_token_ids(tokens),
+        accepted="token ids, one at least",
+        unset="all",
+    )
+    """No other tokens are drawn."""
+    bad_words: Sequence[str | Sequence[int]] = option(
+        (), valid=_are_words, accepted="texts or lists of token ids, none of them empty"
+    )
+    """Texts, or lists of token ids, that are not generated: their last tokens are not drawn behind
+    the others. A text alone, and behind a space."""
     n: int = option(1, least=1)
     """Number of outputs, each drawn with a seed of its own."""
     seed: int | None = option(
@@ -77,10 +110,17 @@ class SamplingParams(Options):
     )
     """Of the random numbers that draw its tokens."""
     stop: str | Sequence[str] = option(
-        (), valid=_are_texts, accepted="a string or several, none of them empty"
+        (),
+        valid=_are_stops,
+        accepted="a string or several, none of them empty, at most "
+        f"{_MOST_STOPS} of {_MOST_STOP_CHARACTERS} characters together",
     )
     """Strings that end the request as soon as they are in its text."""
-    stop_token_ids: Sequence[int] = option((), valid=_are_token_ids, accepted="token ids")
+    stop_token_ids: Sequence[int] = option(
+        (),
+        valid=lambda tokens: len(tokens) <= _MOST_STOP_TOKENS and _are_token_ids(tokens),
+        accepted=f"token ids, at most {_MOST_STOP_TOKENS}",
+    )
     """Tokens that end the request, besides the model's end token."""
     ignore_eos: bool = option(False)
     """The model's end token does not end the request."""
@@ -90,6 +130,9 @@ class SamplingParams(Options):
     prompt_logprobs: int | None = option(None, least=0, most=_MOST_TOP_LOG_PROBS, unset="none")
     """The same for the tokens of the prompt. Needs an engine with ``prompt_logprobs`` and computes
     the whole prompt, whatever is cached."""
+    truncate_prompt_tokens: int | None = option(None, least=1, also=(-1,), unset="all")
+    """Only so many of the prompt's last tokens are read; -1: as many as leave room for
+    ``max_tokens``."""
     include_stop_str_in_output: bool = option(False)
     """The text includes the string of ``stop`` that ended it."""
     skip_special_tokens: bool = option(True)
@@ -100,6 +143,8 @@ class SamplingParams(Options):
             object.__setattr__(self, name, _without_arrays(getattr(self, name)))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         object.__setattr__(self, "stop", tuple(stop))
+        words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words or ()
+        object.__setattr__(self, "bad_words", tuple(words))
         tokens = map(_without_arrays, self.stop_token_ids or ())
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
         super().__post_init__()
@@ -118,6 +163,16 @@ class SamplingParams(Options):
     def has_penalties(self) -> bool:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether some tokens are made more or less likely, or are not drawn."""
+        return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the sampler draws from other logits than the model's."""
+        return self.has_penalties or self.has_bias
 
     @property
     def has_filters(self) -> bool:

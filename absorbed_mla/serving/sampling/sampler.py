@@ -45,6 +45,12 @@ class _Row:
         after = self.position - len(prompt)
         return generated[after] if after < len(generated) else None
 
+    def follows(self, tokens: Sequence[int]) -> bool:
+        """Whether the output so far ends with these tokens."""
+        count = len(tokens)
+        output = [*self.request.generated[-count:], *self.drafts]
+        return not count or output[-count:] == list(tokens)
+
 
 class RequestSampler(Sampling):
     """Megatron's interface of a sampler, for requests with parameters of their own.
@@ -153,7 +159,7 @@ class RequestSampler(Sampling):
         running = self._running(context)[: num_decode + num_prefill]
         width = num_speculative_tokens + 1
         inputs: list[list[int]] = []
-        if any(request.params.has_penalties for request, *_ in running[:num_decode]):
+        if any(request.params.changes_logits for request, *_ in running[:num_decode]):
             tokens = context.gpu_view.token_to_input_ids[: num_decode * width]
             inputs = tokens.view(num_decode, width).tolist()
         rows = []
@@ -217,12 +223,13 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
         int64 [rows]; -1 where the largest logit is NaN or infinite.
     """
     logits = _without_stop_tokens(logits, rows)
-    penalised = [i for i, row in enumerate(rows) if row.request.params.has_penalties]
-    if penalised:
-        logits = logits.float()
-        index = torch.tensor(penalised, device=logits.device)
-        values = _penalised(logits[index], [rows[i] for i in penalised])
-        logits = logits.index_copy(0, index, values)
+    for change, asks in ((_biased, "has_bias"), (_penalised, "has_penalties")):
+        changed = [i for i, row in enumerate(rows) if getattr(row.request.params, asks)]
+        if changed:
+            logits = logits.float()
+            index = torch.tensor(changed, device=logits.device)
+            values = change(logits[index], [rows[i] for i in changed])
+            logits = logits.index_copy(0, index, values)
     sampled = [row.request.params for row in rows if not row.request.params.is_greedy]
     if sampled:
         numbers = [draw_numbers(row.request, row.position, logits.shape[-1]) for row in rows]
@@ -246,10 +253,42 @@ def _without_stop_tokens(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
         for token in row.request.params.stop_token_ids
         if token < logits.shape[-1]
     ]
+    return _without(logits, places)
+
+
+def _without(logits: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """Logits in which some tokens cannot be drawn, each with its row."""
     if not places:
         return logits
     index = torch.tensor(places, device=logits.device).unbind(-1)
     return logits.index_put(index, logits.new_tensor(-torch.inf))
+
+
+def _biased(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits [rows, vocabulary] with their requests' biases, of the tokens that may be drawn."""
+    places = [
+        (i, word[-1])
+        for i, row in enumerate(rows)
+        for word in row.request.params.bad_words
+        if row.follows(word[:-1])
+    ]
+    return _without(logits + torch.stack([_bias(row.request, logits) for row in rows]), places)
+
+
+def _bias(request: SampledRequest, logits: Tensor) -> Tensor:
+    """Computed once, because many tokens may have one."""
+    if request.bias is None:
+        allowed, biases = request.params.allowed_token_ids, request.params.logit_bias or {}
+        bias = logits.new_zeros(logits.shape[-1])
+        if allowed is not None:
+            bias = torch.full_like(bias, -torch.inf).index_fill_(0, _index(allowed, logits), 0.0)
+        values = bias.new_tensor([*biases.values()])
+        request.bias = bias.index_add_(0, _index([*biases], logits), values)
+    return request.bias
+
+
+def _index(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def _penalised(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
@@ -277,7 +316,7 @@ def _counts(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     """How often each token of the vocabulary is in each text, float32 [texts, vocabulary]."""
     tokens = [token for text in texts for token in text]
     row = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text) for text in texts]))
-    index = (row.to(logits.device), torch.tensor(tokens, dtype=torch.int64, device=logits.device))
+    index = (row.to(logits.device), _index(tokens, logits))
     # Sums of ones are exact in any order.
     one = logits.new_ones(())
     return torch.zeros_like(logits).index_put_(index, one, accumulate=True)

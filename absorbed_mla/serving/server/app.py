@@ -5,29 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla import __version__
+from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
 from absorbed_mla.serving.server.protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
+    DetokenizeRequest,
+    KnownFields,
     Pieces,
+    TokenizeRequest,
     error_body,
     event,
 )
 from absorbed_mla.serving.server.service import (
-    MakePrompt,
     Metrics,
     ModelFailed,
     RequestStream,
@@ -37,13 +44,23 @@ from absorbed_mla.serving.server.service import (
     require_no_failure,
 )
 
-# A prompt of the longest models takes about a megabyte.
-_MAX_BODY_BYTES = 16 << 20
-_Body = TypeVar("_Body", bound=BaseModel)
+_REQUEST_ID = "X-Request-Id"
+# Fields that a refusal names.
+_MOST_PROBLEMS = 10
+_Body = TypeVar("_Body", bound=KnownFields)
+_Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
 
 
-def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None) -> Starlette:
+def build_app(
+    service: Service,
+    metrics: Metrics,
+    name: str,
+    api_key: str | None,
+    origins: Sequence[str] = (),
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Starlette:
     """The application.
 
     Args:
@@ -51,10 +68,12 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
         metrics: For ``/metrics``.
         name: Of the model, as clients call it.
         api_key: That clients must send; None lets everyone in.
+        origins: Of web pages that may read answers; ``"*"``: all.
+        max_body_bytes: Of a request.
     """
     routes = _Routes(service, metrics, name)
 
-    def guarded(handler: Callable[[Request], Awaitable[Response]]):
+    def guarded(handler: _Handler) -> _Handler:
         async def call(request: Request) -> Response:
             if api_key is not None:
                 given = request.headers.get("authorization", "")
@@ -65,22 +84,62 @@ def build_app(service: Service, metrics: Metrics, name: str, api_key: str | None
 
         return call
 
-    return Starlette(
+    cross_origin = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[_REQUEST_ID],
+    )
+    app = Starlette(
+        middleware=[*([cross_origin] if origins else []), Middleware(_PathsAndIds)],
         routes=[
             Route("/health", routes.health),
+            Route("/ping", routes.health, methods=["GET", "POST"]),
+            Route("/version", guarded(routes.version)),
             Route("/metrics", guarded(routes.metrics)),
             Route("/v1/models", guarded(routes.models)),
+            Route("/v1/models/{name:path}", guarded(routes.one_model)),
+            Route("/tokenize", guarded(routes.tokens(TokenizeRequest)), methods=["POST"]),
+            Route("/detokenize", guarded(routes.tokens(DetokenizeRequest)), methods=["POST"]),
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
         ],
         exception_handlers={
             HTTPException: _http_error,
-            ValueError: _bad_request,
-            ServiceStopped: _stopped,
-            ModelFailed: _failed,
+            ValueError: _errors("invalid_request_error", 400),
+            ServiceStopped: _errors("server_error", 503),
+            ModelFailed: _errors("server_error", 500),
             ClientDisconnect: _gone,
         },
     )
+    app.state.bodies = Bodies(max_body_bytes)
+    return app
+
+
+class _PathsAndIds:
+    """Takes paths with a slash at their end, and says of each answer which request it is to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_REQUEST_ID)
+        # A body may have another one.
+        state = {**scope.get("state", {}), "has_id": given is not None}
+        state["request_id"] = uuid.uuid4().hex if given is None else given
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = state["request_id"]
+            await send(message)
+
+        path = scope["path"].rstrip("/") or "/"
+        await self._app({**scope, "path": path, "state": state}, receive, with_id)
 
 
 class _Routes:
@@ -88,6 +147,7 @@ class _Routes:
 
     def __init__(self, service: Service, metrics: Metrics, name: str) -> None:
         self._service, self._metrics, self._name = service, metrics, name
+        self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
         """200 while the model can run."""
@@ -99,34 +159,57 @@ class _Routes:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        length = self._service.llm.max_model_len
-        model = {"id": self._name, "object": "model", "owned_by": "absorbed_mla"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": length}]})
+        """A list with the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """The model, by its name."""
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def version(self, request: Request) -> Response:
+        """Of this package."""
+        return JSONResponse({"version": __version__})
+
+    def tokens(self, kind: type[TokenizeRequest | DetokenizeRequest]) -> _Handler:
+        """``/tokenize`` or ``/detokenize``, which do not wait for the model."""
+
+        async def answer(request: Request) -> Response:
+            body = await _read(request, kind)
+            self._require_model(body.model)
+            work = self._service.tokenize(body.answer, request.state.body_bytes)
+            return JSONResponse(await _unless_disconnected(request, work))
+
+        return answer
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        body = await _read(request, CompletionRequest)
-        prompts = [lambda llm, one=one: one for one in body.prompts()]
-        return await self._answer(request, body, prompts, body.params(), "text_completion")
+        return await self._answer(request, await _read(request, CompletionRequest))
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        body = await _read(request, ChatRequest)
-        return await self._answer(request, body, [body.prompt], body.params(), "chat.completion")
+        return await self._answer(request, await _read(request, ChatRequest))
 
-    async def _answer(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        prompts: Sequence[MakePrompt],
-        params: SamplingParams,
-        kind: str,
-    ) -> Response:
-        if body.model not in (None, self._name):
-            raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
-        answer = Answer(kind, self._name)
-        stream = self._service.submit(prompts, params)
+    def _model(self) -> dict[str, str | int]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "absorbed_mla",
+            "max_model_len": self._service.llm.max_model_len,
+        }
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
+
+    async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+        prompts, params = body.prompts(), body.params()
+        self._require_model(body.model)
+        if body.request_id is not None and not request.state.has_id:
+            request.state.request_id = body.request_id
+        answer = Answer(body, self._name, request.state.request_id)
+        stream = self._service.submit(prompts, params, request.state.body_bytes)
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
             if not body.stream:
@@ -137,8 +220,8 @@ class _Routes:
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
-            pieces = Pieces(answer, params.n)
-            response = _EventStream(request, stream, first, pieces, body.with_usage)
+            with_usage = body.stream_options.include_usage
+            response = _EventStream(request, stream, first, Pieces(answer), with_usage)
             stack.pop_all()
         return response
 
@@ -190,10 +273,9 @@ class _EventStream(Response):
                     break
                 news = await self._stream.next()
             end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
-        except ServiceStopped as error:
-            end = event(error_body(str(error), "server_error", 503))
-        except ModelFailed as error:
-            end = event(error_body(str(error), "server_error", 500))
+        except (ServiceStopped, ModelFailed) as error:
+            status = 503 if isinstance(error, ServiceStopped) else 500
+            end = event(error_body(str(error), "server_error", status))
         await _write(send, {**body, "body": end, "more_body": False})
 
 
@@ -201,23 +283,17 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
     """The body of a request.
 
     Raises:
-        HTTPException: If it is too large.
+        HTTPException: See :class:`Bodies`.
         ValueError: If it is no JSON of this kind, naming each field that is wrong.
     """
-    too_large = HTTPException(413, f"the body must have at most {_MAX_BODY_BYTES} bytes")
-    # A number: the HTTP parser refuses others.
-    if int(request.headers.get("content-length", 0)) > _MAX_BODY_BYTES:
-        raise too_large
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MAX_BODY_BYTES:
-            raise too_large
+    content = await request.app.state.bodies.read(request)
     try:
-        return kind.model_validate_json(bytes(content))
+        return kind.model_validate_json(content)
     except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
         problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()
+            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}"
+            for one in found[:_MOST_PROBLEMS]
         ]
         raise ValueError("; ".join(problems)) from error
 
@@ -267,16 +343,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse(error_body(error.detail, kind, error.status_code), error.status_code)
 
 
-async def _bad_request(request: Request, error: ValueError) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error", 400), 400)
+def _errors(kind: str, status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(str(error), kind, status), status)
 
-
-async def _stopped(request: Request, error: ServiceStopped) -> Response:
-    return JSONResponse(error_body(str(error), "server_error", 503), 503)
-
-
-async def _failed(request: Request, error: ModelFailed) -> Response:
-    return JSONResponse(error_body(str(error), "server_error", 500), 500)
+    return answer
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

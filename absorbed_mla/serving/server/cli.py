@@ -23,6 +23,11 @@ _API_KEY = "ABSORBED_MLA_API_KEY"
 _SWITCH_INTERVAL = 0.0005
 
 
+def _are_origins(text: str) -> bool:
+    """Whether it is ``*``, or schemes and hosts separated by commas."""
+    return text == "*" or all("://" in one.strip(" /") for one in text.split(","))
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
@@ -38,10 +43,24 @@ class ServerOptions(Options):
     """Port to listen on; 0: any that is free."""
     api_key: str | None = option(None, unset=f"${_API_KEY}, if set")
     """Key that clients must send."""
+    max_body_bytes: int = option(2**24, least=1)
+    """Most bytes of a request's body."""
+    allowed_origins: str | None = option(
+        None,
+        valid=_are_origins,
+        accepted="* or origins such as https://example.com, separated by commas",
+        unset="none",
+    )
+    """Web pages that may read answers (CORS), by their origins, separated by commas; *: all."""
     access_log: bool = option(
         True, flag="--no-access-log", flag_help={False: "write no line for each request"}
     )
     """A line is written for each request."""
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of web pages that may read answers."""
+        return [one.strip(" /") for one in (self.allowed_origins or "").split(",") if one]
 
     @property
     def key(self) -> str | None:
@@ -79,7 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="absorbed-mla-serve",
         description="Serve a model over OpenAI's HTTP interface: /v1/completions, "
-        "/v1/chat/completions, /v1/models, /health, /metrics.",
+        "/v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /health, /ping, "
+        "/metrics.",
     )
     parser.add_argument(
         "model", type=Path, help="folder with a checkpoint: Hugging Face's, Megatron's or absorbed"
@@ -102,7 +122,11 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     from absorbed_mla.serving.gc_freeze import leave_out_what_is_there
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.server.app import build_app
-    from absorbed_mla.serving.server.http_server import HTTPServer, require_free
+    from absorbed_mla.serving.server.http_server import (
+        HTTPServer,
+        allow_many_connections,
+        require_free,
+    )
     from absorbed_mla.serving.server.service import Metrics, Service
 
     require_free(own.host, own.port)
@@ -120,9 +144,13 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         return 1
     with llm:
         service = Service(llm, metrics, on_death)
-        app = build_app(service, metrics, name, api_key)
-        server = HTTPServer(app, service, own.host, own.port, access_log=own.access_log)
+        most = own.max_body_bytes
+        app = build_app(service, metrics, name, api_key, own.origins, max_body_bytes=most)
+        server = HTTPServer(
+            app, service, own.host, own.port, access_log=own.access_log, max_body_bytes=most
+        )
         leave_out_what_is_there()
+        allow_many_connections()
         sys.setswitchinterval(_SWITCH_INTERVAL)
         service.start()
         # uvicorn ends at these signals, and then raises them once more.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 
 import uvicorn
 from starlette.applications import Starlette
 
+from absorbed_mla.serving.server.limits import HEAD_BYTES, MAX_BODY_BYTES, limited_protocol
 from absorbed_mla.serving.server.service import Service
 
 # Seconds that running answers have after a signal; then their clients get an error.
@@ -25,14 +27,28 @@ class HTTPServer(uvicorn.Server):
         host: Address.
         port: 0 for any that is free; uvicorn logs which.
         access_log: Whether it logs each request.
+        max_body_bytes: Of a request.
     """
 
     def __init__(
-        self, app: Starlette, service: Service, host: str, port: int, *, access_log: bool = True
+        self,
+        app: Starlette,
+        service: Service,
+        host: str,
+        port: int,
+        *,
+        access_log: bool = True,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        grace = _GRACE + _LAST_WORDS
         config = uvicorn.Config(
-            app, host=host, port=port, access_log=access_log, timeout_graceful_shutdown=grace
+            app,
+            host=host,
+            port=port,
+            http=limited_protocol(max_body_bytes),
+            ws="none",
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            access_log=access_log,
+            timeout_graceful_shutdown=_GRACE + _LAST_WORDS,
         )
         super().__init__(config)
         self._service = service
@@ -59,3 +75,9 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ValueError(f"--host {host} --port {port}: {error}") from error
+
+
+def allow_many_connections() -> None:
+    """Let this process have as many open files as the machine allows; often it is 1,024 first."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -5,7 +5,9 @@ A log-probability that is NaN, for which there is no JSON, raises ``ModelFailed`
 
 from __future__ import annotations
 
+import codecs
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from absorbed_mla.serving.outputs import Logprob, PositionLogprobs
@@ -22,19 +24,47 @@ def _logprob(one: Logprob) -> float:
     return max(one.logprob, _LEAST_LOGPROB)
 
 
-def _token(token: int, one: Logprob) -> str:
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters; for one after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._length = 0
+
+    def add(self, one: Logprob, text: str | None = None) -> int:
+        """Where the next token begins; in the middle of a character, where that does.
+
+        Args:
+            text: The whole, which may lack special tokens and a first space; None: it has all.
+        """
+        begin = self._length
+        added = self._decoder.decode(one.token_bytes or b"")
+        if text is not None and not text.startswith(added, begin):
+            added = added.lstrip(" ")
+            added = added if text.startswith(added, begin) else ""
+        self._length += len(added)
+        return begin
+
+
+def _token(token: int, one: Logprob, by_id: bool) -> str:
+    if by_id:
+        return f"token_id:{token}"
     if one.token_bytes is not None:
         return one.token_bytes.decode(errors="replace")
     return f"token_id:{token}" if one.decoded_token is None else one.decoded_token
 
 
-def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
-    """Of a chat's answer: tokens with their bytes, and the most likely ones."""
+def chat_logprobs(positions: list[PositionLogprobs], *, by_id: bool = False) -> Json:
+    """Of a chat's answer: tokens with their bytes, and the most likely ones.
+
+    Args:
+        by_id: Whether tokens are named by their ids.
+    """
     content = []
     for place in positions:
         entries = [
             {
-                "token": _token(token, one),
+                "token": _token(token, one, by_id),
                 "logprob": _logprob(one),
                 "bytes": None if one.token_bytes is None else list(one.token_bytes),
             }
@@ -46,22 +76,38 @@ def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
     return {"content": content}
 
 
-def text_logprobs(positions: list[PositionLogprobs]) -> Json:
-    """Of a completion: tokens by their names, which are those of ``top_logprobs``."""
-    # The first name is that of the generated token.
-    named = [dict(zip(_names(place), place.values())) for place in positions]
+def text_logprobs(
+    positions: Sequence[PositionLogprobs],
+    offsets: TextOffsets,
+    *,
+    by_id: bool = False,
+    echoed: str | None = None,
+) -> Json:
+    """Of a completion: tokens by their names, which are those of ``top_logprobs``.
+
+    Args:
+        positions: Each with its token first.
+        offsets: Of the tokens before these.
+        by_id: Whether tokens are named by their ids.
+        echoed: The text, if it begins with the prompt's, whose first token has no log-probability.
+    """
+    named = [dict(zip(_names(place, by_id), place.values())) for place in positions]
+    firsts = [next(iter(place.values())) for place in named]
+    unknown = 0 if echoed is None else 1
     return {
         "tokens": [next(iter(place)) for place in named],
-        "token_logprobs": [_logprob(next(iter(place.values()))) for place in named],
-        "top_logprobs": [{name: _logprob(one) for name, one in place.items()} for place in named],
+        "token_logprobs": [None] * unknown + [_logprob(one) for one in firsts[unknown:]],
+        "top_logprobs": [None] * unknown
+        + [{name: _logprob(one) for name, one in place.items()} for place in named[unknown:]],
+        "text_offset": [offsets.add(one, echoed) for one in firsts],
     }
 
 
-def _names(place: PositionLogprobs) -> list[str]:
+def _names(place: PositionLogprobs, by_id: bool) -> list[str]:
     """A name of each token of a position: its text, unless another one has it or it has none."""
     names: list[str] = []
     for token, one in place.items():
-        name = _text_name(one)
+        name = None if by_id else _text_name(one)
         names.append(f"token_id:{token}" if name is None or name in names else name)
     return names
 

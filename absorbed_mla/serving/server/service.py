@@ -9,14 +9,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from absorbed_mla.serving.llm import LLM, Prompt
-from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.serving.llm_engine import EncodedPrompt
+from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
@@ -25,12 +28,20 @@ _LONGEST_STEP = 10.0
 # Bounds of the buckets of histograms.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
-# Makes a prompt; called in the model's thread, which owns the tokenizer.
+# Makes a prompt; called in a thread of its own.
 MakePrompt = Callable[[LLM], Prompt]
+_Result = TypeVar("_Result")
 
 
 class ServiceStopped(RuntimeError):
     """The model has stopped: its processes have ended, or the server is shutting down."""
+
+
+class ServerBusy(ServiceStopped):
+    """Too many large requests wait already."""
+
+    def __init__(self) -> None:
+        super().__init__("too many large requests wait; try again later")
 
 
 class ModelFailed(RuntimeError):
@@ -44,13 +55,21 @@ class Snapshot(NamedTuple):
         text: So far.
         num_tokens: Generated so far.
         logprobs: Of at least these tokens; None unless asked for.
-        finish_reason: As in ``CompletionOutput``.
+        finish_reason, stop_reason, token_ids: As in ``CompletionOutput``.
     """
 
     text: str
     num_tokens: int
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int]
+
+    @classmethod
+    def of(cls, one: CompletionOutput) -> Snapshot:
+        """An output as it is."""
+        count, ends = len(one.token_ids), (one.finish_reason, one.stop_reason)
+        return cls(one.text, count, one.logprobs, *ends, one.token_ids)
 
 
 class Update(NamedTuple):
@@ -73,11 +92,13 @@ class RequestStream:
 
     Attributes:
         loop: That it was made in.
+        is_aborted: Whether its requests are to end as soon as they have begun.
     """
 
     def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self._names, self._abort = names, abort
+        self.is_aborted = False
         self._running = set(range(len(names)))
         self._updates: dict[int, Update] = {}
         self._error: Exception | None = None
@@ -116,7 +137,8 @@ class RequestStream:
         return found
 
     def abort(self) -> None:
-        """Abort what runs; its last updates say so."""
+        """Abort what runs, or is to run; its last updates say so."""
+        self.is_aborted = True
         if self._running:
             self._abort([self._names[i] for i in self._running])
 
@@ -133,7 +155,7 @@ class RequestStream:
 @dataclass(frozen=True)
 class _Submit:
     # By the name of its request.
-    prompts: dict[str, MakePrompt]
+    prompts: dict[str, EncodedPrompt]
     params: SamplingParams
     stream: RequestStream
 
@@ -161,6 +183,7 @@ class Service:
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
         self._lock = threading.Lock()
+        self._tokenizing = TokenizingThreads()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
@@ -181,26 +204,74 @@ class Service:
         """Whether requests can run."""
         return self._stopped is None
 
-    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> RequestStream:
+    def submit(
+        self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
+    ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
         Args:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
+            size: Bytes of the request.
 
         Returns:
             For their updates; to be closed.
 
         Raises:
-            ServiceStopped: If the model has stopped.
+            ServiceStopped: If the model has stopped, or too much waits for it.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         stream = RequestStream(names, self._abort)
-        with self._lock:
-            if self._stopped is not None:
-                raise self._stopped
-            self._commands.put(_Submit(dict(zip(names, prompts)), params, stream))
+
+        def encode() -> None:
+            if stream.is_over:
+                return
+            try:
+                self._require_running()
+                made = [self.llm.encode_prompt(make(self.llm), params) for make in prompts]
+                self._queue(_Submit(dict(zip(names, made)), params, stream))
+            except ServiceStopped as error:
+                _fail(stream, error)
+            except Exception as error:
+                _fail(stream, as_refusal(error))
+
+        self._in_thread(size, encode)
         return stream
+
+    async def tokenize(self, function: Callable[[LLM], _Result], size: int) -> _Result:
+        """The result of a function that uses the tokenizer.
+
+        Args:
+            function: Called in another thread.
+            size: Bytes of the request.
+
+        Raises:
+            ValueError: If it fails.
+            ServiceStopped: If the model has stopped, or too much waits for it.
+        """
+        try:
+            return await asyncio.wrap_future(self._in_thread(size, lambda: function(self.llm)))
+        except ServiceStopped:
+            raise
+        except Exception as error:
+            raise as_refusal(error) from error
+
+    def _in_thread(self, size: int, function: Callable[[], Any]) -> Future:
+        with self._lock:
+            self._require_running()
+            future = self._tokenizing.submit(size, function)
+        if future is None:
+            raise ServerBusy
+        return future
+
+    def _queue(self, command: _Submit) -> None:
+        with self._lock:
+            self._require_running()
+            self._commands.put(command)
+
+    def _require_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
 
     def _abort(self, names: list[str]) -> None:
         self._commands.put(_Abort(names))
@@ -238,25 +309,26 @@ class Service:
             self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue prompts; whatever one does to tokenizer or template, others run on."""
+        """Queue prompts, unless their caller has left."""
+        if command.stream.is_over:
+            return
         try:
             self._add_all(command)
-        except ValueError as error:
-            _fail(command.stream, error)
         except Exception as error:
-            reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-            _fail(command.stream, ValueError(reason))
+            _fail(command.stream, as_refusal(error))
         else:
             for i, name in enumerate(command.prompts):
                 self._streams[name] = command.stream, i
                 self._metrics.begin(name)
+                # While its tokens were sought.
+                if command.stream.is_aborted:
+                    self.llm.abort(name)
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""
-        prompts = {name: make(self.llm) for name, make in command.prompts.items()}
         added: list[str] = []
         try:
-            for name, prompt in prompts.items():
+            for name, prompt in command.prompts.items():
                 self.llm.add_request(prompt, command.params, name)
                 added.append(name)
         except BaseException:
@@ -272,10 +344,7 @@ class Service:
             found = self._streams.pop(name, None) if finished else self._streams.get(name)
             if found is None:
                 continue
-            snapshots = [
-                Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
-                for one in output.outputs
-            ]
+            snapshots = list(map(Snapshot.of, output.outputs))
             news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
         for loop, its in news.items():
             _call(loop, _put_all, its)
@@ -284,6 +353,7 @@ class Service:
         """Tell every caller, also those whose requests were never taken."""
         with self._lock:
             self._stopped = reason
+            self._tokenizing.close()
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
@@ -365,6 +435,13 @@ def require_no_failure(updates: Iterable[Update]) -> None:
         for output, then in zip(update.request.outputs, update.outputs):
             if then.finish_reason == "error":
                 raise ModelFailed(output.error)
+
+
+def as_refusal(error: Exception) -> ValueError:
+    """What is wrong with a prompt at which tokenizer or template fail."""
+    if isinstance(error, ValueError):
+        return error
+    return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
 
 
 def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:

@@ -47,6 +47,11 @@ class TokenBytes:
         left_out = self.special if skip_special_tokens else ()
         return [token for token in tokens if token not in left_out and self._exists(token)]
 
+    @property
+    def takes_all_text(self) -> bool:
+        """Whether there are tokens for all bytes, so that none stands for what is unknown."""
+        return self.byte_level or len(self._fallback_bytes) == 256
+
     def fallback_byte(self, token: int) -> int | None:
         """The byte that the token stands for with byte fallback; None: it is text."""
         return self._fallback_bytes.get(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +27,12 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_tokens: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokens that the model expects in front of it."""
+    def encode(self, text: str, *, begin: bool | None = None) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            begin: None: with the tokens that the model expects in front of it; False: without.
+        """
         ...
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
@@ -55,6 +60,7 @@ class ByteTokenizer:
     """Every byte of UTF-8 is a token; token 256 ends a text, and none begins it."""
 
     vocab_size = 257
+    longest_token = 1
     end_tokens = (256,)
     begin_token: int | None = None
 
@@ -99,6 +105,11 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
         self.of_transformers = self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            # transformers would do it at the first text, when another thread may have a second one.
+            backend.no_truncation()
+            backend.no_padding()
         own = tokenizer.eos_token_id
         self.end_tokens = tuple(dict.fromkeys([*([] if own is None else [own]), *end_tokens]))
         self.begin_token: int | None = tokenizer.bos_token_id
@@ -118,6 +129,21 @@ class HuggingFaceTokenizer:
         except ValueError as error:
             raise ValueError(f"tokenizer: {error}") from error
         return cls(tokenizer, end_tokens)
+
+    @functools.cached_property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one token stands for; None if nobody knows."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        # Others have a token for any number of characters that they do not know.
+        if backend is None or not self._token_bytes.takes_all_text:
+            return None
+        normalizer = backend.normalizer
+        for text in (" " * 9, "\t\n" * 9, "e\u0301" * 9) if normalizer is not None else ():
+            # It loses characters before there are tokens.
+            if len(normalizer.normalize_str(text).encode()) < len(text):
+                return None
+        # A character of a name is a byte, or a character of the text.
+        return max(map(len, backend.get_vocab(with_added_tokens=True)), default=None)
 
     def encode(self, text: str, *, begin: bool | None = None) -> list[int]:
         """See :class:`Tokenizer`.
@@ -160,15 +186,27 @@ class HuggingFaceTokenizer:
 
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """See :class:`Tokenizer`; ``options`` go to ``apply_chat_template``."""
+        found = self._of_template(messages, tokenize=True, return_dict=True, **options)
+        return list(found["input_ids"])
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of a conversation, whose tokens without any in front of it :meth:`chat` has.
+
+        Args:
+            options: For the chat template.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        return self._of_template(messages, tokenize=False, **options)
+
+    def _of_template(self, messages: Sequence[Message], **options: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template; use generate with a prompt of your own"
             )
         options = {"add_generation_prompt": True, **options}
-        found = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, **options
-        )
-        return list(found["input_ids"])
+        return self._tokenizer.apply_chat_template(list(messages), **options)
 
 
 def open_tokenizer(

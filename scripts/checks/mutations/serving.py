@@ -142,7 +142,7 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  stop_string_shown_too_early: self._text[: len(self._text) - self._held_back()] -> self._text
+  stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
   stop_strings_held_back_are_missed: return
     |            output
     -> pass

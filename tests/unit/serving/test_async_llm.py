@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 
 import pytest
 import torch
@@ -124,6 +125,26 @@ class TestEnds:
             assert (await other)[-1].outputs[0].text == expected_text("other", tokens=200)
 
         assert len(run(check).aborted) == 1
+
+    def test_abort_before_it_has_begun(self):
+        """While another thread looks for its tokens."""
+        go = threading.Event()
+
+        class Slow(list):
+            def __iter__(self):
+                go.wait(10)
+                return super().__iter__()
+
+        async def check(llm):
+            task = asyncio.ensure_future(collect(llm, Slow(b"abc"), LONG, "slow"))
+            await asyncio.sleep(0.02)
+            await llm.abort("slow")
+            await asyncio.sleep(0.02)
+            go.set()
+            [*_, last] = await task
+            assert last.outputs[0].finish_reason == "abort"
+
+        run(check)
 
     def test_leaving(self):
         async def check(llm):

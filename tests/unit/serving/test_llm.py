@@ -24,7 +24,7 @@ class Letters(ByteTokenizer):
     vocab_size = VOCAB
     end_tokens = (VOCAB - 1,)
 
-    def encode(self, text):
+    def encode(self, text, *, begin=None):
         return [ord(letter) - ord("A") for letter in text]
 
     def stream(self, prompt, *, skip_special_tokens=True):
@@ -189,6 +189,43 @@ class TestGenerate:
                 logits.log_softmax(-1)[i, token].item(), abs=5e-5
             )
 
+    def test_bad_words(self, llm):
+        """What would have been generated is not, but what only begins with it is."""
+        [plain] = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+        text = plain.outputs[0].text
+        word = text[3:5]
+        params = GREEDY.replace(bad_words=[word, text[5] + "A" * 20])
+        [output] = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+        found = output.outputs[0].text
+        assert word not in found and found[: text.index(word) + 1] == text[: text.index(word) + 1]
+
+    def test_allowed_tokens_of_some(self, llm):
+        """Beside requests that may have any."""
+        params = [GREEDY, GREEDY.replace(allowed_token_ids=[3, 7]), GREEDY]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert set(outputs[1].outputs[0].token_ids) <= {3, 7}
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        for place in (0, 2):
+            assert outputs[place].outputs[0].token_ids == plain[place].outputs[0].token_ids
+
+    def test_cached_tokens(self, llm):
+        """Of whole blocks of an earlier prompt."""
+        tokens = prompt(150, 11)
+        found = [llm.generate([tokens], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+        assert [one.num_cached_tokens for one in found] == [0, 128]
+
+    @pytest.mark.parametrize(("length", "most", "left"), [(30, 7, 7), (400, -1, 246), (9, 30, 9)])
+    def test_truncated_prompt(self, llm, length, most, left):
+        """Its last tokens are read; -1: what leaves room for the answer."""
+        tokens = prompt(length, 3)
+        params = GREEDY.replace(truncate_prompt_tokens=most)
+        [output], [short] = (
+            llm.generate([one], asked, use_tqdm=False)
+            for one, asked in ((tokens, params), (tokens[-left:], GREEDY))
+        )
+        assert output.prompt_token_ids == tokens[-left:]
+        assert output.outputs[0].token_ids == short.outputs[0].token_ids
+
     @pytest.mark.parametrize(
         ("prompts", "params", "error"),
         [
@@ -197,6 +234,22 @@ class TestGenerate:
             ([[1] * 256], GREEDY, "prompt 0: the prompt has 256 tokens and must be shorter than"),
             ([[1]], GREEDY.replace(prompt_logprobs=1), "prompt_logprobs needs an engine with"),
             ([[1]], GREEDY.replace(logprobs=VOCAB + 1), f"at most the vocabulary's {VOCAB}, got"),
+            *(
+                ([[1], [1]], GREEDY.replace(**{name: value}), f"prompt 0: {name} must have {words}")
+                for name, value, words in (
+                    ("logit_bias", {1: 1, VOCAB: 1}, f"tokens below {VOCAB}, got {VOCAB}"),
+                    ("allowed_token_ids", [VOCAB], f"tokens below {VOCAB}, got {VOCAB}"),
+                    ("bad_words", [[1, VOCAB + 3]], f"tokens below {VOCAB}, got {VOCAB + 3}"),
+                )
+            ),
+            # The model's end token is the last one.
+            (
+                [[1]],
+                GREEDY.replace(
+                    allowed_token_ids=[3, 5, VOCAB - 1], bad_words=[[3], [1, 5]], min_tokens=2
+                ),
+                "allowed_token_ids must have one that bad_words and min_tokens leave",
+            ),
         ],
     )
     def test_refused_before_anything_runs(self, llm, prompts, params, error):
@@ -212,6 +265,8 @@ class TestGenerate:
                 llm.generate("text")
             with pytest.raises(ValueError, match="stop needs a tokenizer"):
                 llm.generate([1], SamplingParams(stop="x"))
+            with pytest.raises(ValueError, match="prompt 0: bad_words needs a tokenizer"):
+                llm.generate([1], SamplingParams(bad_words=["x"]))
 
 
 class TestStop:

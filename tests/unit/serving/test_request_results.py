@@ -75,8 +75,10 @@ def test_room_for_drafts_beyond_the_last_token():
     ("asked", "error"),
     [
         ({"prompt_logprobs": 1}, "prompt_logprobs needs an engine with prompt_logprobs=True"),
-        ({"n": 2}, "n and stop are for LLM"),
-        ({"stop": "x"}, "n and stop are for LLM"),
+        ({"n": 2}, "n is for LLM, which knows the text"),
+        ({"stop": "x"}, "stop is for LLM"),
+        ({"bad_words": ["x"]}, "bad_words with texts is for LLM"),
+        ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens is for LLM"),
     ],
 )
 def test_what_this_engine_has_not(model, asked, error):

@@ -41,6 +41,16 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
         ({"repetition_penalty": 1e-300}, "repetition_penalty must be from 0.001 to 1000"),
         ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty must be from -2 to 2"),
+        ({"logit_bias": {3: 101}}, "logit_bias must be token ids with numbers from -100 to 100"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must be token ids with"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias must be token ids with"),
+        ({"logit_bias": [3]}, "logit_bias must be token ids with"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, one at least, or None"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
+        ({"bad_words": ["a", ""]}, "bad_words must be texts or lists of token ids, none of them"),
+        ({"bad_words": [[]]}, "bad_words must be texts or lists"),
+        ({"bad_words": [3]}, "bad_words must be texts or lists"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be an integer of at least 1"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"seed": 2**63}, "seed must be an integer of 64 bits"),
         ({"stop": ["a", ""]}, "stop must be a string or several, none of them empty"),
@@ -140,6 +150,39 @@ def test_penalties(penalties):
     assert (found - expected).abs().max() < TOLERANCE
 
 
+def reference_biases(logits, output, logit_bias, allowed, words):
+    """As the definitions say, token by token."""
+    result = logits.clone()
+    for token in range(len(logits)):
+        result[token] += logit_bias.get(token, 0)
+        bad = any(
+            word[-1] == token and output[len(output) - len(word) + 1 :] == word[:-1]
+            for word in words
+            if len(word) <= len(output) + 1
+        )
+        if token not in allowed or bad:
+            result[token] = -torch.inf
+    return result
+
+
+@pytest.mark.parametrize("allowed", [None, [1, 3, 5, 2]])
+@pytest.mark.parametrize("logit_bias", [{}, {0: -2.0, 3: 1.5, 4: 0.5}])
+@pytest.mark.parametrize("words", [[], [[5], [0, 1]], [[2, 0, 3], [1, 3], [3, 2, 0, 1, 1, 2]]])
+def test_biases(allowed, logit_bias, words):
+    """Behind [.., 2, 0]: of the words the first, the last, or none of its tokens come before."""
+    history = {"tokens": [4, 0, 1], "generated": [5, 2], "drafts": (0,)}
+    params = {"logit_bias": logit_bias, "allowed_token_ids": allowed, "bad_words": words}
+    ids = range(6) if allowed is None else allowed
+    biased = reference_biases(LOGITS, [5, 2, 0], logit_bias, ids, words)
+    assert (shares(**history, **params) - biased.softmax(-1)).abs().max() < TOLERANCE
+    penalised = reference_penalties(biased, [4, 0, 1], [5, 2, 0], 1.3, 0.7, 0.4)
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    found = shares(**history, **params, **dict(zip(names, (1.3, 0.7, 0.4))))
+    assert (found - penalised.softmax(-1)).abs().max() < TOLERANCE, "before penalties"
+    greedy = draw(LOGITS[None], [row(**history, **params, temperature=0)])
+    assert greedy.item() == biased.argmax()
+
+
 def test_tokens_that_stop_are_not_drawn_before_min_tokens():
     params = {"tokens": [1, 1], "stop_token_ids": [0, 99], "min_tokens": 3, "temperature": 0}
     tokens = draw(LOGITS.expand(5, -1), [row(position, **params) for position in range(5)])
@@ -163,6 +206,8 @@ def test_the_batch_does_not_matter():
         {"temperature": 0},
         {"frequency_penalty": 0.5, "generated": [1, 2]},
         {"top_k": 9, "top_p": 0.9, "temperature": 1.7},
+        {"logit_bias": {5: 3.0, 1000: 9.0}, "bad_words": [[5], [2, 7]], "generated": [2]},
+        {"allowed_token_ids": range(9, 80), "frequency_penalty": 0.5, "generated": [30]},
     ]
     torch.manual_seed(0)
     # A width that is no multiple of a vector register's, for exp at the end of a tensor.
@@ -241,10 +286,13 @@ def test_exact_ties_at_top_p_and_min_p():
     assert draw_by_numbers(logits, numbers, filters=False).tolist() == [30] * 6
 
 
-def test_penalties_count_the_drafts_before_a_token():
+@pytest.mark.parametrize(
+    "params", [{"presence_penalty": 0.5}, {"bad_words": [[7, 0, 0], [0, 1, 0], [0, 1, 1]]}]
+)
+def test_the_drafts_before_a_token_count(params):
     """A step verifies them together, each place after other tokens."""
     sampler = RequestSampler(2)
-    params = SamplingParams(temperature=0, presence_penalty=0.5)
+    params = SamplingParams(temperature=0, **params)
     sampler.requests[5] = SampledRequest(params, 0, [9, 8], [7], number=5)
     table = {"request_ids": 5, "request_kv_length_offsets": 2, "request_query_lengths": 3}
     context = SimpleNamespace(
@@ -265,7 +313,7 @@ class TestInTheEngine:
     def drafting(self):
         return generating_model(mtp_num_layers=1)
 
-    PROMPTS = tuple(prompt(length, seed) for seed, length in enumerate((5, 70, 33, 64)))
+    PROMPTS = tuple(prompt(length, seed) for seed, length in enumerate((5, 70, 33, 64, 9, 20)))
     PARAMS = tuple(
         SamplingParams(max_tokens=12, seed=i, **params)
         for i, params in enumerate(
@@ -274,6 +322,8 @@ class TestInTheEngine:
                 {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 0.3},
                 {"top_k": 20, "top_p": 0.9, "presence_penalty": 1.0},
                 {"min_p": 0.1, "temperature": 2.0},
+                {"logit_bias": {3: 2.0, 9: -3.0}, "bad_words": [[3, 3], [9]], "temperature": 0.8},
+                {"allowed_token_ids": [1, 4, 7, 8, 20], "bad_words": [[4, 4], [1]]},
             ]
         )
     )
@@ -293,7 +343,7 @@ class TestInTheEngine:
             for one, params in zip(self.PROMPTS, self.PARAMS)
         ]
         assert self.tokens(engine_of(model, **options)) == alone
-        assert len(set(map(tuple, alone))) == 4
+        assert len(set(map(tuple, alone))) == 6
 
     def test_drafts_change_nothing(self, drafting):
         """Also not under sampling, penalties or a stop token in the middle of accepted drafts."""

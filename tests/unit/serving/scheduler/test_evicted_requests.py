@@ -61,8 +61,9 @@ def test_prompt_log_probs(engines):
         assert len(result.prompt_log_probs) == len(result.prompt_top_log_probs) == 59
 
 
-def test_penalties_and_least_length(engines):
+def test_changed_logits_and_least_length(engines):
     asked = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+    asked |= {"logit_bias": {3: 2.0}, "bad_words": [[5], [3, 3]]}
     run(engines, SAMPLED.replace(min_tokens=15, stop_token_ids=range(0, 64, 4), **asked))
 
 

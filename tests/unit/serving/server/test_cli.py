@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import psutil
 import pytest
+import torch
 from openai import OpenAI
 
 from absorbed_mla import LLM, SamplingParams
@@ -71,6 +72,11 @@ class TestOptions:
                 "prefill_graph_tokens needs cuda_graphs=True, got False",
             ),
             (["--api-key", " "], "--api-key (or $ABSORBED_MLA_API_KEY) must not be empty"),
+            (
+                ["--allowed-origins", "example.com"],
+                "allowed_origins must be * or origins such as https://example.com, separated by "
+                "commas, or None, got 'example.com'",
+            ),
             (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
             (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
             (["--port", "0"], "model must be a folder with a checkpoint, and there is no nowhere"),
@@ -110,6 +116,13 @@ class TestOptions:
         error = refused(capsys, "nowhere")
         assert f"{package} is missing: pip install 'absorbed-mla[serve]'" in error
 
+    @pytest.mark.parametrize(
+        ("given", "origins"),
+        [(None, []), ("*", ["*"]), ("https://a.b/, http://c:8", ["https://a.b", "http://c:8"])],
+    )
+    def test_origins(self, given, origins):
+        assert cli.ServerOptions(allowed_origins=given).origins == origins
+
     def test_key(self, monkeypatch):
         """From the option, or else from the environment."""
 
@@ -140,6 +153,7 @@ class TestEndToEnd:
     def start(self, folder, tmp_path, tp: int):
         """The command's process and a client of it."""
         words = f"--tokenizer bytes --parity --port 0 --tensor-parallel-size {tp}".split()
+        words += ["--prompt-logprobs"] if tp == 1 else []
         keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         env = {k: v for k, v in os.environ.items() if k not in keys}
         env |= {"ABSORBED_MLA_API_KEY": "secret", "TMPDIR": str(tmp_path)}
@@ -158,6 +172,26 @@ class TestEndToEnd:
         assert process.wait(15) == code, (tmp_path / "log").read_text()
         until(lambda: not any(child.is_running() for child in children))
         assert not list(tmp_path.glob("absorbed_mla_*"))
+
+    def require_loglikelihoods(self, folder, client) -> None:
+        """Those of continuations, as lm-eval asks for and reads them, are transformers'."""
+        transformers = pytest.importorskip("transformers")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        pairs = [(b"The sky is", b" blue"), (b"One and one", b" make two"), (b"a", b"bc")]
+        texts = [list(context + continuation) for context, continuation in pairs]
+        ask = {"max_tokens": 1, "logprobs": 1, "temperature": 0, "seed": 1234, "echo": True}
+        answer = client.completions.create(model="tiny", prompt=texts, **ask)
+        choices = sorted(answer.choices, key=lambda one: one.index)
+        for (context, _), text, choice in zip(pairs, texts, choices, strict=True):
+            place = slice(len(context), -1)
+            found, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+            with torch.no_grad():
+                scores = model(torch.tensor([text])).logits[0, len(context) - 1 : -1]
+            expected = scores.log_softmax(-1)
+            own = expected.gather(1, torch.tensor(text[len(context) :])[:, None])
+            assert sum(found[place]) == pytest.approx(own.sum().item(), abs=1e-4)
+            best = [max(top.values()) for top in tops[place]]
+            assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
     def test_killed_rank(self, folder, tmp_path):
         process, client = self.start(folder, tmp_path, tp=2)
@@ -201,6 +235,7 @@ class TestEndToEnd:
     def test_terminated(self, folder, tmp_path):
         process, client = self.start(folder, tmp_path, tp=1)
         assert client.models.list().data[0].id == "tiny"
+        self.require_loglikelihoods(folder, client)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
         self.require_gone(process, children, tmp_path, 0)

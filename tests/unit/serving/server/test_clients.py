@@ -35,7 +35,8 @@ def open_request(served, path="/v1/completions", body=None, receive_bytes=None, 
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     raw.settimeout(10)
     raw.connect(("127.0.0.1", served.port))
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    lines = ("host: x", "content-type: application/json", f"content-length: {len(content)}")
+    head = "\r\n".join((f"POST {path} HTTP/1.1", *lines, "", ""))
     raw.sendall(head.encode() + content)
     return raw
 
@@ -43,7 +44,8 @@ def open_request(served, path="/v1/completions", body=None, receive_bytes=None, 
 def completed(served, **fields):
     """The JSON of a whole answer."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
-    connection.request("POST", "/v1/completions", json.dumps(fields))
+    kind = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(fields), kind)
     found = json.loads(connection.getresponse().read())
     connection.close()
     return found

@@ -27,11 +27,18 @@ def send(served, method, path, body=b"", headers=None):
     """Status and body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request(method, path, content, headers or {})
+    kind = {"content-type": "application/json"} if method == "POST" else {}
+    connection.request(method, path, content, kind | (headers or {}))
     answer = connection.getresponse()
     found = answer.status, json.loads(answer.read())
     connection.close()
     return found
+
+
+def head(path: str, *lines: str) -> bytes:
+    """The head of a request."""
+    first = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json")
+    return "\r\n".join([*first, *lines, "", ""]).encode()
 
 
 def require_error(found, status: int, text: str) -> None:
@@ -77,9 +84,33 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "logprobs": 1000}, "logprobs must be an integer from 0 to 100"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs needs an engine"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "needs stream false"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo: Input should be False"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "prompt_logprobs needs an engine"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "logprobs": 1, "stream": True},
+        "echo with logprobs needs stream false",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
+        "echo with logprobs needs prompt_logprobs null, got 2",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "truncate_prompt_tokens": 5},
+        "echo needs truncate_prompt_tokens null, got 5",
+    ),
+    (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias must be token ids with"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {"257": 1}},
+        "logit_bias must have tokens below 257",
+    ),
+    (COMPLETIONS, {"prompt": "a", "request_id": "a\nb"}, "request_id: String should match"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {}}, "logit_bias: Extra inputs are not permitted"),
+    (COMPLETIONS, {"prompt": "a", "whatever": {}}, "whatever: Extra inputs are not permitted"),
     (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
     (CHAT, {"messages": [{}]}, "messages.0.role: Field required"),
     (CHAT, {"messages": [{**MESSAGE, "content": 5}]}, "messages.0.content"),
@@ -88,7 +119,20 @@ BODIES = [
     (CHAT, {"messages": [MESSAGE], "top_logprobs": 1}, "top_logprobs needs logprobs true"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": 0}, "max_tokens must be an integer"),
     (CHAT, {"messages": [MESSAGE], "response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"messages": [MESSAGE], "tools": []}, "tools: Extra inputs are not permitted"),
+    (
+        CHAT,
+        {"messages": [MESSAGE], "continue_final_message": True},
+        "continue_final_message needs add_generation_prompt false",
+    ),
+    ("/tokenize", {}, "one of prompt and messages must be given"),
+    ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "one of prompt and messages"),
+    (
+        "/tokenize",
+        {"messages": [MESSAGE], "add_special_tokens": True},
+        "add_special_tokens must be false or null with messages, got true",
+    ),
+    ("/detokenize", {"tokens": [3, 257]}, "tokens must be below 257, got 257"),
+    (CHAT, {"messages": [MESSAGE], "tools": [1]}, "tools: must be [] or null, got [1]"),
     (
         CHAT,
         {"messages": [MESSAGE], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
@@ -120,6 +164,8 @@ def test_other_models_and_routes(served):
     body = {"model": "other", "prompt": "a"}
     text = "the model is 'tiny', not 'other'"
     require_error(send(served, "POST", COMPLETIONS, body), 404, text)
+    require_error(send(served, "GET", "/v1/models/other"), 404, text)
+    require_error(send(served, "POST", "/tokenize", body), 404, text)
     require_error(send(served, "GET", "/v1/embeddings"), 404, "Not Found")
     require_error(send(served, "GET", CHAT), 405, "Method Not Allowed")
     require_error(send(served, "POST", "/v1/models", {}), 405, "Method Not Allowed")
@@ -141,8 +187,7 @@ class TestTooLarge:
     def test_without_a_length(self, served):
         """Not before the limit, and never more than it."""
         with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            raw.sendall(head.encode())
+            raw.sendall(head(COMPLETIONS, "transfer-encoding: chunked"))
             chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
             for _ in range(16):
                 raw.sendall(chunk)
@@ -156,8 +201,7 @@ class TestTooLarge:
     def test_by_its_length(self, served):
         """Before any of it is sent."""
         with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {self.LIMIT + 1}\r\n\r\n"
-            raw.sendall(head.encode())
+            raw.sendall(head(CHAT, f"content-length: {self.LIMIT + 1}"))
             assert raw.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
     def test_not_http(self, served):
@@ -182,6 +226,8 @@ class TestApiKey:
         for method, path in (
             ("GET", "/v1/models"),
             ("GET", "/metrics"),
+            ("GET", "/version"),
+            ("POST", "/tokenize"),
             ("POST", COMPLETIONS),
             ("POST", CHAT),
         ):

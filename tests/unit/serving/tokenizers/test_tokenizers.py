@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer, open_tokenizer
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_level, with_byte_fallback, with_word_marks
 
 TEXT = "aé€😀 ü z"
 # A byte that is no UTF-8, as os.fsdecode gives it.
@@ -54,6 +55,40 @@ class TestHuggingFace:
 
     def test_bytes_that_are_no_text(self, tokenizer):
         assert tokenizer.encode(SURROGATE) == tokenizer.encode("a\N{REPLACEMENT CHARACTER}")
+
+    def test_conversation(self, tokenizer):
+        """Its text, and the tokens of that, with what is a token of its own."""
+        inner = tokenizer._tokenizer
+        inner.chat_template = "<bos>{% for one in messages %}{{ one.content }}{{ x }}{% endfor %}"
+        messages = [{"role": "user", "content": "a <bos>"}, {"role": "user", "content": TEXT}]
+        text = tokenizer.render(messages, x=5)
+        assert text == f"<bos>a <bos>5{TEXT}5"
+        assert tokenizer.encode(text, begin=False) == tokenizer.chat(messages, x=5)
+
+    def test_truncates_nothing(self):
+        """Whatever its file says; transformers would say so at the first text, in any thread."""
+        made = byte_level()
+        made.backend_tokenizer.enable_truncation(2)
+        assert len(open_tokenizer(made, None).encode("abcd")) == 4
+        assert made.backend_tokenizer.truncation is None
+
+
+@pytest.mark.parametrize(
+    ("make", "normalizer", "longest"),
+    [
+        pytest.param(byte_level, None, 5, id="bytes"),
+        pytest.param(byte_level, normalizers.NFC(), 5, id="composed"),
+        pytest.param(byte_level, normalizers.Strip(), None, id="spaces are lost"),
+        pytest.param(with_byte_fallback, None, 6, id="fallback"),
+        # Its unknown token stands for any number of characters.
+        pytest.param(with_word_marks, None, None, id="words"),
+    ],
+)
+def test_longest_token(make, normalizer, longest):
+    made = make()
+    if normalizer is not None:
+        made.backend_tokenizer.normalizer = normalizer
+    assert open_tokenizer(made, None).longest_token == longest
 
 
 def test_of_the_model(tmp_path):

@@ -1,0 +1,247 @@
+"""What a client may send, and how slowly, before anybody looks at its key or its request.
+
+A request is refused when its head is longer than ``HEAD_BYTES``, when it comes slower than
+``_SECONDS`` and ``_BYTES_PER_SECOND`` allow, and when its body is no JSON or too large. uvicorn has
+limits of its own only for heads that h11 parses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from absorbed_mla.serving.server.protocol import error_body
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:
+    HttpToolsProtocol = None
+
+_logger = logging.getLogger(__name__)
+
+# A prompt of the longest models takes about a megabyte.
+MAX_BODY_BYTES = 16 << 20
+# Of a request line and headers together; also of what a body has beside its content.
+HEAD_BYTES = 64 << 10
+# Of a chunk of a body, its length and line ends.
+_CHUNK_FRAME = 16
+# Seconds that a request may take to arrive, and bytes for which it gets a second more.
+_SECONDS = 20.0
+_BYTES_PER_SECOND = 16 << 10
+# Connections whose requests have not arrived; of more, the one that began first is closed.
+_MOST_ARRIVING = 512
+# Of a body's JSON: strings, lists and objects together, and commas, which come between numbers.
+# Python would be busy for seconds with a body full of them, and do nothing else meanwhile.
+_MOST_PARTS, _MOST_COMMAS = 2**15, 2**20
+# Smaller bodies have few.
+_SMALL = 128 << 10
+# Bodies that are in memory together, of the largest size.
+_MOST_BODIES = 16
+_REASONS = {408: "the request came too slowly", 431: f"headers may have {HEAD_BYTES} bytes"}
+
+
+class _Arriving(asyncio.Protocol):
+    """Part of a protocol of uvicorn's: a request must arrive in time, and end.
+
+    Attributes:
+        arriving: Connections of the server whose requests have not arrived, in their order.
+        most_bytes: Of a request, of which uvicorn reads the rest after an early answer.
+    """
+
+    arriving: dict[_Arriving, None]
+    most_bytes: int
+    # Whether the request has not arrived as a whole, or none has begun.
+    is_arriving: bool
+    # Of uvicorn's protocols.
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    flow: Any
+    cycle: Any
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._timer is None:
+            self._begin()
+        self._received += len(data)
+        super().data_received(data)
+        if self.transport.is_closing() or not self.is_arriving:
+            self._forget()
+        elif self._received > self.most_bytes:
+            self.refuse(413)
+        else:
+            self._watch()
+
+    def refuse(self, status: int) -> None:
+        """Close the connection, with an answer if a request has begun and has none."""
+        self._forget()
+        answered = self.cycle is not self._before and self.cycle.response_started
+        if self._received and not answered:
+            reason = _REASONS.get(status, HTTPStatus(status).phrase)
+            _logger.warning("a request was refused with %d: %s", status, reason)
+            body = json.dumps(error_body(reason, "invalid_request_error", status)).encode()
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                "connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _begin(self) -> None:
+        self._since, self._received = self.loop.time(), 0
+        # uvicorn's record of the request before this one.
+        self._before = self.cycle
+
+    def _watch(self) -> None:
+        """Look whether the request has arrived when its time is over."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(_SECONDS, self._check)
+            self.arriving[self] = None
+            if len(self.arriving) > _MOST_ARRIVING:
+                next(iter(self.arriving)).refuse(503)
+
+    def _forget(self) -> None:
+        self.arriving.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        end = self._since + _SECONDS + self._received / _BYTES_PER_SECOND
+        # What waits for the answer before it is not read.
+        left = _SECONDS if self.flow.read_paused else end - self.loop.time()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check)
+        else:
+            self.refuse(408)
+
+
+class _H11(_Arriving, H11Protocol):
+    """h11 has a limit of the length of heads."""
+
+    @property
+    def is_arriving(self) -> bool:  # type: ignore[override]
+        """See the base."""
+        return self.conn.their_state.__name__ in ("IDLE", "SEND_BODY")
+
+
+if HttpToolsProtocol is not None:
+
+    class _HttpTools(_Arriving, HttpToolsProtocol):
+        """httptools keeps a head of any length, and headers after a body."""
+
+        is_arriving = True
+        # Bytes of the request that are not of its body's content.
+        _besides = 0
+
+        def data_received(self, data: bytes) -> None:
+            """See asyncio."""
+            self._besides += len(data)
+            super().data_received(data)
+            if self._besides > HEAD_BYTES and not self.transport.is_closing():
+                self.refuse(431)
+
+        def on_message_begin(self) -> None:
+            """See httptools."""
+            self.is_arriving = True
+            super().on_message_begin()
+
+        def on_body(self, body: bytes) -> None:
+            """See httptools."""
+            self._besides = max(0, self._besides - len(body) - _CHUNK_FRAME)
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            """See httptools."""
+            self.is_arriving, self._besides = False, 0
+            super().on_message_complete()
+
+
+def limited_protocol(max_body_bytes: int) -> type[asyncio.Protocol]:
+    """A protocol of uvicorn's with these limits, for one server."""
+    base = _H11 if HttpToolsProtocol is None else _HttpTools
+    # A body in chunks may take twice its content.
+    most = 2 * max_body_bytes + HEAD_BYTES
+    return type("LimitedProtocol", (base,), {"arriving": {}, "most_bytes": most})
+
+
+class Bodies:
+    """Reads bodies of requests.
+
+    Args:
+        most: Bytes of one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request, whose length ``state.body_bytes`` has then.
+
+        Raises:
+            HTTPException: If it is no JSON by its type, too large, in too many parts, or too many
+                others are read.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # A web page of any origin may send others, and what has no type.
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise HTTPException(415, f"Content-Type must be application/json, got {kind!r}")
+        too_large = HTTPException(413, f"the body must have at most {self._most} bytes")
+        # A number: the HTTP parser refuses others.
+        if int(request.headers.get("content-length", 0)) > self._most:
+            raise too_large
+        content = bytearray()
+        try:
+            async for chunk in request.stream():
+                content += chunk
+                self._held += len(chunk)
+                if len(content) > self._most:
+                    raise too_large
+                if self._held > _MOST_BODIES * self._most:
+                    raise HTTPException(503, "too many large requests arrive; try again later")
+            request.state.body_bytes = len(content)
+            if len(content) > _SMALL:
+                _require_few_parts(content)
+            return bytes(content)
+        finally:
+            self._held -= len(content)
+
+
+def _require_few_parts(content: bytearray) -> None:
+    """Check that a JSON document is no burden to parse, which is so where it has few parts.
+
+    Raises:
+        HTTPException: If it has too many.
+    """
+    # Without what is escaped, quotes are where strings begin and end.
+    bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
+    parts = bare.count(b'"') // 2
+    if parts <= _MOST_PARTS:
+        outside = b"".join(bare.split(b'"')[::2])
+        parts += outside.count(b"[") + outside.count(b"{")
+        if parts <= _MOST_PARTS and outside.count(b",") <= _MOST_COMMAS:
+            return
+    raise HTTPException(
+        413,
+        f"the body must have at most {_MOST_PARTS} strings, lists and objects together, and "
+        f"{_MOST_COMMAS} numbers",
+    )

@@ -1,0 +1,77 @@
+"""Fields of requests that this server lacks, each with the values that ask for nothing.
+
+Clients send them with null or a default where their users have not asked for anything; any other
+value is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+# Field -> its values that ask for nothing, besides null.
+_OF_BOTH: dict[str, tuple] = {
+    **dict.fromkeys(("cache_salt", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("early_stopping", "store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+}
+_OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}
+# What is about tools asks for nothing as long as there are none.
+_OF_CHAT: dict[str, tuple] = {
+    **dict.fromkeys(("audio", "chat_template", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# They name the client's user, or are hints, on which no answer depends.
+_IGNORED = (
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "user",
+)
+
+
+def _fields(table: dict[str, tuple]) -> dict[str, Any]:
+    return {name: (_asking_for_nothing(accepted), None) for name, accepted in table.items()}
+
+
+def _asking_for_nothing(accepted: tuple) -> Any:
+    """The type of a field that takes these values and null."""
+    words = " or ".join([*map(json.dumps, accepted), "null"])
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in accepted:
+            given = json.dumps(value)
+            raise PydanticCustomError(
+                "unsupported",
+                "must be {words}, got {given}",
+                {"words": words, "given": given if len(given) <= 100 else given[:100] + "..."},
+            )
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+FIELDS_OF_BOTH = {
+    **_fields(_OF_BOTH),
+    **dict.fromkeys(_IGNORED, (str | None, None)),
+    "metadata": (dict[str, Any] | None, None),
+}
+FIELDS_OF_COMPLETIONS, FIELDS_OF_CHAT = _fields(_OF_COMPLETIONS), _fields(_OF_CHAT)
