@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from absorbed_mla.dims import MLADims
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+    from absorbed_mla.serving.async_llm import AsyncLLM
+    from absorbed_mla.serving.beam_search import BeamSearchParams
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.sampling.parameters import SamplingParams
 
@@ -39,6 +41,8 @@ __all__ = [
     "AbsorbedMLAOptions",
     "AbsorbedMLASelfAttention",
     "AbsorbedMLASelfAttentionSubmodules",
+    "AsyncLLM",
+    "BeamSearchParams",
     "MLADims",
     "SamplingParams",
     "__version__",
@@ -50,6 +54,8 @@ _MODULES = {
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
+    "AsyncLLM": "serving.async_llm",
+    "BeamSearchParams": "serving.beam_search",
     "MLADims": "dims",
     "SamplingParams": "serving.sampling.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",

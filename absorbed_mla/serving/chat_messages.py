@@ -7,7 +7,7 @@ from typing import Any
 
 from absorbed_mla.serving.tokenizers.tokenizers import Message
 
-# Parameters of vLLM's LLM.chat. A template would get them as variables, and not look at them.
+# Parameters of vLLM's calls. A template would get them as variables, and not look at them.
 _NOT_HERE = (
     "chat_template_content_format",
     "lora_request",
@@ -42,6 +42,17 @@ def _text_of(part: Any) -> str:
     )
 
 
+def require_none(call: str, options: Mapping[str, Any]) -> None:
+    """Check that no option of a call is one of vLLM's that is not here.
+
+    Raises:
+        ValueError: Naming those that are.
+    """
+    refused = [name for name in _NOT_HERE if options.get(name) is not None]
+    if refused:
+        raise ValueError(f"{call} does not take {', '.join(refused)}")
+
+
 def template_options_of(
     options: Mapping[str, Any], variables: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -50,9 +61,7 @@ def template_options_of(
     Raises:
         ValueError: If an option is vLLM's and not here, or both have a name.
     """
-    refused = [name for name in _NOT_HERE if options.get(name) is not None]
-    if refused:
-        raise ValueError(f"chat does not take {', '.join(refused)}")
+    require_none("chat", options)
     variables = variables or {}
     twice = sorted(options.keys() & variables.keys())
     if twice:

@@ -10,13 +10,14 @@ print(output.outputs[0].text)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
-from absorbed_mla.serving.chat_messages import template_options_of, with_text
-from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, required
+from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from absorbed_mla.serving.chat_messages import require_none, template_options_of, with_text
+from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -24,6 +25,17 @@ from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """A method of vLLM's for models that this package does not run."""
+
+    def method(self: LLM, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(f"LLM.{name} needs a pooling model; this one generates: LLM.generate")
+
+    method.__name__ = name
+    method.__doc__ = "Not available: this is no pooling model."
+    return method
 
 
 class LLM(LLMEngine):
@@ -135,15 +147,19 @@ class LLM(LLMEngine):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
-        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
 
         Args:
-            prompts: One or several; each a text or token ids.
+            prompts: One or several; each a text, token ids (also an array or a tensor), or a dict
+                with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
-            use_tqdm: Show a progress bar on stderr.
+            use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
+            lora_request, priority: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -151,6 +167,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
+        require_none("generate", {"lora_request": lora_request, "priority": priority})
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
@@ -165,8 +182,8 @@ class LLM(LLMEngine):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
-        use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -190,7 +207,66 @@ class LLM(LLMEngine):
         with self._exclusively():
             tokenizer = required(self.tokenizer)
             prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """Look for the likeliest texts after prompts; the prefix cache has what they share.
+
+        Args:
+            prompts: As for :meth:`generate`.
+            params: For all prompts.
+            use_tqdm: As for :meth:`generate`.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            ValueError: If a prompt cannot run, before any of them does.
+            RuntimeError: If the model fails, or is put to sleep meanwhile.
+        """
+        assert self._sizes.vocab_size is not None
+        ends = () if params.ignore_eos else self._end_tokens
+        each = params.of_requests(len(ends), self._sizes.vocab_size)
+        searches = []
+        with self._exclusively():
+            for i, prompt in enumerate(_prompts_of(prompts)):
+                whole = each.replace(max_tokens=params.max_tokens)
+                tokens = self.encode_prompt(prompt, whole, f"prompt {i}: ").tokens
+                room = self.max_model_len - len(tokens)
+                searches.append(BeamSearch(tokens, params, min(params.max_tokens, room), ends))
+        left = searches
+        with self._whole_call(), _bar(use_tqdm) as bar:
+            bar.total = len(searches)
+            while left:
+                texts = [beam.tokens for search in left for beam in search.running]
+                outputs = iter(self.generate(texts, each, False))
+                for search in left:
+                    search.advance([next(outputs) for _ in search.running])
+                before, left = left, [search for search in left if search.running]
+                bar.update(len(before) - len(left))
+        if self.tokenizer is not None:
+            for beam in (beam for search in searches for beam in search.ended):
+                text = self.tokenizer.stream([], skip_special_tokens=False)
+                beam.text = text.push(beam.tokens) + text.finish()
+        return [BeamSearchOutput(search.ended) for search in searches]
+
+    embed, encode = _refused("embed"), _refused("encode")
+    classify, score = _refused("classify"), _refused("score")
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer: that of transformers, where there is one.
+
+        Raises:
+            ValueError: If the model came without a tokenizer.
+        """
+        tokenizer = required(self.tokenizer)
+        return getattr(tokenizer, "of_transformers", tokenizer)
 
     def stream(
         self,
@@ -224,15 +300,19 @@ class LLM(LLMEngine):
             # All of them, before any is queued.
             encoded = []
             for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((self.encode(prompt, params, f"prompt {i}: "), params))
+                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: "), params))
         yield from self._run(encoded, names)
 
 
 def _prompts_of(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One or several prompts as a list."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
+    """One or several prompts as a list; the rows of a matrix are several."""
+    if isinstance(given, str | Mapping):
         return [given]
-    return list(given)
+    prompts = list_of(given)
+    # Arrays in a list have an index, too, if they have one number.
+    if prompts and hasattr(prompts[0], "__index__") and not getattr(prompts[0], "ndim", 0):
+        return [prompts]
+    return prompts
 
 
 def _params_of(
@@ -250,9 +330,10 @@ def _params_of(
     return list(given)
 
 
-def _bar(shown: bool) -> Any:
-    """A progress bar over prompts; only the first rank shows one."""
+def _bar(shown: bool | Callable[..., Any]) -> Any:
+    """A progress bar over prompts, of a class if one is given; only the first rank shows one."""
     from tqdm import tqdm
 
+    kind = shown if callable(shown) else tqdm
     hidden = not shown or os.environ.get("RANK", "0") != "0"
-    return tqdm(total=0, desc="prompts", disable=hidden, dynamic_ncols=True)
+    return kind(total=0, desc="prompts", disable=hidden, dynamic_ncols=True)

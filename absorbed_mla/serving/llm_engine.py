@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
     from absorbed_mla.serving.statistics import Statistics
 
-
-# A text, or token ids.
-Prompt = str | Sequence[int]
+# A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
+Prompt = str | Sequence[int] | Mapping[str, Any] | Any
+_TEXT, _TOKENS = "prompt", "prompt_token_ids"
 # Characters of texts that are not refused by their number: their tokens are counted in no time.
 _FEW_CHARACTERS = 2**16
 
@@ -60,6 +61,7 @@ class LLMEngine:
         self._requests = OutputProcessor(tokenizer)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
+        self._calls: set[object] = set()
         self._lock = FairLock()
 
     def close(self) -> None:
@@ -78,7 +80,8 @@ class LLMEngine:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
         Args:
-            prompt: Text or token ids; or what :meth:`encode` made of them and these parameters.
+            prompt: As for :meth:`LLM.generate`; or what :meth:`encode_prompt` made of it and these
+                parameters.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
 
@@ -91,14 +94,18 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         with self._exclusively():
-            encoded = prompt if isinstance(prompt, EncodedPrompt) else self.encode(prompt, params)
+            encoded = prompt
+            if not isinstance(encoded, EncodedPrompt):
+                encoded = self.encode_prompt(prompt, params)
             return self._add(encoded.text, encoded.tokens, params, request_id)
 
-    def encode(self, prompt: Prompt, params: SamplingParams, where: str = "") -> EncodedPrompt:
+    def encode_prompt(
+        self, prompt: Prompt, params: SamplingParams, where: str = ""
+    ) -> EncodedPrompt:
         """What :meth:`add_request` does first, for any thread: long texts take seconds.
 
         Args:
-            prompt: Text or token ids.
+            prompt: As the user gave it.
             params: As the user gave them.
             where: What an error begins with.
 
@@ -106,12 +113,17 @@ class LLMEngine:
             ValueError: If the prompt cannot run.
         """
         tokenizer, sizes = self.tokenizer, self._sizes
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None and params.truncate_prompt_tokens is None:
-            self.require_few_characters(text, where)
-        elif text is None and params.truncate_prompt_tokens is None:
+        if params.truncate_prompt_tokens is None:
             self._require_few_tokens(prompt, where)
-        tokens = list(prompt) if text is None else required(tokenizer).encode(text)
+        try:
+            text, tokens = _text_and_tokens(prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
+        if tokens is None:
+            assert text is not None
+            if params.truncate_prompt_tokens is None:
+                self.require_few_characters(text, where)
+            tokens = required(tokenizer).encode(text)
         most = params.truncate_prompt_tokens
         if most == -1:
             most = max(1, self.max_model_len - (params.max_tokens or 1))
@@ -146,8 +158,11 @@ class LLMEngine:
         self.require_few_characters(text)
         return tokenizer.encode(text, begin=False)
 
-    def _require_few_tokens(self, tokens: Sequence[int], where: str) -> None:
+    def _require_few_tokens(self, prompt: Prompt, where: str) -> None:
         """Check that token ids may fit, before any is looked at."""
+        tokens = prompt.get(_TOKENS) if isinstance(prompt, Mapping) else prompt
+        if isinstance(tokens, str) or not hasattr(tokens, "__len__"):
+            return
         if len(tokens) > max(_FEW_CHARACTERS, self.max_model_len):
             raise ValueError(
                 f"{where}the prompt has {len(tokens)} tokens and must be shorter than "
@@ -273,24 +288,37 @@ class LLMEngine:
             encoded: Prompts, each with its parameters.
             names: The ids of their requests are appended.
         """
+        with self._whole_call():
+            try:
+                with self._exclusively():
+                    self._woken_by_call |= not self._awake
+                    self._wake()
+                    for prompt, params in encoded:
+                        names.append(self.add_request(prompt, params))
+                        self._requests.of_calls.add(names[-1])
+                missing = set(names)
+                while missing:
+                    with self._exclusively():
+                        grown = self._claim(missing.__contains__)
+                    for output in grown:
+                        missing -= {output.request_id} if output.finished else set()
+                        yield output
+            finally:
+                with self._exclusively():
+                    self._requests.drop(names)
+
+    @contextlib.contextmanager
+    def _whole_call(self) -> Iterator[None]:
+        """After the last one of those that run, the model sleeps again, if one has woken it."""
+        call = object()
         try:
             with self._exclusively():
-                self._woken_by_call |= not self._awake
-                self._wake()
-                for prompt, params in encoded:
-                    names.append(self.add_request(prompt, params))
-                    self._requests.of_calls.add(names[-1])
-            missing = set(names)
-            while missing:
-                with self._exclusively():
-                    grown = self._claim(missing.__contains__)
-                for output in grown:
-                    missing -= {output.request_id} if output.finished else set()
-                    yield output
+                self._calls.add(call)
+            yield
         finally:
             with self._exclusively():
-                self._requests.drop(names)
-                if self._woken_by_call and not self._requests.of_calls:
+                self._calls.discard(call)
+                if self._woken_by_call and not self._calls:
                     self.sleep(free_cache=False)
 
     def _add(
@@ -333,6 +361,38 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
             "LLM(..., tokenizer=FOLDER or 'bytes')"
         )
     return tokenizer
+
+
+def _text_and_tokens(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """A prompt's text and token ids, of which a dict may have both.
+
+    Raises:
+        ValueError: If it is no prompt, or asks for more than a text.
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, _token_ids(prompt)
+    others = any(v is not None for k, v in prompt.items() if k not in (_TEXT, _TOKENS))
+    text, tokens = prompt.get(_TEXT), prompt.get(_TOKENS)
+    if others or (text is None and tokens is None) or not isinstance(text, str | None):
+        raise ValueError(
+            f"a prompt's dict must have {_TEXT!r}, a text, or {_TOKENS!r}, and nothing else, got "
+            f"{prompt!r:.200}"
+        )
+    return text, None if tokens is None else _token_ids(tokens)
+
+
+def _token_ids(given: Any) -> list[int]:
+    try:
+        return list(map(operator.index, list_of(given)))
+    except TypeError as error:
+        raise ValueError(f"token ids must be integers, got {given!r:.200}") from error
+
+
+def list_of(given: Any) -> list:
+    """A list, with Python's numbers in place of an array's."""
+    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 class FairLock:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from absorbed_mla.serving.option_schema import Options, documented, option
+from absorbed_mla.serving.option_schema import Options, documented, option, options_of
 
 # Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ def _are_stops(texts: Sequence[Any]) -> bool:
 def _are_token_ids(tokens: Iterable[Any]) -> bool:
     ints = (isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     return all(ints) and all(0 <= token < 2**31 for token in tokens)
+
+
+def _without_arrays(value: Any) -> Any:
+    """Python's number for one of numpy's or torch's, which is no JSON; a list for an array."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _are_biases(biases: Any) -> bool:
@@ -134,11 +139,14 @@ class SamplingParams(Options):
     """The text leaves out the tokenizer's special tokens."""
 
     def __post_init__(self) -> None:
+        for name in options_of(type(self)):
+            object.__setattr__(self, name, _without_arrays(getattr(self, name)))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         object.__setattr__(self, "stop", tuple(stop))
         words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words or ()
         object.__setattr__(self, "bad_words", tuple(words))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        tokens = map(_without_arrays, self.stop_token_ids or ())
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
         super().__post_init__()
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -174,6 +182,10 @@ class SamplingParams(Options):
     def replace(self, **changes) -> SamplingParams:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def clone(self) -> SamplingParams:
+        """A copy, as vLLM's users make it."""
+        return self.replace()
 
     def to_host(self, max_new_tokens: int, *, drafts: bool = False) -> HostSamplingParams:
         """Megatron's parameters of a request.

@@ -97,11 +97,13 @@ class RequestStream:
 
     Attributes:
         loop: That it was made in.
+        is_aborted: Whether its requests are to end as soon as they have begun.
     """
 
     def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self._names, self._abort = names, abort
+        self.is_aborted = False
         self._running = set(range(len(names)))
         self._updates: dict[int, Update] = {}
         self._error: Exception | None = None
@@ -139,11 +141,16 @@ class RequestStream:
         self._running.difference_update(i for i, one in found.items() if one.finished)
         return found
 
-    def close(self) -> None:
-        """The caller leaves: abort what runs. May be called twice."""
+    def abort(self) -> None:
+        """Abort what runs, or is to run; its last updates say so."""
+        self.is_aborted = True
         if self._running:
             self._abort([self._names[i] for i in self._running])
-            self._running.clear()
+
+    def close(self) -> None:
+        """The caller leaves: abort what runs. May be called twice."""
+        self.abort()
+        self._running.clear()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -252,7 +259,7 @@ class Service:
                 return
             try:
                 self._require_running()
-                made = [self.llm.encode(make(self.llm), params) for make in prompts]
+                made = [self.llm.encode_prompt(make(self.llm), params) for make in prompts]
                 self._queue(_Submit(dict(zip(names, made)), params, stream))
             except ServiceStopped as error:
                 _fail(stream, error)
@@ -342,7 +349,6 @@ class Service:
                 return False
             if isinstance(command, _Abort):
                 for name in command.names:
-                    self._streams.pop(name, None)
                     self.llm.abort(name)
                 continue
             self._submit(command)
@@ -359,6 +365,9 @@ class Service:
             for i, name in enumerate(command.prompts):
                 self._streams[name] = command.stream, i
                 self._metrics.begin(name)
+                # While its tokens were sought.
+                if command.stream.is_aborted:
+                    self.llm.abort(name)
 
     def _add_all(self, command: _Submit) -> None:
         """Add all prompts of a call to the model, or none."""

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from absorbed_mla.serving.tokenizers import tiktoken_model
+
 _logger = logging.getLogger(__name__)
 
 # In the folder into which transformers copies Python code.
 LOCK_FILE = "absorbed_mla.lock"
+_FIELDS = "tokenizer_config.json"
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -22,7 +25,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         folder: With the tokenizer's files.
         trust_remote_code: Whether Python modules of the folder may run in this process: those that
             ``auto_map`` names, and what they import. Processes that share transformers' cache, such
-            as torchrun's ranks, then load one after the other.
+            as torchrun's ranks, then load one after the other. If not, those of Kimi-K2 and
+            Moonlight are made from their files.
 
     Raises:
         ValueError: If there is none, it cannot be loaded, or it has code that may not run; nobody
@@ -32,11 +36,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError("a tokenizer needs transformers: pip install transformers") from error
-    code = code_of(folder)
+    code, why_not = code_of(folder), ""
+    if not trust_remote_code and _is_of_tiktoken(folder, code):
+        try:
+            return tiktoken_model.load(folder, _fields_of(folder), code)
+        # As below, of files that do not fit.
+        except Exception as error:
+            code = code or tiktoken_model.CLASS
+            why_not = f"; from its files alone: {type(error).__name__}: {error}"
     if code and not trust_remote_code:
         raise ValueError(
             f"the tokenizer in {folder} is Python code ({code}), which runs with "
-            "trust_remote_code=True (--trust-remote-code) only, got False"
+            f"trust_remote_code=True (--trust-remote-code) only, got False{why_not}"
         )
     try:
         with _one_process_at_a_time() if trust_remote_code else contextlib.nullcontext():
@@ -78,17 +89,26 @@ def code_of(folder: Path) -> str | None:
     Raises:
         ValueError: If a file that may name it is no JSON.
     """
-    # Imported here, because all that imports this package would import the converter.
-    from checkpoint_conversion.checkpoint_folder import CONFIG, MAX_CONFIG_BYTES, read_json
-
-    for name in ("tokenizer_config.json", CONFIG):
-        path = folder / name
-        if not path.is_file():
-            continue
-        named = read_json(path, MAX_CONFIG_BYTES).get("auto_map")
+    for name in (_FIELDS, "config.json"):
+        named = _fields_of(folder, name).get("auto_map")
         found = named.get("AutoTokenizer") if isinstance(named, dict) else named
         classes = found if isinstance(found, list) else [found]
         for one in reversed(classes):
             if one is not None:
                 return str(one)
     return None
+
+
+def _is_of_tiktoken(folder: Path, code: str | None) -> bool:
+    """Whether a tokenizer, whose code may be named, is one of Kimi's."""
+    kind = code.rpartition(".")[2] if code else _fields_of(folder).get("tokenizer_class")
+    return kind == tiktoken_model.CLASS and (folder / tiktoken_model.FILE).is_file()
+
+
+def _fields_of(folder: Path, name: str = _FIELDS) -> dict[str, Any]:
+    """What a JSON file of the folder has; nothing if there is none."""
+    # Imported here, because all that imports this package would import the converter.
+    from checkpoint_conversion.checkpoint_folder import MAX_CONFIG_BYTES, read_json
+
+    path = folder / name
+    return read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}

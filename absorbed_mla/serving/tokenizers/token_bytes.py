@@ -59,7 +59,7 @@ class TokenBytes:
     def _find(self, token: int) -> bytes:
         if self.byte_level:
             name = self._backend.id_to_token(token) or ""
-            table = _bytes_of_characters()
+            table = bytes_of_characters()
             # A token that was added may have other characters: it is text.
             return bytes(table[c] for c in name) if table.keys() >= set(name) else name.encode()
         byte = self.fallback_byte(token)
@@ -104,7 +104,7 @@ class TokenBytes:
 
 
 @functools.cache
-def _bytes_of_characters() -> dict[str, int]:
+def bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -98,11 +98,12 @@ class HuggingFaceTokenizer:
         end_tokens: Token ids that end a text, besides the tokenizer's own.
 
     Attributes:
+        of_transformers: The tokenizer that it was given.
         begin_token: The token that begins a text, if the tokenizer has one.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+        self.of_transformers = self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:

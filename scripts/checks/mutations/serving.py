@@ -6,6 +6,11 @@ from checks.mutations.table import read
 
 MUTATIONS = read(
     r"""
+absorbed_mla/serving/async_llm.py
+  streamed_tokens_go_on_to_grow: token_ids=one.token_ids[:count] -> token_ids=one.token_ids
+absorbed_mla/serving/beam_search.py
+  every_beam_that_ends_counts: in found[:width] -> in found
+  a_beam_search_does_not_stop: if len(self.ended) == width and best <= -> if False and best <=
 absorbed_mla/serving/chat_messages.py
   content_parts_as_python_has_them: return {**message, "content": "".join(map(_text_of, content))}
     -> return message
@@ -95,10 +100,12 @@ absorbed_mla/serving/export/weights.py
   export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
   export_reads_the_router_of_one_stage: one_router(routers) -> one_router([router_options(chunks)])
   export_scales_as_powers_of_two: return SCALE_FORMATS[0] if fp8 -> return SCALE_FORMATS[1] if fp8
+absorbed_mla/serving/llm.py
+  rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
-  first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._requests.of_calls:
+  first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
     -> if self._woken_by_call:
   ctrl_c_within_a_step: if not in_main or -> if True or not in_main or
   ctrl_c_for_ever: if self.received is not None: -> if False:
@@ -309,6 +316,11 @@ absorbed_mla/serving/server/protocol.py
   stream_repeats_its_text: self._sent[index] = now -> pass
   parameters_of_json_are_dropped: {name: getattr(self, name) for name in _SAMPLING} -> {}
 absorbed_mla/serving/server/service.py
+  an_aborted_stream_never_ends:
+    - self.llm.abort(name)
+    |                continue
+    -> self.llm.abort(name), self._streams.pop(name, None)
+    |                continue
   disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
   caller_aborts_twice: self._running.clear() ->
   server_wakes_for_every_request: _call(loop, _put_all, its)
@@ -325,6 +337,10 @@ absorbed_mla/serving/tokenizers/folder.py
   tokenizer_code_runs_unasked: trust_remote_code=trust_remote_code -> trust_remote_code=True
   tokenizer_code_is_replaced: if code and not trust_remote_code: -> if False:
   processes_load_tokenizer_code_at_once: fcntl.flock(lock, fcntl.LOCK_EX) -> pass
+absorbed_mla/serving/tokenizers/tiktoken_model.py
+  kimis_words_are_merged: , ignore_merges=True ->
+  kimis_chinese_is_cut_as_other_letters: _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    -> _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 absorbed_mla/serving/tokenizers/token_bytes.py
   numbers_without_a_token_end_a_run: not in left_out and self._exists(token) -> not in left_out
   added_tokens_are_names_of_bytes:

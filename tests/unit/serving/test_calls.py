@@ -11,10 +11,14 @@ import signal
 import sys
 import threading
 
+import numpy as np
 import pytest
+import torch
+from tqdm import tqdm
 
-from absorbed_mla import SamplingParams
+from absorbed_mla import BeamSearchParams, SamplingParams
 from absorbed_mla.serving.llm_engine import FairLock, interrupts_deferred
+from absorbed_mla.serving.tokenizers.tokenizers import HuggingFaceTokenizer
 from tests.support.llm import (
     FAILING_PROMPT,
     FAILURE,
@@ -25,6 +29,7 @@ from tests.support.llm import (
     fake_llm,
     until,
 )
+from tests.support.tokenizers import byte_level
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -188,7 +193,13 @@ class TestCtrlC:
 
     def test_whole_calls(self, pressed):
         llm, runner, when = pressed
-        for call in (llm.generate, lambda *args: list(llm.stream(*args))):
+        calls = (
+            lambda text, params: llm.generate(text, params, False),
+            lambda text, params: list(llm.stream(text, params)),
+            lambda text, params: llm.chat([{"role": "user", "content": text}], params, False),
+            lambda text, _: llm.beam_search(text, BeamSearchParams(beam_width=1, max_tokens=100)),
+        )
+        for call in calls:
             when.add(runner.num_steps + 3)
             with pytest.raises(KeyboardInterrupt):
                 call("interrupted", SamplingParams(max_tokens=100))
@@ -196,7 +207,8 @@ class TestCtrlC:
                 "after", tokens=8
             )
             assert not runner.has_running()
-        assert runner.aborted == [0, 2]
+        # A search's request has ended with the step.
+        assert runner.aborted == [0, 2, 4]
         assert not llm.has_unfinished_requests(), "nobody waits for them"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -363,3 +375,97 @@ class TestChat:
             prompt_of("hi", lora_request=1, priority=2)
         with pytest.raises(ValueError, match="chat_template_kwargs has a, which is an option"):
             prompt_of("hi", a=1, chat_template_kwargs={"a": 2})
+
+
+class TestAsVLLMHasThem:
+    """Prompts, arguments and methods as vLLM's users write them."""
+
+    IDS = (104, 105, 33)
+
+    @pytest.mark.parametrize(
+        ("prompts", "texts"),
+        [
+            (IDS, [None]),
+            ([np.array(IDS)], [None]),
+            (np.array(IDS), [None]),
+            (torch.tensor(IDS), [None]),
+            (list(torch.tensor(IDS)), [None]),
+            (torch.tensor([IDS, IDS]), [None, None]),
+            ([np.array(IDS[:1]), np.array(IDS)], [None, None]),
+            ([np.int64(token) for token in IDS], [None]),
+            ({"prompt_token_ids": IDS}, [None]),
+            ([{"prompt_token_ids": np.array(IDS)}, {"prompt": "hi!"}], [None, "hi!"]),
+            ({"prompt": "hi!", "prompt_token_ids": IDS, "multi_modal_data": None}, ["hi!"]),
+            (("hi!", list(IDS)), ["hi!", None]),
+            ((one for one in ["hi!"]), ["hi!"]),
+        ],
+    )
+    def test_prompts(self, prompts, texts):
+        outputs = fake_llm().generate(prompts, PARAMS, False)
+        assert [output.prompt for output in outputs] == texts
+        assert outputs[-1].prompt_token_ids == list(self.IDS)
+        assert {type(token) for token in outputs[-1].prompt_token_ids} == {int}
+        assert outputs[-1].outputs[0].text == expected_text("hi!", tokens=8)
+
+    @pytest.mark.parametrize(
+        ("prompt", "error"),
+        [
+            ({"prompt": "a", "multi_modal_data": 1}, "prompt 1: a prompt's dict must have"),
+            ({"text": "a"}, "'prompt', a text, or 'prompt_token_ids', and nothing else, got"),
+            ({"prompt": 3}, "a prompt's dict must have"),
+            (np.array([1.5]), "prompt 1: token ids must be integers, got"),
+            (torch.tensor([[1, 2]]), "token ids must be integers"),
+            (None, "token ids must be integers, got None"),
+        ],
+    )
+    def test_no_prompts(self, prompt, error):
+        llm = fake_llm()
+        with pytest.raises(ValueError, match=error):
+            llm.generate(["a", prompt], PARAMS, False)
+        assert not llm.num_running
+
+    def test_numbers_of_numpy(self):
+        params = SamplingParams(
+            max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=np.array([7])
+        )
+        plain = SamplingParams(max_tokens=3, temperature=0.5, stop_token_ids=[7])
+        assert params == plain.clone() == plain and type(params.max_tokens) is int
+        assert SamplingParams(stop_token_ids=[torch.tensor(7)]).stop_token_ids == (7,)
+        with pytest.raises(ValueError, match="max_tokens must be an integer of at least 1"):
+            SamplingParams(max_tokens=np.int64(0))
+
+    def test_progress(self, capsys):
+        shown = []
+
+        class Bar(tqdm):
+            def close(self):
+                shown.append((self.n, self.total))
+                super().close()
+
+        llm = fake_llm()
+        llm.generate(["a", "b"], PARAMS, Bar)
+        llm.chat([{"role": "user", "content": "a"}], PARAMS, Bar)
+        assert (2, 2) in shown and (1, 1) in shown
+        capsys.readouterr()
+        llm.generate("a", PARAMS, False)
+        assert not capsys.readouterr().err
+
+    def test_what_is_not_here(self):
+        llm = fake_llm()
+        assert llm.generate("a", PARAMS, False, lora_request=None, priority=None)
+        with pytest.raises(ValueError, match="generate does not take priority"):
+            llm.generate("a", PARAMS, False, priority=[1])
+
+    def test_the_tokenizer(self):
+        llm = fake_llm()
+        assert llm.get_tokenizer() is llm.tokenizer
+        llm.tokenizer = HuggingFaceTokenizer(byte_level())
+        assert llm.get_tokenizer().eos_token == "<eos>"
+        llm.tokenizer = None
+        with pytest.raises(ValueError, match="the model came without a tokenizer"):
+            llm.get_tokenizer()
+
+    @pytest.mark.parametrize("name", ["embed", "encode", "classify", "score"])
+    def test_other_models(self, name):
+        with pytest.raises(ValueError, match=rf"^LLM\.{name} needs a pooling model; .*generate$"):
+            getattr(fake_llm(), name)(["a"], ["b"])

@@ -25,7 +25,7 @@ class CountingLLM:
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0
 
-    def encode(self, prompt, params):
+    def encode_prompt(self, prompt, params):
         return prompt
 
     def add_request(self, prompt, params, name):
