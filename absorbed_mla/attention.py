@@ -23,10 +23,10 @@ from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
 from absorbed_mla.graph_capture import (
+    attach_recomputed_parameters,
+    capturable_mask,
     captures_attention,
-    mask_in_graphs,
     refuse_uncapturable_config,
-    with_gradients_of,
 )
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
@@ -259,7 +259,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
             refuse_full_iterations(self.config)
-            attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
+            attention_mask = capturable_mask(self.config, attention_mask, packed_seq_params)
         if hidden_states.is_cuda and not self.config.sequence_parallel:
             warn_of_lost_rows(hidden_states)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
@@ -379,7 +379,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             q_down, kv_down = _requiring_grad(q_down), _requiring_grad(kv_down)
             names = ("linear_q_proj", "q_layernorm", "linear_q_up_proj", "kv_layernorm")
             recomputed = [self._modules[name] for name in names if name in self._modules]
-            q_down, kv_down = with_gradients_of(recomputed, self.config, q_down, kv_down)
+            q_down, kv_down = attach_recomputed_parameters(recomputed, self.config, q_down, kv_down)
         return q_down, kv_down
 
     def _up_project(

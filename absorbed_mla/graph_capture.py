@@ -1,4 +1,4 @@
-"""Training steps that Megatron captures in CUDA graphs (``cuda_graph_impl``), around the attention.
+"""Training under Megatron's CUDA graphs (``cuda_graph_impl``): config checks, autograd helpers.
 
 A replay repeats kernels on the same memory and runs no Python: whatever the host decides or draws
 in a step would stay as it was in the captured one. That is refused here.
@@ -58,7 +58,7 @@ def refuse_uncapturable_config(config: MLATransformerConfig) -> None:
         )
 
 
-def mask_in_graphs(
+def capturable_mask(
     config: MLATransformerConfig, attention_mask: Tensor | None, packed_seq_params: Any
 ) -> Tensor | None:
     """Check the arguments of a training step that is captured, or will be.
@@ -94,7 +94,7 @@ def mask_in_graphs(
     )
 
 
-def with_gradients_of(
+def attach_recomputed_parameters(
     recomputed: Sequence[nn.Module], config: MLATransformerConfig, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """The inputs of a checkpoint that Megatron captures, tied to the parameters inside of it.
@@ -134,7 +134,7 @@ class _GradientsOfRecomputation(torch.autograd.Function):
         return None, *grads, *found
 
 
-class SavedByPython(torch.autograd.Function):
+class SaveForBackward(torch.autograd.Function):
     """The identity, which saves its input for backward.
 
     For what may be the input of a captured layer and is saved by an operator of PyTorch:

@@ -1,4 +1,4 @@
-"""Names of Megatron's that its documentation does not promise: who has them, what needs them.
+"""Megatron's private names that this package uses: releases that have each, features that need it.
 
 Another release of Megatron may have other names. Each is in a table, by what cannot run without
 it: the layer's in this file, ``batch_invariant/megatron_operators.py`` has those of the
@@ -74,7 +74,7 @@ def names(owner: str, words: str, versions: tuple[str, ...] = EVERY) -> tuple[Me
 
 @dataclass(frozen=True)
 class Need:
-    """Something that cannot run without some names.
+    """A feature that cannot run without some private names.
 
     Attributes:
         what: The option or class, as errors name it.

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.batch_invariant.norms import rms_norm
-from absorbed_mla.graph_capture import SavedByPython
+from absorbed_mla.graph_capture import SaveForBackward
 
 # Tokens of a step that decodes, at most; PyTorch's kernel takes 6 us for one.
 _FEW_ROWS = 512
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         residual stream in fp32 (``fp32_residual_connection``).
         """
         if self._in_graphs and torch.is_grad_enabled():
-            x = SavedByPython.apply(x)
+            x = SaveForBackward.apply(x)
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
         invariant = x.is_cuda and is_enabled(x.device)
         # Not in training without gradients, which may be computed again with them, to the same bit.

@@ -29,7 +29,7 @@ from checkpoint_conversion.model_type import (
     Refused,
     TextAndImages,
     convertible,
-    declared,
+    find_model_type,
     model_fields,
     model_of,
 )
@@ -57,7 +57,7 @@ DIMENSIONS = {
 
 def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
     """The config.json of the text model, for a model that may also have images."""
-    whole, text = declared(config.get("model_type")), config.get("text_config")
+    whole, text = find_model_type(config.get("model_type")), config.get("text_config")
     if not isinstance(whole, TextAndImages) or not isinstance(text, dict):
         return config
     fields = {"model_type": whole.text_model, **text}
@@ -65,7 +65,7 @@ def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
     for name in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"):
         if config.get(name) is not None:
             fields[name] = config[name]
-    model = declared(fields["model_type"])
+    model = find_model_type(fields["model_type"])
     if fields.get("architectures") is None and isinstance(model, ModelType):
         fields["architectures"] = [model.architectures[0]]
     return fields
@@ -75,7 +75,7 @@ def _known(config: Mapping[str, object]) -> ModelType:
     """The model type, or a CheckpointError that says why it cannot be converted."""
     fields = Fields(config, [])
     found, text = fields.raw("model_type"), fields.raw("text_config")
-    model = declared(found)
+    model = find_model_type(found)
     with_images = [one.name for one in MODELS if isinstance(one, TextAndImages)]
     if isinstance(model, ModelType):
         return model

@@ -1,4 +1,4 @@
-"""Model types of config.json: what sets each apart from the others, as data.
+"""Schema of ``models/``: a Hugging Face ``model_type``, its config fields, tensor names and router.
 
 Each file of ``models/`` declares one, found by its name. Whatever a declaration leaves out is as in
 DeepSeek-V3, whose names of fields and tensors are those of the converter's tables.
@@ -15,7 +15,7 @@ from absorbed_mla.registry import Registry
 from checkpoint_conversion.config_fields import Fields
 
 
-class Only(NamedTuple):
+class FixedValue(NamedTuple):
     """The one value that a field may have.
 
     Attributes:
@@ -35,10 +35,10 @@ class Only(NamedTuple):
 
 # Other values add tensors or change what tensors mean, in every model.
 _ONLY = {
-    "attention_bias": Only(False),
-    "mlp_bias": Only(False),
-    "hidden_act": Only("silu"),
-    "rope_interleave": Only(True),
+    "attention_bias": FixedValue(False),
+    "mlp_bias": FixedValue(False),
+    "hidden_act": FixedValue("silu"),
+    "rope_interleave": FixedValue(True),
 }
 
 
@@ -93,7 +93,7 @@ class ModelType:
     architectures: tuple[str, ...]
     fields: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    only: Mapping[str, Only] = field(default_factory=dict)
+    only: Mapping[str, FixedValue] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("yarn", "default")
     rotary_part_of_head: bool = False
     lists_layers: bool = False
@@ -107,7 +107,7 @@ class ModelType:
     from_arguments: bool = False
 
     @property
-    def all_only(self) -> dict[str, Only]:
+    def all_only(self) -> dict[str, FixedValue]:
         """``only``, with what no model may have otherwise."""
         return {**_ONLY, **self.only}
 
@@ -180,7 +180,7 @@ MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
 )
 
 
-def declared(name: object) -> ModelType | TextAndImages | Refused | None:
+def find_model_type(name: object) -> ModelType | TextAndImages | Refused | None:
     """The declaration of a model type; None if there is none of that name."""
     return MODELS[name] if isinstance(name, str) and name in MODELS.names() else None
 
@@ -193,7 +193,7 @@ def convertible() -> dict[str, ModelType]:
 @functools.cache
 def model_of(name: str) -> ModelType:
     """The model type of a model that is known to be convertible."""
-    model = declared(name)
+    model = find_model_type(name)
     assert isinstance(model, ModelType), name
     return model
 
@@ -223,7 +223,7 @@ def text_names(model: object, names: Iterable[str]) -> dict[str, str | None]:
     """What a file with the text model alone calls each tensor; None for those of images.
 
     Args:
-        model: Of :func:`declared`.
+        model: Of :func:`find_model_type`.
         names: Of the stored tensors.
     """
     names = list(names)

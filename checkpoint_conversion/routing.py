@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
-from checkpoint_conversion.model_type import ModelType, declared, model_fields
+from checkpoint_conversion.model_type import ModelType, find_model_type, model_fields
 
 GROUP_SCORE = "moe_router_group_score_topk"
 NORMALISED = "moe_router_norm_topk_prob"
@@ -136,7 +136,7 @@ def options_of(config: Mapping[str, object]) -> dict[str, object]:
     Raises:
         CheckpointError: If its routing cannot be computed.
     """
-    model = declared(config.get("model_type"))
+    model = find_model_type(config.get("model_type"))
     if not isinstance(model, ModelType):
         return {}
     fields = model_fields(model, config)

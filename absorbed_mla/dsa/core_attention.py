@@ -21,10 +21,10 @@ from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.aux_loss import report_loss, with_zero_gradients
 from absorbed_mla.dsa.backend import SparseRequest, TopKBackend
+from absorbed_mla.dsa.backend_selector import SparseBackendSelector
 from absorbed_mla.dsa.cached_attention import CachedTopKBackend
 from absorbed_mla.dsa.checkpoint_scope import is_never_recomputed
 from absorbed_mla.dsa.config import DSAConfig
-from absorbed_mla.dsa.implementations import SparseImplementations
 from absorbed_mla.dsa.index_sharing import LayerSelection, Selected
 from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
@@ -133,7 +133,7 @@ class SparseCoreAttention(LatentCoreAttention):
                 pg_collection=pg_collection,
                 name=f"{name}.indexer" if name is not None else None,
             )
-        self._implementations = SparseImplementations(options, dims, self.dsa)
+        self._backends = SparseBackendSelector(options, dims, self.dsa)
         self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
         self.sequence_parallel = config.sequence_parallel and self._tp_group is not None
 
@@ -174,7 +174,7 @@ class SparseCoreAttention(LatentCoreAttention):
     ) -> SparsePlan:
         """See ``LatentCoreAttention``; with the selection, and the index vectors for their loss."""
         assert isinstance(plan, SparsePlan)
-        request = self._implementations.request(hidden_states)
+        request = self._backends.request(hidden_states)
         learns = self._learns(only_indexer=not trained)
         shape = self._selection_shape(plan, request, hidden_states.shape[1])
         selected = self.selection.take(shape, hidden_states.device)
@@ -190,7 +190,7 @@ class SparseCoreAttention(LatentCoreAttention):
         plan = replace(plan, chosen=chosen, index=index if learns else None)
         if chosen is None:
             return plan
-        sparse = self._implementations.get(SPARSE_BACKENDS, request)
+        sparse = self._backends.get(SPARSE_BACKENDS, request)
         return replace(plan, backend=TopKBackend(sparse, chosen))
 
     def _select(
@@ -198,7 +198,7 @@ class SparseCoreAttention(LatentCoreAttention):
     ) -> Tensor:
         """The layer's own selection."""
         assert index is not None
-        chosen: Tensor = self._implementations.get(INDEXER_BACKENDS, request).select(
+        chosen: Tensor = self._backends.get(INDEXER_BACKENDS, request).select(
             index,
             plan.keys.spans(),
             self.dsa.topk,
@@ -236,10 +236,8 @@ class SparseCoreAttention(LatentCoreAttention):
                 "replay_selections is for forwards without an inference_context: cached tokens "
                 "were computed with selections of their own"
             )
-        request = self._implementations.request(hidden_states)
-        few = step.lengths is not None and self._implementations.dense_serves(
-            request, step.lengths.keys
-        )
+        request = self._backends.request(hidden_states)
+        few = step.lengths is not None and self._backends.dense_serves(request, step.lengths.keys)
         shape = None if few else (len(cos), self.dsa.topk)
         index: IndexVectors | None = None
         cache: Tensor | None = None
@@ -261,7 +259,7 @@ class SparseCoreAttention(LatentCoreAttention):
         if chosen is None:
             return None
         request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
-        sparse = self._implementations.get(SPARSE_BACKENDS, request)
+        sparse = self._backends.get(SPARSE_BACKENDS, request)
         return CachedTopKBackend(sparse, chosen)
 
     def _select_cached(
@@ -274,7 +272,7 @@ class SparseCoreAttention(LatentCoreAttention):
         """The layer's own selection for new tokens, whose ``index`` is in Megatron's layout."""
         assert index is not None and cache is not None
         query = step.pack(index.query.flatten(2)).squeeze(1).unflatten(-1, index.query.shape[2:])
-        chosen: Tensor = self._implementations.get(INDEXER_BACKENDS, request).select_cached(
+        chosen: Tensor = self._backends.get(INDEXER_BACKENDS, request).select_cached(
             query,
             step.pack(index.weights).squeeze(1),
             cache,
@@ -296,10 +294,10 @@ class SparseCoreAttention(LatentCoreAttention):
         dsa = self.dsa
         with torch.no_grad():
             [block] = plan.keys.blocks(kv, keep=False)
-        request = self._implementations.request(kv)
+        request = self._backends.request(kv)
         if plan.chosen is None:
             request = replace(request, topk=0)
-        indexing = self._implementations.get(INDEXER_BACKENDS, request)
+        indexing = self._backends.get(INDEXER_BACKENDS, request)
         row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
         subsets, over_attended = self._key_subsets(plan, block.kv, row_width)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
@@ -372,7 +370,7 @@ class SparseCoreAttention(LatentCoreAttention):
         self, plan: SparsePlan, request: SparseRequest, batch: int
     ) -> tuple[int, int, int] | None:
         """[S_q, B, topk]; None where nothing is chosen."""
-        if self._implementations.dense_serves(request, plan.layout.lengths):
+        if self._backends.dense_serves(request, plan.layout.lengths):
             return None
         cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
         return plan.layout.num_tokens // cp_size, batch, self.dsa.topk

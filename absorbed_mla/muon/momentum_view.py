@@ -1,4 +1,4 @@
-"""A weight with its gradient and momentum as an optimizer steps on it, and states of groups."""
+"""Weight, gradient and optimizer state as Muon steps on them; states joined and split by group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MomentumView:
         return cls(weight.detach(), grad, optimizer.state[weight])
 
 
-def joined_states(
+def join_states(
     entry: OrthogonalizationGroup, rows: Sequence[MomentumView], count: int
 ) -> list[dict[str, Any]]:
     """The states of ``count`` matrices; empty before the first step."""
@@ -56,7 +56,7 @@ def joined_states(
 def store_states(
     entry: OrthogonalizationGroup, states: Sequence[dict], height: int, rows: Sequence[MomentumView]
 ) -> None:
-    """The inverse of :func:`joined_states`, of matrices of this height.
+    """The inverse of :func:`join_states`, of matrices of this height.
 
     Raises:
         ValueError: If a state is neither a scalar nor has the rows of the matrix.

@@ -1,4 +1,4 @@
-"""Pairs of data-parallel ranks that each own one of two weights to combine.
+"""P2P exchange of K and V up-projections between the data-parallel ranks that own one each.
 
 Megatron's layer-wise optimizer gives every matrix to one data-parallel rank, which alone has its
 gradient and momentum. Two ranks that have one half each send it to each other, and both compute

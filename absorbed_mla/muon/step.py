@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from absorbed_mla.muon.momentum_view import MomentumView, joined_states, store_states
+from absorbed_mla.muon.momentum_view import MomentumView, join_states, store_states
 from absorbed_mla.muon.orthogonalization_groups import (
     ATTRIBUTE,
     Combined,
@@ -100,7 +100,7 @@ class Step:
     ) -> None:
         """Step on the matrices of some rows, and put values and states back."""
         matrices = [nn.Parameter(value) for value in entry.join([part.value for part in rows])]
-        states = joined_states(entry, rows, len(matrices))
+        states = join_states(entry, rows, len(matrices))
         grads = entry.join([part.grad for part in rows])
         for matrix, grad, state in zip(matrices, grads, states):
             vars(matrix).update(attributes | entry.attributes)

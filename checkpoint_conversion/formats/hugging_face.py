@@ -59,7 +59,7 @@ from checkpoint_conversion.mapping import (
     without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.model_type import declared, text_names
+from checkpoint_conversion.model_type import find_model_type, text_names
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.source import Source
 from checkpoint_conversion.target_folder import sync_path
@@ -103,7 +103,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         fields = read_json(files[CONFIG], MAX_CONFIG_BYTES)
         config = ModelConfig.from_hugging_face(fields)
         tensors, shards = _read_shards(path, files, follow_links)
-        names = text_names(declared(fields.get("model_type")), tensors)
+        names = text_names(find_model_type(fields.get("model_type")), tensors)
         images = [name for name, own in names.items() if own is None]
         buffers = [name for name, own in names.items() if own and _BUFFER.fullmatch(own)]
         self.left_alone = {name: tensors.pop(name).nbytes for name in (*buffers, *images)}

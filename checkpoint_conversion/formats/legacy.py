@@ -1,4 +1,4 @@
-"""Reading ``megatron-legacy``: Megatron's former format, one ``model_optim_rng.pt`` per rank.
+"""Reader of ``megatron-legacy``: Megatron's former format, one ``model_optim_rng.pt`` per rank.
 
 Layers and experts are numbered from 0 on every rank. The mapping to Hugging Face numbers those of
 the whole model:

@@ -1,4 +1,4 @@
-"""Reading ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist).
+"""Reader of ``megatron`` and ``absorbed``: Megatron's distributed checkpoints (torch_dist).
 
 torch's ``FileSystemReader`` is not used: it unpickles ``.metadata`` unchecked, copies whole chunks
 into memory where a conversion needs some rows, and accepts compressed records of any size.

@@ -1,4 +1,4 @@
-"""Writing ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist).
+"""Writer of ``megatron`` and ``absorbed``: Megatron's distributed checkpoints (torch_dist).
 
 Each part is a file of its own, as if a rank had written it: objects and tensors one after the
 other, each in ``torch.save``'s format. ``.metadata`` says which tensor is where. torch's own

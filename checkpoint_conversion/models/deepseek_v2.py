@@ -1,4 +1,4 @@
-"""DeepSeek-V2: experts are chosen by softmax scores."""
+"""DeepSeek-V2: MoE router with softmax scores."""
 
 from __future__ import annotations
 

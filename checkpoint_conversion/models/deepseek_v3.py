@@ -1,4 +1,4 @@
-"""DeepSeek-V3: experts are chosen by sigmoid scores with a correction bias."""
+"""DeepSeek-V3: MoE router with sigmoid scores and a correction bias."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Mistral 4: experts are chosen by softmax scores, and those of a layer are one tensor."""
+"""Mistral 4: MoE router with softmax scores, and all experts of a layer stacked in one tensor."""
 
 from __future__ import annotations
 
-from checkpoint_conversion.model_type import ModelType, Only
+from checkpoint_conversion.model_type import FixedValue, ModelType
 
-_GROUPS = Only(1, "Megatron ranks Mistral 4's groups of experts otherwise")
+_GROUPS = FixedValue(1, "Megatron ranks Mistral 4's groups of experts otherwise")
 
 ENTRY = ModelType(
     name="mistral4",
@@ -17,8 +17,8 @@ ENTRY = ModelType(
     only={
         "n_group": _GROUPS,
         "topk_group": _GROUPS,
-        "quantization_config": Only(None, "Mistral 4's FP8 is not that of DeepSeek"),
-        "rope_parameters.llama_4_scaling_beta": Only(
+        "quantization_config": FixedValue(None, "Mistral 4's FP8 is not that of DeepSeek"),
+        "rope_parameters.llama_4_scaling_beta": FixedValue(
             0, "it scales queries by their position, which Megatron's MLA cannot"
         ),
     },

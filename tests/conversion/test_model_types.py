@@ -97,7 +97,7 @@ class TestStackedExperts:
 FOO = """
 from dataclasses import replace
 
-from checkpoint_conversion.model_type import Only
+from checkpoint_conversion.model_type import FixedValue
 from checkpoint_conversion.models.deepseek_v3 import ENTRY as DEEPSEEK_V3
 
 ENTRY = replace(
@@ -112,7 +112,7 @@ ENTRY = replace(
         "num_nextn_predict_layers": "mtp_depth",
     },
     defaults={**DEEPSEEK_V3.defaults, "routed_scaling_factor": 7.5, "first_k_dense_replace": 1},
-    only={"value_gate": Only(False, "Megatron has none"), "rope_scaling.offset": Only(0)},
+    only={"value_gate": FixedValue(False, "Megatron has none"), "rope_scaling.bias": FixedValue(0)},
     layer="transformer.blocks.{layer}.",
     tensors={
         "model.embed_tokens.weight": "transformer.wte.weight",
@@ -245,7 +245,7 @@ class TestNewModelType:
             ({"depth": None}, "depth is missing"),
             ({"num_experts": 0}, "num_experts must be an integer from 1"),
             ({"value_gate": True}, "value_gate must be False: Megatron has none, got True"),
-            ({"rope_scaling": {"offset": 1}}, "rope_scaling.offset must be 0, got 1"),
+            ({"rope_scaling": {"bias": 1}}, "rope_scaling.bias must be 0, got 1"),
             ({"architectures": ["DeepseekV3ForCausalLM"]}, "must be ['FooV3ForCausalLM']"),
         ],
     )

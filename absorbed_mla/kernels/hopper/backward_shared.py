@@ -1,4 +1,4 @@
-"""Shared storage of the backward kernel: operands, and the copies that fill them."""
+"""Shared memory of the backward over the latent: operand buffers, and the loads that fill them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""The backward kernel over keys and values of every head: 128 keys meet queries, 64 at a time.
+"""The multi-head (MHA) backward kernel, K and V per head: tiles of 128 keys, queries 64 at a time.
 
 One program is one tile of keys of one head. Its keys and values stay in shared memory, and dK and
 dV, 160 numbers a thread, in registers; blocks of queries pass by, and what they get, dQ, is added

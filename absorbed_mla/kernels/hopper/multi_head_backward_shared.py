@@ -1,4 +1,4 @@
-"""Shared storage of the multi-head backward: operands, and the copies that fill them."""
+"""Shared memory of the multi-head backward: operands, and the copies that fill them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

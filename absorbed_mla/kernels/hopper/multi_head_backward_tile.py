@@ -1,4 +1,4 @@
-"""A tile of the multi-head backward: up to 128 keys of one head, and the queries that see them."""
+"""Key tiles of the multi-head (MHA) backward: 128 keys of a head, queries that attend to them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,6 +1,6 @@
-"""The forward kernel over keys and values of every head: 128 queries of a head, keys 128 at a time.
+"""The multi-head (MHA) forward kernel, K and V per head: tiles of 128 queries, keys 128 at a time.
 
-A program does one work after another, a work being one tile of queries of one head; see ``Works``.
+A program does one work after another, each one tile of queries of one head (``TileScheduler``).
 The warps have three roles:
 
 * ``_load_role``, one warp: copies queries, keys and values to shared memory by tensor maps (TMA),
@@ -57,7 +57,7 @@ from absorbed_mla.kernels.hopper.multi_head_softmax import (
     rescale,
     row_sums,
 )
-from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, Works
+from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, TileScheduler
 from absorbed_mla.kernels.hopper.ring import wait_empty
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 
@@ -295,11 +295,11 @@ def attend_multi_head(
         out: [S_q, B, N, V], contiguous.
         lse: [S_q, B, N] fp32, contiguous.
         largest: Likewise; not written without RECORD.
-        total: See ``Works``, like the next four.
+        total: See ``TileScheduler``, like the next four.
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
     """
-    works = Works(tiles, drawn, total, section, section_works, groups, heads)
+    works = TileScheduler(tiles, drawn, total, section, section_works, groups, heads)
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [

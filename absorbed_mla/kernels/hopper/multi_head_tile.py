@@ -1,4 +1,4 @@
-"""A tile of the multi-head forward: up to 128 queries of one head, and the keys that they see."""
+"""Query tiles of the multi-head (MHA) forward: 128 queries of a head and their keys; scheduler."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,8 +65,8 @@ class MultiHeadTile:
 
 
 @aggregate
-class Works:
-    """What all programs have to do: every tile of every group, a head of an entry of the batch.
+class TileScheduler:
+    """Persistent tile scheduler: works, one tile of one group (a head of an entry of the batch).
 
     Works are numbered such that programs which run at one time read the keys and values of few
     groups, which stay in the L2 cache, and that of these the longest tiles come first. A program

@@ -1,4 +1,4 @@
-"""Shared storage of the Hopper GEMM, and the barriers that say what is in it."""
+"""Shared memory of the Hopper GEMM, and the barriers that say what is in it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

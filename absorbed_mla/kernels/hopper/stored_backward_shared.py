@@ -1,4 +1,4 @@
-"""Shared storage of the stored backward: a ring of chunks, P and dS, and barriers."""
+"""Shared memory of the stored backward: a ring of chunks, P and dS, and barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

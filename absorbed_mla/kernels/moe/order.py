@@ -1,4 +1,4 @@
-"""Token permutation of few tokens: where each choice stands among those of its expert."""
+"""MoE token permutation of few tokens: (token, expert) pairs sorted by expert in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of the paged latent cache: their size, what is written where, and that none was lost."""
+"""KV blocks of the latent cache: bytes per block, fixes of Megatron's bookkeeping, leak check."""
 
 from __future__ import annotations
 

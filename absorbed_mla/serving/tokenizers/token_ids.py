@@ -1,4 +1,4 @@
-"""Tokenizer of Megatron's engine where requests are token ids already."""
+"""Null tokenizer for Megatron's engine, where requests are token ids already."""
 
 from __future__ import annotations
 

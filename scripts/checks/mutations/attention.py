@@ -80,7 +80,7 @@ absorbed_mla/dsa/core_attention.py
   target_over_other_keys: lse if over_attended else None -> lse
   indexer_loss_of_mtp_in_the_decoders: place = decoder + min(place, mtp) -> pass
   mtp_shares_a_selection: self.dsa = replace(self.dsa, topk_freq=1) -> pass
-absorbed_mla/dsa/implementations.py
+absorbed_mla/dsa/backend_selector.py
   parity_without_a_choice: return not request.batch_invariant or bool( -> return True or bool(
 absorbed_mla/dsa/index_sharing.py
   shared_selection_of_another_microbatch: self._shared().scope is not scope -> False

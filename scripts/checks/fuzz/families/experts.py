@@ -1,4 +1,4 @@
-"""Experts: the router's logits and choice, the order of tokens, their products and sums.
+"""Fuzz families of MoE: router logits, top-k, token permutation, grouped GEMM, SwiGLU, unpermute.
 
 Experts are compared as sets, token by token. Another set than the reference's is right only where
 rounding decides: where the last score that is chosen, or the last group's, and the first that is

@@ -1,4 +1,4 @@
-"""Products whose rows do not depend on the rows beside them, and the first of short rows."""
+"""Fuzz families of batch-invariant GEMMs, also per head, and of the top-k of short rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm, also backward and behind a residual connection; rotary embeddings; merging by LSE."""
+"""Fuzz families of row-wise kernels: RMSNorm (backward, fused add), RoPE, merging by LSE."""
 
 from __future__ import annotations
 

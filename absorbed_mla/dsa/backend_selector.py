@@ -1,4 +1,4 @@
-"""The sparse backends of a layer: what each call asks of them, and which the options name."""
+"""Backend selection of a DSA layer: sparse attention and indexer backends, per kind of call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import SPARSE_BACKENDS, Registry
 
 
-class SparseImplementations:
+class SparseBackendSelector:
     """Chooses backends, once for every kind of call.
 
     Args:
