@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import re
 import socket
 import subprocess
@@ -19,9 +20,9 @@ from tests.unit.serving.server.test_refusals import CHAT, COMPLETIONS, head
 
 STREAMS = 8
 SECONDS = 1.0
-# Of the rate without the attack. A machine with other work may miss it in one try, but a server
-# that one client stops misses it in all of them.
-LEAST, TRIES = 0.9, 4
+# Of the rate without the attack, and with other tests beside it. A machine with other work may miss
+# it in one try, but a server that one client stops misses it in all of them.
+LEAST, TRIES = 0.75 if "PYTEST_XDIST_WORKER" in os.environ else 0.9, 4
 MEGABYTE = 1 << 20
 _TEXT = re.compile(rb'"text": "([a-z]*)"')
 
