@@ -32,6 +32,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
+from absorbed_mla.serving.prefix_cache.generated import generated_blocks
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
 from absorbed_mla.serving.request_results import EngineRequests, Progress, Result
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest, derive_seed
@@ -90,11 +91,14 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
+        self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
         self._megatron_counters = MegatronCounters(self.host, self._stored, drafts=drafts)
         self.scheduler = overlap_scheduler(
             self.host, model, self._sampler, options, lockstep=self._replicas.several
         )
+        if self.scheduler is not None:
+            self.scheduler.generated = self._generated
         graphs = None if self.scheduler is None else self.scheduler.runner.graphs
         self._prefill_graphs = prefill_graphs(
             self.host, model, graphs, options.prefill_graph_tokens
@@ -167,7 +171,7 @@ class Engine:
             self._megatron_counters.write_to(self._statistics)
         if self.scheduler is not None:
             self.scheduler.close()
-        self.host = self._stored = self._megatron_counters = None
+        self.host = self._stored = self._generated = self._megatron_counters = None
         self.scheduler = self._prefill_graphs = None
 
     def generate(
@@ -298,6 +302,8 @@ class Engine:
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
         requests, step, progress = self._requests, output.megatron_step, output.progress
+        if self._generated is not None:
+            self._generated.failed.update(output.failed)
         if output.failed or requests.failures.active:
             requests.failures.begin_step(output.failed)
             progress = requests.without_failures(progress)
@@ -383,6 +389,8 @@ class Engine:
 
     def _forget_requests(self) -> None:
         self._sampler.clear()
+        if self._generated is not None:
+            self._generated.clear()
         self._requests = EngineRequests(self._sampler.requests)
         self.results = self._requests.results
         self._statistics = Statistics()
