@@ -72,16 +72,35 @@ def test_evicted_requests_find_their_own_blocks(model):
 
 
 @pytest.mark.parametrize("options", [{}, {"decode_loop": False}], ids=["overlap", "megatron"])
-def test_failed_requests_leave_nothing(model, options):
+@pytest.mark.parametrize("length", [5, 90], ids=["last-step", "before"])
+def test_failed_requests_leave_nothing(model, options, length):
+    """Also where the step that fails is the last one, and fills a block."""
     with engine_of(model, **KEPT | options) as engine:
-        engine.add_request(FIRST.prompt, FIRST.sampling())
-        for _ in range(80):
+        engine.add_request(FIRST.prompt, Request(FIRST.prompt, length).sampling())
+        for _ in range(min(length, 81) - 1):
             engine.step()
         with model.register_forward_hook(lambda *call: call[-1].fill_(torch.nan)):
             [result] = step_to_the_end(engine)
         assert result.error
-        run = generate(engine, [next_turn([*FIRST.prompt, *result.tokens])])
-    assert run.statistics.prefix_blocks == 0
+        assert not engine.host.context.kv_block_allocator.kv_hash_to_block_id
+
+
+def test_other_end_of_the_same_text(model):
+    """Only the first block is shared."""
+    with engine_of(model, **KEPT) as engine:
+        [answer] = generate(engine, [FIRST]).tokens
+        later = next_turn([*FIRST.prompt, *answer[:40]])
+        run = generate(engine, [later], log_probs=True)
+    assert run.statistics.prefix_blocks == 1
+    assert_generates(run, by_whole_forwards(model, [later]))
+
+
+def test_ends_are_evicted_before_beginnings(model):
+    with engine_of(model, blocks=4, **KEPT) as engine:
+        [answer] = generate(engine, [FIRST]).tokens
+        generate(engine, [Request(prompt(130, 5), 2)])
+        run = generate(engine, [next_turn([*FIRST.prompt, *answer])])
+    assert run.statistics.prefix_blocks == 1
 
 
 def test_two_of_the_same_text(model):
