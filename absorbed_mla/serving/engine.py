@@ -32,7 +32,6 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
-from absorbed_mla.serving.prefix_cache.generated import generated_blocks
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
 from absorbed_mla.serving.request_results import EngineRequests, Progress, Result
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest, derive_seed
@@ -42,7 +41,7 @@ from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
-from absorbed_mla.serving.scheduler.requests import enqueue
+from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
