@@ -41,7 +41,7 @@ from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
-from absorbed_mla.serving.scheduler.requests import enqueue
+from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
@@ -90,11 +90,14 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
+        self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
         self._megatron_counters = MegatronCounters(self.host, self._stored, drafts=drafts)
         self.scheduler = overlap_scheduler(
             self.host, model, self._sampler, options, lockstep=self._replicas.several
         )
+        if self.scheduler is not None:
+            self.scheduler.generated = self._generated
         graphs = None if self.scheduler is None else self.scheduler.runner.graphs
         self._prefill_graphs = prefill_graphs(
             self.host, model, graphs, options.prefill_graph_tokens
@@ -167,7 +170,7 @@ class Engine:
             self._megatron_counters.write_to(self._statistics)
         if self.scheduler is not None:
             self.scheduler.close()
-        self.host = self._stored = self._megatron_counters = None
+        self.host = self._stored = self._generated = self._megatron_counters = None
         self.scheduler = self._prefill_graphs = None
 
     def generate(
@@ -298,6 +301,8 @@ class Engine:
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
         requests, step, progress = self._requests, output.megatron_step, output.progress
+        if self._generated is not None:
+            self._generated.failed.update(output.failed)
         if output.failed or requests.failures.active:
             requests.failures.begin_step(output.failed)
             progress = requests.without_failures(progress)
@@ -383,6 +388,8 @@ class Engine:
 
     def _forget_requests(self) -> None:
         self._sampler.clear()
+        if self._generated is not None:
+            self._generated.clear()
         self._requests = EngineRequests(self._sampler.requests)
         self.results = self._requests.results
         self._statistics = Statistics()

@@ -40,6 +40,9 @@ STOP_WORDS = MegatronName(
 RESUME = MegatronName(CONTEXT, "resume_paused_requests", "counts cached blocks as free")
 EVICT_PAUSED = MegatronName(CONTEXT, "evict_overflow_paused_requests", "until one can run")
 UPDATE_REQUESTS = MegatronName(CONTEXT, "update_requests", "then places drafts")
+RELEASE_REQUESTS = MegatronName(
+    CONTEXT, "release_memory_blocks_from_request_indexes", "registers generated blocks first"
+)
 CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
 # Allocator
 REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "registers a block once")
@@ -116,8 +119,11 @@ PREFIX_CACHING = Need(
     (
         REGISTER,
         EVICT_CACHED,
+        RELEASE_REQUESTS,
         *names(
-            ALLOCATOR, "block_hashes block_ref_counts get_evictable_block_count kv_hash_to_block_id"
+            ALLOCATOR,
+            "block_hashes block_ref_counts get_evictable_block_count kv_hash_to_block_id "
+            "prefix_caching_eviction_policy",
         ),
     ),
 )

@@ -34,7 +34,7 @@ from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.input_batch import InputBatch
 from absorbed_mla.serving.scheduler.model_runner import InFlightStep, ModelRunner
-from absorbed_mla.serving.scheduler.requests import RunningRequests, WaitingQueue
+from absorbed_mla.serving.scheduler.requests import GeneratedBlocks, RunningRequests, WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class OverlapScheduler:
         runner: Launches model and sampler.
         lockstep: As given.
         launches_ahead: Whether a step is launched before the output of the one in flight is known.
+        generated: Gets requests that finish before their blocks are released, if not None.
         last: The step whose output was processed last; None after one of Megatron's.
         waited: Seconds that :meth:`step` has waited for the device.
     """
@@ -108,6 +109,7 @@ class OverlapScheduler:
         self._in_flight: list[InFlightStep] = []
         # Requests that have finished, but have a row in the last step in flight.
         self._finished: set[int] = set()
+        self.generated: GeneratedBlocks | None = None
         self.last: InFlightStep | None = None
         self.waited = 0.0
 
@@ -319,7 +321,11 @@ class OverlapScheduler:
         for row in sorted(rows.now):
             last = (tokens[row], log_probs and log_probs[row])
             last = (None, None) if row in rows.without_token else last
-            records.append(running.finish(step.numbers[row], *last))
+            number = step.numbers[row]
+            records.append(running.finish(number, *last))
+            held = over or number in self._finished
+            if self.generated is not None and held and number not in failed:
+                self.generated.keep(records[-1][-1])
         if over and self._batch.count:
             self._count_step()
         if over or (self._finished and self._finished.issuperset(running.numbers)):
@@ -361,6 +367,8 @@ class OverlapScheduler:
             context.update_requests(
                 torch.zeros(count, dtype=torch.uint8), torch.zeros(count).long()
             )
+        if self.generated is not None:
+            self.generated.forget_ended()
         self._in_flight.clear()
         self._finished.clear()
         self._batch = self._running = None
