@@ -90,7 +90,9 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
-        self._generated = generated_blocks(self.host)
+        # A folder's blocks and those of several ranks hold what prompts have.
+        own = self._stored is None and not options.decode_context_parallel
+        self._generated = generated_blocks(self.host) if own else None
         drafts = options.num_speculative_tokens > 0
         self._megatron_counters = MegatronCounters(self.host, self._stored, drafts=drafts)
         self.scheduler = overlap_scheduler(

@@ -399,7 +399,9 @@ class GeneratedBlocks:
         request = self._ended.pop(number, None)
         if request is None and number in self._engine.requests:
             request = self._engine.requests[number].record[-1]
-        if request is None or number in self.failed or not request.generated_tokens:
+        failed = number in self.failed
+        self.failed.discard(number)
+        if request is None or failed or not request.generated_tokens:
             return
         allocator, size = self._context.kv_block_allocator, self._context.block_size_tokens
         tokens = request.prompt_tokens.cpu()
