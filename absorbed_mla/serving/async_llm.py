@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +45,7 @@ class AsyncLLM:
                 "AsyncLLM starts the processes of its model, got torchrun's: their calls must come "
                 "in one order"
             )
-        self._begin(LLM(model, tokenizer=tokenizer, **options))
+        self._begin(_without_loop(partial(LLM, model, tokenizer=tokenizer, **options)))
 
     @classmethod
     def from_llm(cls, llm: LLM) -> AsyncLLM:
@@ -60,7 +62,7 @@ class AsyncLLM:
             raise ValueError(
                 f"{error.name} is missing: pip install 'absorbed-mla[serve]'"
             ) from error
-        llm.wake()
+        _without_loop(llm.wake)
         self._llm, self._service = llm, Service(llm, Metrics(), lambda: None)
         self._names = itertools.count()
         # By request_id.
@@ -147,3 +149,9 @@ def _completion_of(one: CompletionOutput, then: Snapshot) -> CompletionOutput:
         if made.token_logprobs is not None:
             made.cumulative_logprob = sum(made.token_logprobs)
     return made
+
+
+def _without_loop(function: Callable[[], Any]) -> Any:
+    """Its result, from a thread: an engine would run its coroutines in the loop it is made in."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
