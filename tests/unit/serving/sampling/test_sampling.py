@@ -322,7 +322,7 @@ class TestInTheEngine:
                 {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 0.3},
                 {"top_k": 20, "top_p": 0.9, "presence_penalty": 1.0},
                 {"min_p": 0.1, "temperature": 2.0},
-                {"logit_bias": {3: 2.0, 9: -3.0}, "bad_words": [[3, 3], [9]], "temperature": 0.8},
+                {"logit_bias": {3: 2.0, 9: -3.0}, "bad_words": [[3, 3], [9]], "temperature": 0.9},
                 {"allowed_token_ids": [1, 4, 7, 8, 20], "bad_words": [[4, 4], [1]]},
             ]
         )
