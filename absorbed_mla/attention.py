@@ -76,6 +76,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         pg_collection: Process groups; None takes Megatron's global ones.
         pp_layer_offset: Passed on to the host.
         name: Name of the module instance, passed on to its linear layers.
+        is_mtp_layer: Whether it is a layer of an MTP block; Megatron's branch ``dev`` says so.
         options: None for the defaults.
 
     Raises:
@@ -92,6 +93,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
+        is_mtp_layer: bool = False,
         options: AbsorbedMLAOptions | None = None,
     ) -> None:
         if pg_collection is None:
@@ -119,6 +121,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             name=name,
         )
         self.dims = dims
+        self.is_mtp_layer = is_mtp_layer
         self.options = options
         self.down_layers = down
         whole = config.experimental_attention_variant is not None

@@ -34,8 +34,10 @@ _OWN_CHOICE = {"sinkhorn", "quantile_balancing"}
 class _ModelsChoice(TopKRouter):
     """The part of :class:`DeepSeekRouter` that stands between ``PackedRouter`` and Megatron's."""
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return _routing_with(self.options)(self, logits, padding_mask)
+    def routing(
+        self, logits: Tensor, padding_mask: Tensor | None = None, **host: Any
+    ) -> tuple[Tensor, Tensor]:
+        return _routing_with(self.options)(self, logits, padding_mask, **host)
 
 
 class DeepSeekRouter(PackedRouter, _ModelsChoice):

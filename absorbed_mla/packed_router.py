@@ -42,12 +42,15 @@ class PackedRouter(TopKRouter):
             EXPERT_BIAS_OF_PACKS.require({ROUTER: TopKRouter})
         super().__init__(config, *args, **kwargs)
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def routing(
+        self, logits: Tensor, padding_mask: Tensor | None = None, **host: Any
+    ) -> tuple[Tensor, Tensor]:
         """Choose experts.
 
         Args:
             logits: [s, b, experts].
             padding_mask: Bool [s, b], True for padding; None if there is none.
+            host: What else Megatron's takes; on its branch ``dev`` input ids.
 
         Returns:
             Probabilities and the routing map, both [s * b, experts].
@@ -57,7 +60,7 @@ class PackedRouter(TopKRouter):
             tokens = (~padding_mask).sum()
             dist.all_reduce(tokens, group=self.tp_cp_group)
             self._mean_tokens = tokens / self.tp_cp_group.size()
-        return super().routing(logits, padding_mask)
+        return super().routing(logits, padding_mask, **host)
 
     def attach_and_log_load_balancing_loss(
         self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, **options

@@ -29,8 +29,11 @@ from absorbed_mla.unsupported import refuse_unsupported_config
 from specs.absorbed_mla_layers import AbsorbedMLAAttentionLayer, spec_by_config
 from specs.absorbed_mla_parts import LayerParts
 
+# Megatron's branch dev has no symbol of its own for MLA: there it is the attention layer, ``*``.
+MLA_SYMBOL = getattr(Symbols, "MLA", Symbols.ATTENTION)
+_MLA_LAYER = "mla_layer" if hasattr(Symbols, "MLA") else "attention_layer"
 # What there are layers for without TransformerEngine; Megatron's own all need it.
-_LOCAL = (Symbols.MLA, Symbols.MLP, Symbols.MOE)
+_LOCAL = (MLA_SYMBOL, Symbols.MLP, Symbols.MOE)
 
 
 class AbsorbedMLAHybridStack(HybridStack):
@@ -119,11 +122,9 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
     # With mla_down_proj_fusion, Megatron's stack exchanges its attention for a fused one: it writes
     # into the submodules of this layer. This layer uses none of them, and its own attention fuses.
     unused = ModuleSpec(IdentityOp, submodules=SimpleNamespace())
-    submodules = replace(
-        hybrid_stack_spec.submodules,
-        mla_layer=replace(mla_layer, submodules=TransformerLayerSubmodules(self_attention=unused)),
-        **(_local_layers(parts) if parts.backend == "local" else _moe_layer(parts)),
-    )
+    mla_layer = replace(mla_layer, submodules=TransformerLayerSubmodules(self_attention=unused))
+    others = _local_layers(parts) if parts.backend == "local" else _moe_layer(parts)
+    submodules = replace(hybrid_stack_spec.submodules, **{_MLA_LAYER: mla_layer}, **others)
     return ModuleSpec(module=AbsorbedMLAHybridStack, params={"parts": parts}, submodules=submodules)
 
 
@@ -140,7 +141,7 @@ def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:
     """The fields of ``HybridStackSubmodules`` that work without TransformerEngine."""
     mtp = MultiTokenPredictionBlockSubmodules([parts.mtp_layer(None)])
     others = {f.name for f in fields(HybridStackSubmodules) if f.name.endswith("_layer")}
-    return dict.fromkeys(others - {"mla_layer"}, NeedsTransformerEngine) | {
+    return dict.fromkeys(others - {_MLA_LAYER}, NeedsTransformerEngine) | {
         "mlp_layer": ModuleSpec(
             module=MLPLayer, submodules=TransformerLayerSubmodules(**parts.mlp(moe=False))
         ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider, get_backend
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
@@ -48,7 +48,7 @@ class LayerParts:
     ) -> None:
         self.backend = _checked(backend)
         self.options = AbsorbedMLAOptions.coerce(options)
-        self.provider: BackendSpecProvider = get_backend(self.backend)
+        self.provider = _provider(self.backend)
         correct_packed_roll()  # Here, because every stage of a model with these layers comes by.
 
     @property
@@ -222,3 +222,12 @@ def _checked(backend: str | None) -> str:
             "use backend='local'"
         )
     return backend
+
+
+def _provider(backend: str) -> BackendSpecProvider:
+    """Megatron's layers of a backend, whose ``get_backend`` not every branch of it has."""
+    if backend == "local":
+        return LocalSpecProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from absorbed_mla.checkpoint.hybrid_names import to_hybrid_state_dict
-from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
+from specs.absorbed_mla_hybrid_specs import MLA_SYMBOL, get_absorbed_mla_hybrid_stack_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -26,9 +26,10 @@ def hybrid_model(
 ) -> HybridModel:
     """A model on this process's device; ``seed`` determines its weights.
 
-    The pattern says what a GPTModel's config has in ``num_layers``, ``moe_layer_freq`` and
-    ``mtp_num_layers``, which are ignored.
+    The pattern, in which ``+`` is MLA whatever its symbol is, says what a GPTModel's config has in
+    ``num_layers``, ``moe_layer_freq`` and ``mtp_num_layers``, which are ignored.
     """
+    pattern = pattern.replace("+", MLA_SYMBOL)
     main, *mtp = pattern.split("/")
     by_pattern = {
         "num_layers": len(main.replace("|", "")),

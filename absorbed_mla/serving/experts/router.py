@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
@@ -54,12 +56,15 @@ class TopKIndexRouter(TopKRouter):
                 return parts.view(len(parts), *input.shape[:-1], -1)
         return super().gating(input)
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def routing(
+        self, logits: Tensor, padding_mask: Tensor | None = None, **host: Any
+    ) -> tuple[Tensor, Tensor]:
         """Choose experts, all of whose tokens they compute, whatever capacity Megatron sets.
 
         Args:
             logits: As :meth:`gating` returns them.
             padding_mask: For training; None.
+            host: Of Megatron's branch ``dev``: input ids, which no model here routes by.
 
         Returns:
             Probabilities of the chosen experts and their numbers, both [S * B, K].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,17 +76,16 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
     if not allocator.enable_prefix_caching:
         return
     register = REGISTER.of(allocator)
+    # Megatron's branch dev keeps no parents.
+    keeps_parents = "parent_hashes" in inspect.signature(register).parameters
 
     def register_new(
         blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
     ) -> None:
         known = allocator.block_hashes[blocks].tolist() if blocks else []
         new = [i for i, value in enumerate(hashes) if known[i] != value]
-        register(
-            [blocks[i] for i in new],
-            [hashes[i] for i in new],
-            None if parents is None else [parents[i] for i in new],
-        )
+        given = [blocks, hashes, parents] if keeps_parents and parents else [blocks, hashes]
+        register(*([values[i] for i in new] for values in given))
 
     REGISTER.replace(allocator, register_new)
 
