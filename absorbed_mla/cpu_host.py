@@ -86,6 +86,7 @@ def _replace_cuda_functions() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.memory_stats = lambda device=None: collections.defaultdict(int)
     torch.cuda.nvtx._nvtx = _NoStream()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

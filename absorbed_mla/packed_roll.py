@@ -8,6 +8,7 @@ padding mask) and for their loss (labels, loss mask); packs without padding stay
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from absorbed_mla.megatron_names import PACKED_MTP, PREDICTION, ROLL_TENSOR
 from absorbed_mla.sequences import SequenceLayout
 
 _megatrons_roll = getattr(host, ROLL_TENSOR.name, None)
+# Megatron's branch dev cuts packs by their padded boundaries, in a function of other arguments.
+_IS_RIGHT = (
+    _megatrons_roll is not None and "fill_values" in inspect.signature(_megatrons_roll).parameters
+)
 
 
 def correct_packed_roll() -> None:
@@ -30,7 +35,9 @@ def correct_packed_roll() -> None:
 
     All pipeline stages need it: the loss is the last one's, also where that has no layer of MTP.
     """
-    if _megatrons_roll is not None and getattr(host, ROLL_TENSOR.name, None) is _megatrons_roll:
+    if _megatrons_roll is None or _IS_RIGHT:
+        return
+    if getattr(host, ROLL_TENSOR.name, None) is _megatrons_roll:
         ROLL_TENSOR.replace(host, roll_tensor)
 
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL
 from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import require_packed_roll
@@ -29,8 +30,6 @@ from absorbed_mla.unsupported import refuse_unsupported_config
 from specs.absorbed_mla_layers import AbsorbedMLAAttentionLayer, spec_by_config
 from specs.absorbed_mla_parts import LayerParts
 
-# Megatron's branch dev has no symbol of its own for MLA: there it is the attention layer, ``*``.
-MLA_SYMBOL = getattr(Symbols, "MLA", Symbols.ATTENTION)
 _MLA_LAYER = "mla_layer" if hasattr(Symbols, "MLA") else "attention_layer"
 # What there are layers for without TransformerEngine; Megatron's own all need it.
 _LOCAL = (MLA_SYMBOL, Symbols.MLP, Symbols.MOE)

@@ -11,8 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
 from absorbed_mla.checkpoint.names import ATTENTION
 
+# Megatron's branch dev has no symbol of its own for MLA: there it is the attention layer, ``*``.
+MLA_SYMBOL: str = getattr(Symbols, "MLA", Symbols.ATTENTION)
 # What of a GPTModel's layer goes into the first and into the second layer of a HybridModel.
 _HALVES = (("input_layernorm.", ATTENTION), ("pre_mlp_layernorm.", "mlp."))
 _LAYER = re.compile(r"(?P<block>(?:.*\.)?decoder\.layers\.)(?P<index>\d+)\.(?P<rest>.+)")
@@ -23,7 +27,7 @@ _MTP = re.compile(
     r"(?:layers\.(?P<index>\d+)\.)?(?P<rest>.+)"
 )
 _FINAL_NORM = {"gpt": "decoder.final_layernorm.", "hybrid": "decoder.final_norm."}
-_ALTERNATING = re.compile(r"(?:\+[-E])+")
+_ALTERNATING = re.compile(rf"(?:{re.escape(MLA_SYMBOL)}[-E])+")
 
 
 def to_hybrid_name(key: str) -> str:
@@ -109,5 +113,6 @@ def _half(rest: str) -> int:
 
 def _no_twin(layers: str) -> str:
     return (
-        f"{layers} do not alternate MLA (+) and MLP (- or E), so that no GPTModel has the weights"
+        f"{layers} do not alternate MLA ({MLA_SYMBOL}) and MLP (- or E), so that no GPTModel has "
+        "the weights"
     )

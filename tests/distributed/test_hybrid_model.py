@@ -15,7 +15,7 @@ from absorbed_mla.checkpoint.distributed import (
     model_sharded_state_dict,
     save_model_weights,
 )
-from absorbed_mla.checkpoint.hybrid_names import to_gpt_name, to_gpt_state_dict
+from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL, to_gpt_name, to_gpt_state_dict
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -150,7 +150,9 @@ class TestRefused:
     def test_a_pattern_that_no_gpt_model_has(self, pattern, folder):
         size = {"tensor_model_parallel_size": world.tp_size()}
         model = hybrid_model(pattern, **size)
-        with refusal(f"hybrid_layer_pattern={pattern!r}", "alternate MLA (+) and MLP (- or E)"):
+        shown = pattern.replace("+", MLA_SYMBOL)
+        alternate = f"alternate MLA ({MLA_SYMBOL}) and MLP (- or E)"
+        with refusal(f"hybrid_layer_pattern={shown!r}", alternate):
             save_model_weights(model, folder, layer_names="gpt")
         assert not list(folder.iterdir())
         with refusal("layers", "do not alternate"):

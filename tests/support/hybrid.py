@@ -7,8 +7,8 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from absorbed_mla.checkpoint.hybrid_names import to_hybrid_state_dict
-from specs.absorbed_mla_hybrid_specs import MLA_SYMBOL, get_absorbed_mla_hybrid_stack_spec
+from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL, to_hybrid_state_dict
+from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
