@@ -40,13 +40,16 @@ from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args as gpt_config_from_args,
 )
 from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import (  # noqa: E402
-    add_megatron_arguments as add_megatron_arguments,
-)
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 _HOST_DATA_ITERATORS = training.build_train_valid_test_data_iterators
 _HOST_SET_UP = training.setup_model_and_optimizer
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
+    """Megatron's own; what it prints meanwhile is no result of a command."""
+    with quiet():
+        arguments.add_megatron_arguments(parser)
 
 
 def validate_args(args: argparse.Namespace) -> None:

@@ -46,6 +46,7 @@ RELEASE_REQUESTS = MegatronName(
 CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
 # Allocator
 REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "registers a block once")
+RELEASE = MegatronName(ALLOCATOR, "release_memory_blocks", "counts each request, on branch dev")
 EVICT_CACHED = MegatronName(ALLOCATOR, "evict_lru_blocks", "evicts several together")
 DEREGISTER = MegatronName(ALLOCATOR, "_deregister_blocks", "writes the folder first")
 ACTIVE_COUNT = MegatronName(ALLOCATOR, "active_count", versions=UNTIL_0_19)
@@ -118,6 +119,7 @@ PREFIX_CACHING = Need(
     REFUSED,
     (
         REGISTER,
+        RELEASE,
         EVICT_CACHED,
         RELEASE_REQUESTS,
         *names(
@@ -134,7 +136,7 @@ PREFIX_CACHE_DIR = Need(
         CHECK_AVAILABILITY,
         DEREGISTER,
         *names(CONTEXT, "_find_kv_match_count is_hybrid_model params_dtype"),
-        *names(ALLOCATOR, "release_memory_blocks"),
+        RELEASE,
     ),
 )
 DRAFTS = Need(

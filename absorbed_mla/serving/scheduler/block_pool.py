@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.models.gpt import GPTModel
@@ -15,7 +16,7 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.inference.context_config import context_config
 from absorbed_mla.serving.megatron_engine.allocator import pool_of
-from absorbed_mla.serving.megatron_engine.names import REGISTER, UPDATE_REQUESTS
+from absorbed_mla.serving.megatron_engine.names import REGISTER, RELEASE, UPDATE_REQUESTS
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
 BLOCK_SIZE = 64
@@ -78,6 +79,8 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
     register = REGISTER.of(allocator)
     # Megatron's branch dev keeps no parents.
     keeps_parents = "parent_hashes" in inspect.signature(register).parameters
+    if not keeps_parents:
+        _release_each(allocator)
 
     def register_new(
         blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
@@ -88,6 +91,22 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
         register(*([values[i] for i in new] for values in given))
 
     REGISTER.replace(allocator, register_new)
+
+
+def _release_each(allocator: KVBlockAllocator) -> None:
+    """Let each request that ends take its reference from a shared block.
+
+    On Megatron's branch dev, requests that end in one step take a single one.
+    """
+    release = RELEASE.of(allocator)
+
+    def release_each(blocks: torch.Tensor) -> None:
+        while blocks.numel():
+            blocks, counts = blocks.unique(return_counts=True)
+            release(blocks)
+            blocks = blocks.repeat_interleave(counts - 1)
+
+    RELEASE.replace(allocator, release_each)
 
 
 def place_drafts(context: DynamicInferenceContext) -> None:
