@@ -35,6 +35,33 @@ find_newest_megatron() {
   find_megatron newest-megatron "$newest"
 }
 
+# Sets MEGATRON_FOLDER, a snapshot of Megatron-LM's branch dev: the one that the variable names, or a
+# clone made once. In CI, too, the layer is skipped where the repository cannot be reached.
+find_dev_megatron() {
+  MEGATRON_FOLDER=${ABSORBED_MLA_DEV_MEGATRON:-$ENVIRONMENT.megatron-dev}
+  [[ ! -d $MEGATRON_FOLDER ]] || return 0
+  [[ -z ${ABSORBED_MLA_DEV_MEGATRON:-} ]] ||
+    fail "ABSORBED_MLA_DEV_MEGATRON=$ABSORBED_MLA_DEV_MEGATRON is no folder"
+  rm -rf "$MEGATRON_FOLDER.unfinished"
+  timeout 120 git clone -q --depth 1 --branch dev https://github.com/NVIDIA/Megatron-LM \
+    "$MEGATRON_FOLDER.unfinished" >"$MEGATRON_FOLDER.log" 2>&1 || {
+    skip dev-megatron "Megatron-LM's repository cannot be reached, see $MEGATRON_FOLDER.log"
+    return 1
+  }
+  mv "$MEGATRON_FOLDER.unfinished" "$MEGATRON_FOLDER"
+}
+
+# A source tree lacks the compiled helpers of Megatron's datasets: the release's, of the same source.
+take_dataset_helpers() {
+  local ours target=$1/megatron/core/datasets
+  ours=$("$PYTHON" -c 'import megatron.core.datasets as d; print(d.__path__[0])')
+  if ! compgen -G "$target/helpers_cpp*.so" >/dev/null; then
+    cmp -s "$ours/helpers.cpp" "$target/helpers.cpp" ||
+      fail "$target/helpers.cpp is not the release's: compile it there (make)"
+    cp "$ours"/helpers_cpp*.so "$target/"
+  fi
+}
+
 # find_megatron LAYER VERSION sets MEGATRON_FOLDER, or skips the layer.
 find_megatron() {
   local layer=$1 release=megatron-core==$2

@@ -27,6 +27,8 @@ Layers:
                  without a package index skipped, but an error where CI is set
   newest-megatron  what --quick runs, with the newest release of megatron-core where that is not the
                  one of the environment, likewise installed beside it
+  dev-megatron   likewise with Megatron-LM's branch dev, of $ABSORBED_MLA_DEV_MEGATRON or cloned once;
+                 skipped where neither is to be had
   readme         tests/readme: the commands of README.md in a fresh checkout
 
 Options:
@@ -38,6 +40,7 @@ Options:
 
 Environment variables:
   ABSORBED_MLA_ENV      folder of the virtual environment (default: .venv in the repository)
+  ABSORBED_MLA_DEV_MEGATRON  folder with a snapshot of Megatron-LM's branch dev
   ABSORBED_MLA_PYTHON   interpreter of an environment to use as it is
 TEXT
 }
@@ -46,7 +49,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/other_megatron.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training
-  old-megatron newest-megatron readme)
+  old-megatron newest-megatron dev-megatron readme)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -98,7 +101,13 @@ run_layer() {
     # These tests start processes themselves.
     training | readme) run_pytest "$1" "tests/$1" ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
-    newest-megatron) if find_newest_megatron; then run_with_megatron "$MEGATRON_FOLDER"; fi ;;
+    newest-megatron) if find_newest_megatron; then run_with_megatron "$1" "$MEGATRON_FOLDER"; fi ;;
+    dev-megatron)
+      if find_dev_megatron; then
+        take_dataset_helpers "$MEGATRON_FOLDER"
+        run_with_megatron "$1" "$MEGATRON_FOLDER"
+      fi
+      ;;
     # Only context parallelism is tested with 8 processes.
     distributed-8) run_distributed "$1" 8 tests/distributed/test_context_parallel_grid.py ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" tests/distributed ;;
@@ -107,12 +116,12 @@ run_layer() {
   esac
 }
 
-# run_with_megatron FOLDER runs the quick tests with the megatron-core of that folder.
+# run_with_megatron LAYER FOLDER runs the quick tests with the megatron-core of that folder.
 run_with_megatron() {
   local before=$PYTHONPATH
-  export PYTHONPATH="$1:$PYTHONPATH"
-  run_in_parallel newest-megatron-1 "${QUICK_1[@]}"
-  run_distributed newest-megatron-2 2 "${QUICK_2[@]}"
+  export PYTHONPATH="$2:$PYTHONPATH"
+  run_in_parallel "$1-1" "${QUICK_1[@]}"
+  run_distributed "$1-2" 2 "${QUICK_2[@]}"
   export PYTHONPATH=$before
 }
 
