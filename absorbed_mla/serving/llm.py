@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from absorbed_mla.serving.chat_messages import require_none, template_options_of, with_text
+from absorbed_mla.serving.chat_messages import for_template, require_none, template_options_of
 from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
@@ -206,7 +206,7 @@ class LLM(LLMEngine):
         options = template_options_of(template_options, chat_template_kwargs)
         with self._exclusively():
             tokenizer = required(self.tokenizer)
-            prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
+            prompts = [tokenizer.chat(list(map(for_template, one)), **options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(

@@ -24,16 +24,13 @@ _OF_BOTH: dict[str, tuple] = {
     "spaces_between_special_tokens": (True,),
 }
 _OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}
-# What is about tools asks for nothing as long as there are none.
 _OF_CHAT: dict[str, tuple] = {
     **dict.fromkeys(("audio", "chat_template", "prediction", "reasoning_effort"), ()),
-    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
-    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("documents", "functions"), ([],)),
+    "function_call": ("none", "auto"),
     **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
-    "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -56,7 +53,9 @@ def _asking_for_nothing(accepted: tuple) -> Any:
     words = " or ".join([*map(json.dumps, accepted), "null"])
 
     def check(value: Any) -> Any:
-        if value is not None and value not in accepted:
+        # 0 is no false, though Python has them equal.
+        same = (one for one in accepted if isinstance(one, bool) == isinstance(value, bool))
+        if value is not None and value not in same:
             raise ValueError(f"must be {words}, got {json.dumps(value):.100}")
         return value
 
