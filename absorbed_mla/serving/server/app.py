@@ -35,6 +35,8 @@ from absorbed_mla.serving.server.protocol import (
     Pieces,
     error_body,
 )
+from absorbed_mla.serving.server.responses_answer import ResponsesAnswer, ResponsesEvents
+from absorbed_mla.serving.server.responses_request import ResponsesRequest
 from absorbed_mla.serving.server.service import (
     ModelFailed,
     RequestStream,
@@ -112,6 +114,7 @@ def build_app(
             Route("/detokenize", guarded(routes.tokens(DetokenizeRequest)), methods=["POST"]),
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
+            Route("/v1/responses", guarded(routes.responses), methods=["POST"]),
         ],
         exception_handlers={
             HTTPException: _http_error,
@@ -202,6 +205,12 @@ class _Routes:
         body.use(self._parsers)
         return await self._answer(request, body, ChatAnswer)
 
+    async def responses(self, request: Request) -> Response:
+        """``/v1/responses``."""
+        body = await _read(request, ResponsesRequest)
+        body.use(self._parsers)
+        return await self._answer(request, body, ResponsesAnswer)
+
     def _model(self) -> dict[str, str | int]:
         return {
             "id": self._name,
@@ -216,7 +225,10 @@ class _Routes:
             raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
 
     async def _answer(
-        self, request: Request, body: GenerationRequest, kind: Callable[..., Answer]
+        self,
+        request: Request,
+        body: GenerationRequest | ResponsesRequest,
+        kind: Callable[..., Answer | ResponsesAnswer],
     ) -> Response:
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
@@ -255,7 +267,7 @@ class _EventStream(Response):
         request: Request,
         stream: RequestStream,
         first: dict[int, Update],
-        pieces: Pieces,
+        pieces: Pieces | ResponsesEvents,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8"})

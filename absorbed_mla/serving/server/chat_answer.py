@@ -25,10 +25,10 @@ class ChatAnswer(Answer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # By output.
-        self._parsers: dict[int, MessageParser | None] = {}
+        self._parsers: dict[int, MessageParser] = {}
 
-    def parser(self, index: int, request: RequestOutput) -> MessageParser | None:
-        """What finds the parts of an output's message; None: its text is the content."""
+    def parser(self, index: int, request: RequestOutput) -> MessageParser:
+        """What finds the parts of an output's message."""
         if index not in self._parsers:
             end = text_of(request.prompt_token_ids[-_PROMPT_END:], self._tokenizer)
             self._parsers[index] = self.body.message_parser(end)
@@ -46,10 +46,10 @@ class ChatAnswer(Answer):
     ) -> Json | None:
         parser, shown = self.parser(index, request), None
         said: Json = {} if before else {"role": "assistant"}
-        if parser is None:
-            said["content"] = now.text[len(before.text) if before else 0 :]
+        piece = parser.read(now.text, now.finish_reason is not None)
+        if parser.is_plain:
+            said["content"] = piece.content
         else:
-            piece = parser.read(now.text, now.finish_reason is not None)
             is_news = piece or now.finish_reason or logprobs or self.body.return_token_ids
             if before and not is_news:
                 return None
@@ -61,6 +61,7 @@ class ChatAnswer(Answer):
 
     def _finish(self, index: int, now: Snapshot) -> str | None:
         parser = self._parsers.get(index)
+        # As OpenAI has it, a call that was asked for by its name is no reason.
         calls = parser is not None and parser.message.calls and not self.body.is_named
         return "tool_calls" if calls and now.finish_reason == "stop" else now.finish_reason
 

@@ -167,8 +167,8 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     def _is_forced(self) -> bool:
         return bool(self.tools) and (self.is_named or self._choice == "required")
 
-    def message_parser(self, prompt_end: str) -> MessageParser | None:
-        """What finds the parts of an output's message; None if its text is the content.
+    def message_parser(self, prompt_end: str) -> MessageParser:
+        """What finds the parts of an output's message.
 
         Args:
             prompt_end: The last characters of the prompt.
@@ -182,8 +182,6 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
             calls = NamedCall(self._choice) if self.is_named else ListedCalls()
         elif self.tools and self._choice == "auto":
             calls = self._parsers.require_tools().parser(self.tools_as_json())
-        if reasoning is None and calls is None:
-            return None
         return MessageParser(
             reasoning,
             calls,

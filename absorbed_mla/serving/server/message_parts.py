@@ -71,6 +71,7 @@ class MessageParser:
         with_reasoning: Whether reasoning is shown.
 
     Attributes:
+        is_plain: Whether the text is all content.
         message: All that has been found.
     """
 
@@ -83,6 +84,7 @@ class MessageParser:
         with_reasoning: bool = True,
     ) -> None:
         self._reasoning, self._calls = reasoning, calls
+        self.is_plain = reasoning is None and calls is None
         self._most_calls, self._with_reasoning = most_calls, with_reasoning
         self._read = 0
         self._ended = False

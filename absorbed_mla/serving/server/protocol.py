@@ -71,7 +71,7 @@ def _of_json(annotation: Any) -> Any:
 
 
 # The others are as they are; SamplingParams checks bounds.
-_SAMPLING: dict[str, Any] = {
+SAMPLING_FIELDS: dict[str, Any] = {
     name: (_of_json(one.annotation | None), None)
     for name, one in options_of(SamplingParams).items()
     if name not in _OF_A_ROUTE
@@ -96,7 +96,7 @@ class KnownFields(BaseModel):
         return {k: v for k, v in given.items() if v is not None or k not in no_null}
 
 
-_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH})
+_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**SAMPLING_FIELDS, **FIELDS_OF_BOTH})
 _OfCompletions = create_model("_OfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS)
 
 
@@ -138,7 +138,7 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
         """
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs stream false")
-        given = {name: getattr(self, name) for name in _SAMPLING} | fields
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS} | fields
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 

@@ -34,6 +34,16 @@ _OF_CHAT: dict[str, tuple] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+_OF_RESPONSES: dict[str, tuple] = {
+    **dict.fromkeys(("conversation", "max_tool_calls", "moderation", "previous_response_id"), ()),
+    **dict.fromkeys(("background", "store"), (False,)),
+    **dict.fromkeys(("context_management", "include"), ([],)),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
 # They name the client's user, or are hints, on which no answer depends.
 _IGNORED = (
     "prompt_cache_key",
@@ -62,9 +72,10 @@ def _asking_for_nothing(accepted: tuple) -> Any:
     return Annotated[Any, AfterValidator(check)]
 
 
-FIELDS_OF_BOTH = {
-    **_fields(_OF_BOTH),
+IGNORED_FIELDS = {
     **dict.fromkeys(_IGNORED, (str | None, None)),
     "metadata": (dict[str, Any] | None, None),
 }
+FIELDS_OF_BOTH = {**_fields(_OF_BOTH), **IGNORED_FIELDS}
+FIELDS_OF_RESPONSES = {**_fields(_OF_RESPONSES), **IGNORED_FIELDS}
 FIELDS_OF_COMPLETIONS, FIELDS_OF_CHAT = _fields(_OF_COMPLETIONS), _fields(_OF_CHAT)
