@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import CompletionRequest
 
 BODIES = {
@@ -145,3 +146,14 @@ def test_long_values_are_cut():
     with pytest.raises(ValidationError) as found:
         read(ChatRequest, functions=[{"name": "x" * 1000}])
     assert len(found.value.errors()[0]["msg"]) < 150
+
+
+def test_tools_that_are_not_to_be_called():
+    """They need no parser, and the template sees them."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = read(ChatRequest, tools=tools, tool_choice="none")
+    body.use(OutputParsers())
+    llm, options = recorded("chat")
+    body.prompts()[0](llm)
+    assert options == {"tools": tools} and body.params().skip_special_tokens
+    assert body.message_parser("").is_plain and read(ChatRequest, tools=[]).params()

@@ -16,6 +16,7 @@ from tests.support.llm import FAILING_PROMPT, FAILURE, serving
 from tests.unit.serving.server.test_tool_calls import SAYS, Recording
 from tests.unit.serving.server.test_tool_parsers import CALLS, TOOLS
 
+WHOLE, EVENT = TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)
 FUNCTIONS = [{"type": "function", "strict": True, **one["function"]} for one in TOOLS]
 
 
@@ -50,7 +51,7 @@ def test_text(client, tokenizer):
     answer = create(
         client, instructions="Be brief.", max_output_tokens=4, temperature=0.5, metadata={"a": "b"}
     )
-    TypeAdapter(Response).validate_python(answer.to_dict())
+    WHOLE.validate_python(answer.to_dict())
     assert answer.output_text == ";cba" and answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert (answer.store, answer.temperature, answer.top_p) == (False, 0.5, 1.0)
@@ -64,7 +65,7 @@ def test_text(client, tokenizer):
 
 def test_all_kinds_of_output(client, says):
     answer = create(client, tools=FUNCTIONS)
-    TypeAdapter(Response).validate_python(answer.to_dict())
+    WHOLE.validate_python(answer.to_dict())
     thought, message, *calls = answer.output
     assert (thought.type, thought.content[0].text) == ("reasoning", "Look.")
     assert message.content[0].text == answer.output_text == "I look."
@@ -80,8 +81,8 @@ def test_events(client, served, says, monkeypatch, seconds):
     """Joined they are the whole answer, in the order in which the client puts them together."""
     monkeypatch.setattr(served.runner, "step_seconds", seconds)
     events = list(create(client, tools=FUNCTIONS, stream=True))
-    for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    for event in {event.type: event for event in events}.values():
+        EVENT.validate_python(event.to_dict())
     assert [event.sequence_number for event in events] == [*range(len(events))]
     kinds = [event.type.removeprefix("response.") for event in events]
     without = [kind for kind in kinds if not kind.endswith(".delta")]
