@@ -20,6 +20,7 @@ from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import GenerationRequest, KnownFields, List
 from absorbed_mla.serving.server.service import MakePrompt
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_CHAT
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 
 Json = dict[str, Any]
 # Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
@@ -132,6 +133,7 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     _parsers: OutputParsers = PrivateAttr(default_factory=OutputParsers)
+    _is_structured: bool = PrivateAttr(default=False)
 
     def use(self, parsers: OutputParsers) -> None:
         """Find parts of the answer with the server's parsers.
@@ -148,6 +150,10 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
                 raise ValueError(f"tool_choice {choice!r} needs tools")
         elif choice == "auto":
             parsers.require_tools()
+        elif self._is_forced and self._has_format:
+            raise ValueError(
+                f"tool_choice {choice!r} needs response_format and structured_outputs null"
+            )
         elif self.is_named and choice not in [tool.function.name for tool in self.tools]:
             raise ValueError(f"tool_choice must name one of the tools, got {choice!r}")
 
@@ -167,6 +173,12 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     def _is_forced(self) -> bool:
         return bool(self.tools) and (self.is_named or self._choice == "required")
 
+    @property
+    def _has_format(self) -> bool:
+        """Whether the text is to be something by itself."""
+        given = (self.response_format, self.structured_outputs)
+        return any(one not in (None, {"type": "text"}) for one in given)
+
     def message_parser(self, prompt_end: str) -> MessageParser:
         """What finds the parts of an output's message.
 
@@ -175,7 +187,8 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
         """
         reasoning: Parser | None = None
         calls: Parser | None = None
-        if self._parsers.reasoning is not None:
+        # A grammar holds from the first token on, so that nothing is thought.
+        if self._parsers.reasoning is not None and not self._is_structured:
             given = self.chat_template_kwargs or {}
             reasoning = self._parsers.reasoning.parser(prompt_end, given)
         if self._is_forced:
@@ -210,8 +223,10 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
             # Marks may be special tokens.
             fields["skip_special_tokens"] = False
         if self._is_forced:
-            fields["structured_outputs"] = self._schema_of_calls()
-        return self.sampling(**fields)
+            fields["structured_outputs"] = StructuredOutputsParams(json=self._schema_of_calls())
+        params = self.sampling(**fields)
+        self._is_structured = params.structured_outputs is not None
+        return params
 
     def _schema_of_calls(self) -> Json:
         tools = self.tools_as_json()

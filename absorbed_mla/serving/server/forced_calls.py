@@ -39,7 +39,7 @@ def schema_of_several(tools: Sequence[Mapping[str, Any]], most: int | None) -> J
                 if twice:
                     raise ValueError(f"tools must not have several {key} of {', '.join(twice)}")
                 others |= own
-        properties = {"name": {"const": tool["function"]["name"]}, "parameters": parameters}
+        properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": parameters}
         one: Json = {"type": "object", "properties": properties, "required": [*properties]}
         choices.append({**one, "additionalProperties": False})
     bounds = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
@@ -86,8 +86,9 @@ class ListedCalls:
                 self._rest = self._rest[head.end() :]
                 self._depth, self._count = 0, self._count + 1
             end = self._end_of_arguments()
-            call = found.calls.setdefault(self._count - 1, CallPiece())
-            call.arguments += self._rest[:end]
+            if end:
+                call = found.calls.setdefault(self._count - 1, CallPiece())
+                call.arguments += self._rest[:end]
             self._rest = self._rest[end:]
             if self._depth is not None:
                 return found
@@ -118,6 +119,6 @@ class ListedCalls:
 
     def finish(self) -> Piece:
         """See :class:`absorbed_mla.serving.server.message_parts.Parser`."""
-        if self._depth is None:
+        if self._depth is None or not self._rest:
             return Piece()
         return Piece(calls={self._count - 1: CallPiece(arguments=self._rest)})

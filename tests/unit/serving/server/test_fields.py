@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import CompletionRequest
+from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
 
 BODIES = {
     CompletionRequest: {"prompt": "a", "max_tokens": 4},
@@ -30,7 +31,6 @@ NO_OPS = [
     (BOTH, "response_format", [{"type": "text"}], {"type": "json_object"}),
     (BOTH, "spaces_between_special_tokens", [True], False),
     (BOTH, "store", [False], True),
-    (BOTH, "structured_outputs", [], {"regex": "a"}),
     (BOTH, "use_beam_search", [False], True),
     (COMPLETION, "suffix", [""], "x"),
     (CHAT, "audio", [], {"voice": "x"}),
@@ -157,3 +157,20 @@ def test_tools_that_are_not_to_be_called():
     body.prompts()[0](llm)
     assert options == {"tools": tools} and body.params().skip_special_tokens
     assert body.message_parser("").is_plain and read(ChatRequest, tools=[]).params()
+
+
+def test_forced_calls_exclude_other_formats():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = read(ChatRequest, tools=tools, tool_choice="required", structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match="needs response_format and structured_outputs null"):
+        body.use(OutputParsers())
+
+
+def test_reasoning_is_not_sought_in_structured_output():
+    """The grammar holds from the first token on."""
+    parsers = OutputParsers(reasoning=REASONING_PARSERS["deepseek_r1"])
+    for fields, is_plain in (({}, False), ({"structured_outputs": {"regex": "a"}}, True)):
+        body = read(ChatRequest, **fields)
+        body.use(parsers)
+        assert not body.params().skip_special_tokens
+        assert body.message_parser("").is_plain is is_plain

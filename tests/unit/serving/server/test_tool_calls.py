@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.server.forced_calls import schema_of_one, schema_of_several
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
 from tests.support.llm import ChatBytes, serving
@@ -142,6 +143,48 @@ class TestAuto:
         message = chat(client, **fields).choices[0].message
         assert message.content == "I look." and not hasattr(message, "reasoning_content")
         assert joined(chat(client, **fields, stream=True))[:2] == ("I look.", "")
+
+
+class TestForced:
+    """What structured output has the model say, of which the runner knows nothing."""
+
+    @pytest.fixture
+    def params(self, served, monkeypatch):
+        """Of the requests that run; none of them with a grammar."""
+        found, llm = [], served.service.llm
+        encode, add = llm.encode_prompt, llm.add_request
+
+        def plain(prompt, params, *rest):
+            found.append(params)
+            return encode(prompt, params.replace(structured_outputs=None), *rest)
+
+        monkeypatch.setattr(llm, "encode_prompt", plain)
+        monkeypatch.setattr(
+            llm,
+            "add_request",
+            lambda prompt, params, name: add(prompt, params.replace(structured_outputs=None), name),
+        )
+        return found
+
+    def test_required(self, client, served, params, monkeypatch):
+        listed = [{"name": name, "parameters": given} for name, given in CALLS]
+        monkeypatch.setattr(served.runner, "says", json.dumps(listed))
+        fields = {"tools": TOOLS, "tool_choice": "required"}
+        assert joined(chat(client, **fields, stream=True)) == ("", "", CALLS, "tool_calls")
+        message = chat(client, **fields, parallel_tool_calls=False).choices[0].message
+        assert message.content is None and len(message.tool_calls) == 1
+        schemas = [one.structured_outputs.json for one in params]
+        assert schemas == [schema_of_several(TOOLS, most) for most in (None, 1)]
+
+    def test_named(self, client, served, params, monkeypatch):
+        """The end is that of a text, as OpenAI has it."""
+        name, given = CALLS[1]
+        monkeypatch.setattr(served.runner, "says", json.dumps(given))
+        fields = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": name}}}
+        assert joined(chat(client, **fields, stream=True)) == ("", "", CALLS[1:2], "stop")
+        [call] = chat(client, **fields).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == (name, given)
+        assert params[0].structured_outputs.json == schema_of_one(TOOLS[1])
 
 
 def test_without_tools(client, served, monkeypatch):

@@ -78,9 +78,10 @@ CALLS = [("weather", OSLO), ("note", NOTED), ("now", {})]
 
 
 def read(pieces, parser):
-    """The message, and the pieces that it came in."""
+    """The message, and the pieces that it came in, none of whose parts is empty."""
     found = [parser.read("".join(pieces[: i + 1]), False) for i in range(len(pieces))]
     found.append(parser.read("".join(pieces), True))
+    assert all(one.id or one.arguments for piece in found for one in piece.calls.values())
     return parser.message, found
 
 
@@ -280,8 +281,8 @@ class TestForcedCalls:
         found = schema_of_several(tools, 1)
         assert found["$defs"] == definitions["$defs"] and found["maxItems"] == 1
         assert "maxItems" not in schema_of_several(tools, None)
-        names = [one["properties"]["name"]["const"] for one in found["items"]["anyOf"]]
-        assert names == ["now", "a"]
+        names = [one["properties"]["name"]["enum"] for one in found["items"]["anyOf"]]
+        assert names == [["now"], ["a"]]
         other = {"$defs": {"A": {"type": "integer"}}}
         tools.append({"type": "function", "function": {"name": "b", "parameters": other}})
         with pytest.raises(ValueError, match=r"tools must not have several \$defs of A"):
