@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +16,6 @@ _NOT_HERE = (
     "priority",
     "tokenization_kwargs",
 )
-
-
-# A chat template that asks whether a message has content, such as DeepSeek-V3's.
-_ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 
 
 def for_template(message: Message) -> Message:
@@ -57,12 +52,6 @@ def _with_dict(call: Any) -> Any:
             f"{function['arguments']!r:.200}"
         )
     return {**call, "function": {**function, "arguments": found}}
-
-
-def with_content(messages: Sequence[Message], template: str) -> list[Message]:
-    """Messages with ``content``: those without get what a template can read in its place."""
-    empty = None if _ASKS_FOR_NONE.search(template) else ""
-    return [m if m.get("content") is not None else {**m, "content": empty} for m in messages]
 
 
 def with_argument_texts(messages: Sequence[Message]) -> list[Message]:

@@ -145,12 +145,13 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: None = None,
         priority: None = None,
+        prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
 
@@ -159,7 +160,7 @@ class LLM(LLMEngine):
                 with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
-            lora_request, priority: vLLM's, which ``LLM`` lacks: None.
+            lora_request, priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -168,6 +169,11 @@ class LLM(LLMEngine):
             ValueError: If a prompt cannot run, before any of them does.
         """
         require_none("generate", {"lora_request": lora_request, "priority": priority})
+        if prompts is None or prompt_token_ids is not None:
+            raise ValueError(
+                "generate takes token ids as prompts=[[1, 2, 3], ...], or a dict with "
+                f"'prompt_token_ids' as one of them, got prompts={prompts!r:.100}"
+            )
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:

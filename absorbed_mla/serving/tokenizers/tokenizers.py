@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from absorbed_mla.serving.chat_messages import Message, with_argument_texts, with_content
+from absorbed_mla.serving.chat_messages import Message, with_argument_texts
 from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, HuggingFaceStream, TextStream
 from absorbed_mla.serving.tokenizers.folder import load_tokenizer
 from absorbed_mla.serving.tokenizers.token_bytes import TokenBytes
@@ -210,7 +210,8 @@ class HuggingFaceTokenizer:
             raise ValueError("tools must not be given: the model's chat template has none")
         options = {"add_generation_prompt": True, **options}
         apply = self._tokenizer.apply_chat_template
-        given = with_content(messages, template)
+        # Templates add something to the content, also of a message that has only tool calls.
+        given = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
         try:
             return apply(given, **options)
         except TypeError:
