@@ -137,3 +137,4 @@ SPARSE_BACKENDS: Registry = Registry("sparse_attention_backend", "absorbed_mla.d
 INDEXER_BACKENDS: Registry = Registry("indexer_backend", "absorbed_mla.dsa.indexer_backends")
 LATENT_CACHES: Registry = Registry("inference_context", "absorbed_mla.inference.caches")
 CHECKPOINT_LAYOUTS: Registry = Registry("layout", "absorbed_mla.checkpoint.layouts")
+TOOL_PARSERS: Registry = Registry("tool_call_parser", "absorbed_mla.serving.server.tool_parsers")

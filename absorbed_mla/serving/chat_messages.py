@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absorbed_mla.serving.tokenizers.tokenizers import Message
+Message = dict[str, Any]
 
 # Parameters of vLLM's calls. A template would get them as variables, and not look at them.
 _NOT_HERE = (
@@ -17,12 +18,60 @@ _NOT_HERE = (
 )
 
 
-def with_text(message: Message) -> Message:
-    """A message whose content is one text, also if it was given in parts as OpenAI has them.
+def for_template(message: Message) -> Message:
+    """A message as chat templates read it, of one as OpenAI's interface has it.
+
+    Content in parts becomes one text, the arguments of tool calls become dicts, and ``reasoning``
+    is ``reasoning_content``, too.
 
     Raises:
-        ValueError: If a part is no text.
+        ValueError: If a part is no text, or arguments are no JSON object.
     """
+    message = _with_text(message)
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": list(map(_with_dict, message["tool_calls"]))}
+    if "reasoning" in message:
+        message = {"reasoning_content": message["reasoning"], **message}
+    return message
+
+
+def _with_dict(call: Any) -> Any:
+    """A tool call with its arguments as a dict."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a message's tool_calls must have function.name, got {call!r:.200}")
+    found = function.get("arguments") or {}
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError:
+            found = None
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            "arguments of a message's tool_calls must be a JSON object, got "
+            f"{function['arguments']!r:.200}"
+        )
+    return {**call, "function": {**function, "arguments": found}}
+
+
+def with_argument_texts(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the arguments of tool calls as JSON, for templates that join texts."""
+    made = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**function, "arguments": _json(function["arguments"])}}
+            for call in message.get("tool_calls") or ()
+            for function in [call["function"]]
+        ]
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _with_text(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from absorbed_mla.serving.chat_messages import require_none, template_options_of, with_text
+from absorbed_mla.serving.chat_messages import for_template, require_none, template_options_of
 from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
@@ -145,12 +145,13 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: None = None,
         priority: None = None,
+        prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
 
@@ -159,7 +160,7 @@ class LLM(LLMEngine):
                 with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
-            lora_request, priority: vLLM's, which ``LLM`` lacks: None.
+            lora_request, priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -168,6 +169,11 @@ class LLM(LLMEngine):
             ValueError: If a prompt cannot run, before any of them does.
         """
         require_none("generate", {"lora_request": lora_request, "priority": priority})
+        if prompts is None or prompt_token_ids is not None:
+            raise ValueError(
+                "generate takes token ids as prompts=[[1, 2, 3], ...], or a dict with "
+                f"'prompt_token_ids' as one of them, got prompts={prompts!r:.100}"
+            )
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
@@ -206,7 +212,7 @@ class LLM(LLMEngine):
         options = template_options_of(template_options, chat_template_kwargs)
         with self._exclusively():
             tokenizer = required(self.tokenizer)
-            prompts = [tokenizer.chat(list(map(with_text, one)), **options) for one in several]
+            prompts = [tokenizer.chat(list(map(for_template, one)), **options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(

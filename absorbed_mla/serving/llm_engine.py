@@ -132,7 +132,7 @@ class LLMEngine:
             raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
         assert sizes.vocab_size is not None
         try:
-            of_engine = of_output(params, 0, self._ends(params), tokenizer)
+            of_engine = of_output(params, self._ends(params), tokenizer)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from array import array
@@ -109,12 +110,12 @@ class OutputProcessor:
         request = _Request(RequestOutput(name, prompt, tokens, []), params, left=params.n)
         # An array goes through a pipe in a fifth of a list's time.
         prompt_tokens = array("q", tokens)
+        of_first = of_output(params, ends, self._tokenizer)
         for index in range(params.n):
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            of_engine = of_output(params, index, ends, self._tokenizer)
-            self._commands.append(Add(prompt_tokens, of_engine))
+            self._commands.append(Add(prompt_tokens, _of_other_output(of_first, index)))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)
@@ -338,9 +339,9 @@ class Completion:
 
 
 def of_output(
-    params: SamplingParams, index: int, ends: Sequence[int], tokenizer: Tokenizer | None
+    params: SamplingParams, ends: Sequence[int], tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """What the engine gets for one of a prompt's outputs.
+    """What the engine gets for the first of a prompt's outputs.
 
     Args:
         params: As the user gave them.
@@ -349,16 +350,23 @@ def of_output(
     Raises:
         ValueError: If texts of ``bad_words`` have no tokenizer.
     """
-    seed = params.seed
-    if seed is not None and index:
-        # It imports torch, which takes long.
-        from absorbed_mla.serving.sampling.device_sampler import derive_seed
-
-        seed = derive_seed(seed, index)
     stop = dict.fromkeys([*ends, *params.stop_token_ids])
     of_text = {"n": 1, "stop": (), "truncate_prompt_tokens": None}
     of_text["bad_words"] = _tokens_of_words(params.bad_words, tokenizer)
-    return params.replace(**of_text, seed=seed, stop_token_ids=tuple(stop))
+    return params.replace(**of_text, stop_token_ids=tuple(stop))
+
+
+def _of_other_output(of_first: SamplingParams, index: int) -> SamplingParams:
+    """What the engine gets for another one, which has a seed of its own."""
+    if of_first.seed is None or not index:
+        return of_first
+    # It imports torch, which takes long.
+    from absorbed_mla.serving.sampling.device_sampler import derive_seed
+
+    # Not checked again: that takes as long as the lists are, and there may be a thousand outputs.
+    made = copy.copy(of_first)
+    object.__setattr__(made, "seed", derive_seed(of_first.seed, index))
+    return made
 
 
 def _tokens_of_words(

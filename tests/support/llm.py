@@ -74,6 +74,7 @@ class FakeRunner:
         started: Set by the first step.
         num_steps: That have begun.
         num_added: Requests, since it slept.
+        says: What every output says, to its end, in place of its own.
     """
 
     def __init__(self, **options) -> None:
@@ -90,6 +91,7 @@ class FakeRunner:
         self.aborted: list[int] = []
         self._running: dict[int, _Running] = {}
         self.num_added = 0
+        self.says: str | None = None
 
     def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
         self.started.set()
@@ -123,6 +125,8 @@ class FakeRunner:
             return Progress(number, [], result=failed)
         place = (one.index + len(one.tokens)) % len(one.prompt)
         token = one.prompt[len(one.prompt) - 1 - place]
+        if self.says is not None:
+            token = [*self.says.encode(), 256][len(one.tokens)]
         one.tokens.append(token)
         room = MAX_MODEL_LEN - len(one.prompt)
         stops = token in one.params.stop_token_ids
@@ -195,6 +199,7 @@ def serving(
     http_options: Mapping[str, Any] = {},
     step_timeout: float = 60.0,
     tokenizer: Tokenizer | None = None,
+    app_options: Mapping[str, Any] = {},
     **options,
 ) -> Iterator[Served]:
     """A server around a fake model, on a free port, in a thread; with options of its engine."""
@@ -208,7 +213,7 @@ def serving(
     llm = fake_llm(runner, tokenizer)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"), step_timeout=step_timeout)
-    app = build_app(service, metrics, "tiny", api_key, origins)
+    app = build_app(service, metrics, "tiny", api_key, origins, **app_options)
     http = HTTPServer(app, service, "127.0.0.1", 0, **http_options)
     service.start()
     thread = threading.Thread(target=http.run)

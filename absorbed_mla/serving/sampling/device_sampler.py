@@ -51,6 +51,7 @@ class SampledRequest:
         in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
             penalty asks.
         bias: Added to the logits of all tokens, fp32 [vocabulary], once it is asked for.
+        stop_tokens: That stop the request, int64, once they must not be drawn.
         number: Of the request; -1: not known.
     """
 
@@ -60,8 +61,20 @@ class SampledRequest:
     generated: list[int] = field(default_factory=list)
     in_prompt: Tensor | None = None
     bias: Tensor | None = None
+    stop_tokens: Tensor | None = None
     number: int = -1
     _numbers: tuple[float, float, int, float, bool] | None = None
+    # By their last token but one.
+    _bad_words: dict[int, list[Sequence[int]]] | None = None
+
+    def bad_words_after(self, token: int | None) -> Sequence[Sequence[int]]:
+        """Those of ``bad_words`` that have several tokens, of which one before the last is this."""
+        if self._bad_words is None:
+            self._bad_words = {}
+            for word in self.params.bad_words:
+                if len(word) > 1:
+                    self._bad_words.setdefault(word[-2], []).append(word)
+        return () if token is None else self._bad_words.get(token, ())
 
     def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
         """Temperature, ``min_p``, ``top_k``, ``top_p``, and whether it samples; found once.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.serving.option_schema import Options, documented, option, options_of
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 
 # Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ _MOST_TOP_LOG_PROBS = 100
 
 # Of a request, so that looking for their ends costs a step little.
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 256
+# Of a request, so that reading them, a microsecond each, costs the others little.
+_MOST_BIASES, _MOST_ALLOWED = 1024, 2**14
+_MOST_WORDS, _MOST_PARTS_OF_WORDS = 256, 4096
 
 
 def _are_stops(texts: Sequence[Any]) -> bool:
@@ -39,12 +43,16 @@ def _without_arrays(value: Any) -> Any:
 
 
 def _are_biases(biases: Any) -> bool:
-    if not isinstance(biases, Mapping) or not _are_token_ids(biases):
+    if not isinstance(biases, Mapping) or len(biases) > _MOST_BIASES:
+        return False
+    if not _are_token_ids(biases):
         return False
     return all(-100 <= bias <= 100 for bias in biases.values())
 
 
 def _are_words(words: Sequence[Any]) -> bool:
+    if len(words) > _MOST_WORDS or sum(map(len, words)) > _MOST_PARTS_OF_WORDS:
+        return False
     return all(word and (isinstance(word, str) or _are_token_ids(word)) for word in words)
 
 
@@ -84,18 +92,24 @@ class SamplingParams(Options):
     frequency_penalty: float = option(0.0, least=-2, most=2)
     """Subtracted from the logits of tokens as often as they are in the output."""
     logit_bias: Mapping[int, float] | None = option(
-        None, valid=_are_biases, accepted="token ids with numbers from -100 to 100", unset="none"
+        None,
+        valid=_are_biases,
+        accepted=f"token ids with numbers from -100 to 100, at most {_MOST_BIASES}",
+        unset="none",
     )
     """Added to the logits of tokens, before penalties."""
     allowed_token_ids: Sequence[int] | None = option(
         None,
-        valid=lambda tokens: len(tokens) > 0 and _are_token_ids(tokens),
-        accepted="token ids, one at least",
+        valid=lambda tokens: 0 < len(tokens) <= _MOST_ALLOWED and _are_token_ids(tokens),
+        accepted=f"token ids, 1 to {_MOST_ALLOWED}",
         unset="all",
     )
     """No other tokens are drawn."""
     bad_words: Sequence[str | Sequence[int]] = option(
-        (), valid=_are_words, accepted="texts or lists of token ids, none of them empty"
+        (),
+        valid=_are_words,
+        accepted=f"texts or lists of token ids, none of them empty, at most {_MOST_WORDS} of "
+        f"{_MOST_PARTS_OF_WORDS} characters or tokens together",
     )
     """Texts, or lists of token ids, that are not generated: their last tokens are not drawn behind
     the others. A text alone, and behind a space."""
@@ -137,6 +151,26 @@ class SamplingParams(Options):
     """The text includes the string of ``stop`` that ended it."""
     skip_special_tokens: bool = option(True)
     """The text leaves out the tokenizer's special tokens."""
+    structured_outputs: StructuredOutputsParams | None = option(
+        None,
+        valid=lambda given: isinstance(given, StructuredOutputsParams),
+        accepted="StructuredOutputsParams",
+        unset="any text",
+    )
+    """What the text must be, such as JSON of a schema."""
+
+    def __new__(cls, *values: Any, **_: Any) -> SamplingParams:
+        """Refuse values without names, which are those of another order in vLLM.
+
+        Raises:
+            ValueError: If there are any.
+        """
+        if values:
+            raise ValueError(
+                f"{cls.__name__} takes its fields by their names, such as temperature=0, got "
+                f"{values[0]!r:.100} without one"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in options_of(type(self)):

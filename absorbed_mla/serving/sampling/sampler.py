@@ -45,6 +45,12 @@ class _Row:
         after = self.position - len(prompt)
         return generated[after] if after < len(generated) else None
 
+    @property
+    def last(self) -> int | None:
+        """The last token of the output so far."""
+        output = self.drafts or self.request.generated
+        return output[-1] if output else None
+
     def follows(self, tokens: Sequence[int]) -> bool:
         """Whether the output so far ends with these tokens."""
         count = len(tokens)
@@ -247,13 +253,23 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
 def _without_stop_tokens(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     """Logits in which requests that are too short yet cannot draw a token that stops them."""
     places = [
-        (i, token)
+        (i, _stop_tokens(row.request, logits))
         for i, row in enumerate(rows)
         if row.position - len(row.request.prompt) < row.request.params.min_tokens
-        for token in row.request.params.stop_token_ids
-        if token < logits.shape[-1]
     ]
-    return _without(logits, places)
+    index = [(torch.full_like(tokens, i), tokens) for i, tokens in places if len(tokens)]
+    if not index:
+        return logits
+    both = tuple(map(torch.cat, zip(*index)))
+    return logits.index_put(both, logits.new_tensor(-torch.inf))
+
+
+def _stop_tokens(request: SampledRequest, logits: Tensor) -> Tensor:
+    """Found once, because there may be many, in each of many steps."""
+    if request.stop_tokens is None:
+        known = [token for token in request.params.stop_token_ids if token < logits.shape[-1]]
+        request.stop_tokens = _index(known, logits)
+    return request.stop_tokens
 
 
 def _without(logits: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -269,7 +285,7 @@ def _biased(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     places = [
         (i, word[-1])
         for i, row in enumerate(rows)
-        for word in row.request.params.bad_words
+        for word in row.request.bad_words_after(row.last)
         if row.follows(word[:-1])
     ]
     return _without(logits + torch.stack([_bias(row.request, logits) for row in rows]), places)
@@ -282,6 +298,8 @@ def _bias(request: SampledRequest, logits: Tensor) -> Tensor:
         bias = logits.new_zeros(logits.shape[-1])
         if allowed is not None:
             bias = torch.full_like(bias, -torch.inf).index_fill_(0, _index(allowed, logits), 0.0)
+        words = [word[0] for word in request.params.bad_words if len(word) == 1]
+        bias.index_fill_(0, _index(words, logits), -torch.inf)
         values = bias.new_tensor([*biases.values()])
         request.bias = bias.index_add_(0, _index([*biases], logits), values)
     return request.bias

@@ -22,19 +22,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from absorbed_mla import __version__
+from absorbed_mla.serving.server.chat_answer import ChatAnswer
+from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
 from absorbed_mla.serving.server.metrics import CountAnswers, Metrics
+from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import (
     Answer,
-    ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
+    GenerationRequest,
     KnownFields,
     Pieces,
-    TokenizeRequest,
     error_body,
-    event,
 )
+from absorbed_mla.serving.server.responses_answer import ResponsesAnswer, ResponsesEvents
+from absorbed_mla.serving.server.responses_request import ResponsesRequest
 from absorbed_mla.serving.server.service import (
     ModelFailed,
     RequestStream,
@@ -43,8 +45,10 @@ from absorbed_mla.serving.server.service import (
     Update,
     require_no_failure,
 )
+from absorbed_mla.serving.server.token_requests import DetokenizeRequest, TokenizeRequest
 
 _REQUEST_ID = "X-Request-Id"
+_NO_PARSERS = OutputParsers()
 # Fields that a refusal names.
 _MOST_PROBLEMS = 10
 _Body = TypeVar("_Body", bound=KnownFields)
@@ -60,6 +64,7 @@ def build_app(
     origins: Sequence[str] = (),
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
+    parsers: OutputParsers = _NO_PARSERS,
 ) -> Starlette:
     """The application.
 
@@ -70,8 +75,9 @@ def build_app(
         api_key: That clients must send; None lets everyone in.
         origins: Of web pages that may read answers; ``"*"``: all.
         max_body_bytes: Of a request.
+        parsers: Of tool calls and reasoning.
     """
-    routes = _Routes(service, metrics, name)
+    routes = _Routes(service, metrics, name, parsers)
 
     def guarded(handler: _Handler) -> _Handler:
         async def call(request: Request) -> Response:
@@ -108,6 +114,7 @@ def build_app(
             Route("/detokenize", guarded(routes.tokens(DetokenizeRequest)), methods=["POST"]),
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
+            Route("/v1/responses", guarded(routes.responses), methods=["POST"]),
         ],
         exception_handlers={
             HTTPException: _http_error,
@@ -117,7 +124,7 @@ def build_app(
             ClientDisconnect: _gone,
         },
     )
-    app.state.bodies = Bodies(max_body_bytes)
+    app.state.bodies, app.state.metrics = Bodies(max_body_bytes), metrics
     return app
 
 
@@ -148,8 +155,11 @@ class _PathsAndIds:
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, service: Service, metrics: Metrics, name: str) -> None:
+    def __init__(
+        self, service: Service, metrics: Metrics, name: str, parsers: OutputParsers
+    ) -> None:
         self._service, self._metrics, self._name = service, metrics, name
+        self._parsers = parsers
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -187,11 +197,19 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        return await self._answer(request, await _read(request, CompletionRequest))
+        return await self._answer(request, await _read(request, CompletionRequest), Answer)
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        return await self._answer(request, await _read(request, ChatRequest))
+        body = await _read(request, ChatRequest)
+        body.use(self._parsers)
+        return await self._answer(request, body, ChatAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        """``/v1/responses``."""
+        body = await _read(request, ResponsesRequest)
+        body.use(self._parsers)
+        return await self._answer(request, body, ResponsesAnswer)
 
     def _model(self) -> dict[str, str | int]:
         return {
@@ -206,12 +224,18 @@ class _Routes:
         if name not in (None, self._name):
             raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
 
-    async def _answer(self, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationRequest | ResponsesRequest,
+        kind: Callable[..., Answer | ResponsesAnswer],
+    ) -> Response:
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
         if body.request_id is not None and _REQUEST_ID not in request.headers:
             request.state.request_id = body.request_id
-        answer = Answer(body, self._name, request.state.request_id)
+        tokenizer = self._service.llm.tokenizer
+        answer = kind(body, self._name, request.state.request_id, tokenizer)
         stream = self._service.submit(prompts, params, request.state.body_bytes)
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
@@ -223,8 +247,7 @@ class _Routes:
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, stream.next())
             require_no_failure(first.values())
-            with_usage = body.stream_options.include_usage
-            response = _EventStream(request, stream, first, Pieces(answer), with_usage)
+            response = _EventStream(request, stream, first, answer.pieces())
             stack.pop_all()
         return response
 
@@ -237,7 +260,6 @@ class _EventStream(Response):
         stream: Closed at the end, also if nothing could be sent.
         first: News that have been read.
         pieces: Makes the events.
-        with_usage: Whether the last one has the numbers of tokens.
     """
 
     def __init__(
@@ -245,13 +267,12 @@ class _EventStream(Response):
         request: Request,
         stream: RequestStream,
         first: dict[int, Update],
-        pieces: Pieces,
-        with_usage: bool,
+        pieces: Pieces | ResponsesEvents,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8"})
         self._request, self._stream, self._first = request, stream, first
-        self._pieces, self._with_usage = pieces, with_usage
+        self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Starlette's class."""
@@ -275,10 +296,10 @@ class _EventStream(Response):
                 if self._stream.is_over:
                     break
                 news = await self._stream.next()
-            end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
+            end = self._pieces.last()
         except (ServiceStopped, ModelFailed) as error:
             status = 503 if isinstance(error, ServiceStopped) else 500
-            end = event(error_body(str(error), "server_error", status))
+            end = self._pieces.failed(str(error), status)
         await _write(send, {**body, "body": end, "more_body": False})
 
 

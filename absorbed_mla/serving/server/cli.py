@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from absorbed_mla.own_packages import require_own_packages
+from absorbed_mla.registry import TOOL_PARSERS
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.option_flags import add_flags, given_options
 from absorbed_mla.serving.option_schema import Options, documented, option
@@ -43,6 +44,12 @@ class ServerOptions(Options):
     """Port to listen on; 0: any that is free."""
     api_key: str | None = option(None, unset=f"${_API_KEY}, if set")
     """Key that clients must send."""
+    tool_call_parser: str = option("auto", choices=("auto", *TOOL_PARSERS.names()))
+    """Format in which the model calls tools; auto: that of its chat template."""
+    reasoning_parser: str | None = option(
+        None, choices=("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2"), unset="none"
+    )
+    """How the model thinks: answers then have that apart from their text."""
     max_body_bytes: int = option(2**24, least=1)
     """Most bytes of a request's body."""
     allowed_origins: str | None = option(
@@ -104,8 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="absorbed-mla-serve",
         description="Serve a model over OpenAI's HTTP interface: /v1/completions, "
-        "/v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /health, /ping, "
-        "/metrics.",
+        "/v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /version, "
+        "/health, /ping, /metrics.",
     )
     parser.add_argument(
         "model", type=Path, help="folder with a checkpoint: Hugging Face's, Megatron's or absorbed"
@@ -134,6 +141,7 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         require_free,
     )
     from absorbed_mla.serving.server.metrics import Metrics
+    from absorbed_mla.serving.server.output_parsers import OutputParsers
     from absorbed_mla.serving.server.service import Service
 
     require_free(own.host, own.port)
@@ -152,7 +160,10 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     with llm:
         service = Service(llm, metrics, on_death, step_timeout=own.step_timeout)
         most = own.max_body_bytes
-        app = build_app(service, metrics, name, api_key, own.origins, max_body_bytes=most)
+        template = getattr(llm.tokenizer, "chat_template", "")
+        parsers = OutputParsers.chosen(own.tool_call_parser, own.reasoning_parser, template)
+        limits = {"max_body_bytes": most, "parsers": parsers}
+        app = build_app(service, metrics, name, api_key, own.origins, **limits)
         server = HTTPServer(
             app,
             service,

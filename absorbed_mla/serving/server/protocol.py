@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's interface, as JSON.
+"""Requests and answers of OpenAI's interface as JSON, with all of ``/v1/completions``.
 
 Fields are OpenAI's and, for what it lacks, vLLM's; null stands for a field that is not given. A
 field that is not here, or a value that asks for something that this server does not do, is refused
@@ -15,7 +15,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -23,41 +23,25 @@ from pydantic import (
     FailFast,
     Field,
     PrivateAttr,
+    Strict,
     create_model,
     model_validator,
 )
 
-from absorbed_mla.serving.chat_messages import with_text
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.llm_engine import required
 from absorbed_mla.serving.option_schema import options_of
 from absorbed_mla.serving.output_processor import position_logprobs
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server.logprobs import (
-    Json,
-    TextOffsets,
-    chat_logprobs,
-    prompt_position,
-    text_logprobs,
-)
+from absorbed_mla.serving.server.logprobs import Json, TextOffsets, prompt_position, text_logprobs
 from absorbed_mla.serving.server.service import MakePrompt, Snapshot, Update
-from absorbed_mla.serving.server.unsupported import (
-    FIELDS_OF_BOTH,
-    FIELDS_OF_CHAT,
-    FIELDS_OF_COMPLETIONS,
-)
+from absorbed_mla.serving.server.unsupported import FIELDS_OF_BOTH, FIELDS_OF_COMPLETIONS
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 # Of all prompts of a request; more would keep the server from its other clients.
 _MAX_OUTPUTS = 1024
-# Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
-# a template of the client's.
-_NOT_FOR_CLIENTS = {
-    *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
-    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
-}
 _Item = TypeVar("_Item")
 
 
@@ -74,19 +58,21 @@ List = Annotated[list[_Item], _Hashable()]
 _OF_A_ROUTE = {"max_tokens", "logprobs"}
 
 
-def _with_lists(annotation: Any) -> Any:
-    """An annotation with lists in place of sequences."""
+def _of_json(annotation: Any) -> Any:
+    """An annotation with JSON's lists in place of sequences, and its names that are numbers."""
     kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if kind is Sequence:
         return List[arguments[0]]
+    if kind is Mapping:
+        return dict[Annotated[arguments[0], Strict(False)], arguments[1]]  # type: ignore[misc]
     if kind in (typing.Union, types.UnionType):
-        return functools.reduce(operator.or_, map(_with_lists, arguments))
+        return functools.reduce(operator.or_, map(_of_json, arguments))
     return annotation
 
 
 # The others are as they are; SamplingParams checks bounds.
-_SAMPLING: dict[str, Any] = {
-    name: (_with_lists(one.annotation | None), None)
+SAMPLING_FIELDS: dict[str, Any] = {
+    name: (_of_json(one.annotation | None), None)
     for name, one in options_of(SamplingParams).items()
     if name not in _OF_A_ROUTE
 }
@@ -95,7 +81,8 @@ _SAMPLING: dict[str, Any] = {
 class KnownFields(BaseModel):
     """A JSON object without other fields; null gives a field that has no null its default."""
 
-    model_config = ConfigDict(extra="forbid")
+    # No number is made of a text, nor a truth value of a number.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -109,9 +96,8 @@ class KnownFields(BaseModel):
         return {k: v for k, v in given.items() if v is not None or k not in no_null}
 
 
-_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH})
+_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**SAMPLING_FIELDS, **FIELDS_OF_BOTH})
 _OfCompletions = create_model("_OfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS)
-_OfChat = create_model("_OfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
 
 
 class StreamOptions(KnownFields):
@@ -136,6 +122,14 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
     # Names them so in log-probabilities.
     return_tokens_as_token_ids: bool = False
 
+    def prompts(self) -> list[MakePrompt]:
+        """Those that run; of each kind of request its own."""
+        raise NotImplementedError
+
+    def params(self) -> SamplingParams:
+        """Sampling parameters; of each kind of request its own."""
+        raise NotImplementedError
+
     def sampling(self, **fields: Any) -> SamplingParams:
         """Sampling parameters.
 
@@ -144,7 +138,7 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
         """
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs stream false")
-        given = {name: getattr(self, name) for name in _SAMPLING} | fields
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS} | fields
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 
@@ -223,162 +217,45 @@ def text_of(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     return stream.push(list(tokens)) + stream.finish()
 
 
-class TextPart(KnownFields):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a conversation; the chat template sees all of its fields."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str
-    content: str | List[TextPart] | None = None
-
-    def for_template(self) -> Json:
-        """With its text as one string."""
-        return with_text(self.model_dump(exclude_none=True))
-
-
-class Conversation(KnownFields):
-    """Messages for the chat template, and what it makes of them."""
-
-    messages: List[Message] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: Json | None = None
-
-    def token_ids(self, llm: LLM) -> list[int]:
-        """Token ids of the conversation.
-
-        Raises:
-            ValueError: If the model has no chat template, or ``chat_template_kwargs`` has what is
-                not for it, or the last message cannot be continued.
-        """
-        given = self.chat_template_kwargs or {}
-        refused = sorted(_NOT_FOR_CLIENTS & set(given))
-        if refused:
-            raise ValueError(f"chat_template_kwargs must not have {', '.join(refused)}")
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError(
-                "continue_final_message needs add_generation_prompt false: either the last message "
-                "goes on or another one begins"
-            )
-        if llm.tokenizer is None:
-            raise ValueError("the model came without a tokenizer, which chat needs")
-        names = ("add_generation_prompt", "continue_final_message")
-        options = {name: getattr(self, name) for name in names if name in self.model_fields_set}
-        messages = [message.for_template() for message in self.messages]
-        return llm.encode_chat(messages, {**options, **given})
-
-
-class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[valid-type, misc]
-    """Body of ``/v1/chat/completions``."""
-
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-
-    def prompts(self) -> list[MakePrompt]:
-        """The conversation."""
-        return [self.token_ids]
-
-    def params(self) -> SamplingParams:
-        """Sampling parameters; see :meth:`sampling`.
-
-        Raises:
-            ValueError: If ``top_logprobs`` is given without ``logprobs``.
-        """
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs true")
-        limit = self.max_completion_tokens
-        limit = self.max_tokens if limit is None else limit
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(max_tokens=limit, logprobs=logprobs)
-
-
-class TokenizeRequest(Conversation):
-    """Body of ``/tokenize``: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: List[Message] | None = Field(default=None, min_length=1)  # type: ignore[assignment]
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
-
-    def answer(self, llm: LLM) -> Json:
-        """Its tokens.
-
-        Raises:
-            ValueError: If they cannot be found.
-        """
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("one of prompt and messages must be given")
-        if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens must be false or null with messages, got true")
-        tokenizer = required(llm.tokenizer)
-        if self.prompt is None:
-            tokens = self.token_ids(llm)
-        else:
-            begin = False if self.add_special_tokens is False else None
-            tokens = tokenizer.encode(self.prompt, begin=begin)
-        found = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
-        texts = list(map(tokenizer.token_text, tokens)) if self.return_token_strs else None
-        return {**found, "token_strs": texts}
-
-
-class DetokenizeRequest(KnownFields):
-    """Body of ``/detokenize``."""
-
-    model: str | None = None
-    tokens: List[int]
-
-    def answer(self, llm: LLM) -> Json:
-        """Its text.
-
-        Raises:
-            ValueError: If a token is not the tokenizer's.
-        """
-        tokenizer = required(llm.tokenizer)
-        for token in self.tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                raise ValueError(f"tokens must be below {tokenizer.vocab_size}, got {token}")
-        return {"prompt": text_of(self.tokens, tokenizer)}
-
-
 class Answer:
-    """Builds the JSON of an answer, whole or in pieces.
+    """Builds the JSON of an answer to ``/v1/completions``, whole or in pieces.
 
     Args:
         body: What was asked for; also an attribute.
         model: Name of the model.
         name: Of the request, which is part of the answer's id.
+        tokenizer: Of the model.
 
     Attributes:
         head: What it begins with.
+        head_of_pieces: What each event of a stream begins with.
     """
 
-    def __init__(self, body: CompletionRequest | ChatRequest, model: str, name: str) -> None:
-        self.body, self._chat = body, isinstance(body, ChatRequest)
+    _prefix, _object, _object_of_pieces = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, body: GenerationRequest, model: str, name: str, tokenizer: Tokenizer | None
+    ) -> None:
+        self.body, self._tokenizer = body, tokenizer
         # An echo without a token of its own.
-        self._hidden = not self._chat and body.max_tokens == 0
-        self.head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{name}",
-            "object": "chat.completion" if self._chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._hidden = isinstance(body, CompletionRequest) and body.max_tokens == 0
+        head = {"id": f"{self._prefix}-{name}", "object": self._object}
+        self.head = {**head, "created": int(time.time()), "model": model}
+        self.head_of_pieces = {**self.head, "object": self._object_of_pieces}
         # By output.
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+
+    def pieces(self) -> Pieces:
+        """For its stream."""
+        return Pieces(self)
 
     def whole(self, requests: Sequence[RequestOutput]) -> Json:
         """The answer to prompts whose outputs have all ended."""
         choices = []
         for i, request in enumerate(requests):
             for one in request.outputs:
-                choice = self.choice(i, request, one.index, None, Snapshot.of(one), "message")
+                choice = self.choice(i, request, one.index, None, Snapshot.of(one), whole=True)
+                assert choice is not None
                 if self.body.prompt_logprobs is not None and request.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = [
                         None if place is None else prompt_position(place)
@@ -395,8 +272,9 @@ class Answer:
         output: int,
         before: Snapshot | None,
         now: Snapshot,
-        name: str = "delta",
-    ) -> Json:
+        *,
+        whole: bool = False,
+    ) -> Json | None:
         """The choice with what an output has more than before.
 
         Args:
@@ -404,45 +282,66 @@ class Answer:
             request: Of the prompt.
             output: Number of the output among those of its prompt.
             before: None: nothing of it has been sent.
-            name: Of what it says, in a chat.
+            whole: Whether the answer is not streamed.
+
+        Returns:
+            None if there is nothing to be sent.
         """
         if self._hidden:
             finish = now.finish_reason and "length"
             now = Snapshot("", 0, now.logprobs, finish, None, now.token_ids)
         index = i * len(request.outputs) + output
         start = before.num_tokens if before else 0
-        text = now.text[len(before.text) if before else 0 :]
         logprobs = None if now.logprobs is None else now.logprobs[start : now.num_tokens]
-        by_id = self.body.return_tokens_as_token_ids
-        shown = None
-        if isinstance(self.body, ChatRequest):
-            content: Json = {} if before else {"role": "assistant"}
-            content = {name: {**content, "content": text}}
-            if logprobs is not None:
-                shown = chat_logprobs(logprobs, by_id=by_id)
-        else:
-            whole, first = (None if before else self.body.echoed(i)) or (None, None)
-            content = {"text": text if whole is None else whole + text}
-            if logprobs is not None:
-                if first is not None:
-                    of_prompt = [one for one in request.prompt_logprobs or () if one is not None]
-                    logprobs, whole = [first, *of_prompt, *logprobs], content["text"]
-                offsets = self._offsets[index]
-                shown = text_logprobs(logprobs, offsets, by_id=by_id, echoed=whole)
+        said = self._said(i, index, request, before, now, logprobs, whole)
+        if said is None:
+            return None
         # OpenAI has no such end: an event with the error comes next.
-        finish = None if now.finish_reason == "error" else now.finish_reason
-        choice = {"index": index, **content, "logprobs": shown, "finish_reason": finish}
-        choice["stop_reason"] = now.stop_reason
+        finish = None if now.finish_reason == "error" else self._finish(index, now)
+        choice = {"index": index, **said, "finish_reason": finish, "stop_reason": now.stop_reason}
         if self.body.return_token_ids:
             choice["token_ids"] = now.token_ids[start : now.num_tokens]
-            if not self._chat and before is None:
-                choice["prompt_token_ids"] = request.prompt_token_ids
+            choice |= self._of_first_piece(request) if before is None else {}
         return choice
+
+    def _said(
+        self,
+        i: int,
+        index: int,
+        request: RequestOutput,
+        before: Snapshot | None,
+        now: Snapshot,
+        logprobs: list[PositionLogprobs] | None,
+        whole: bool,
+    ) -> Json | None:
+        """Text and log-probabilities; see :meth:`choice`.
+
+        Args:
+            index: Of the output among all of the answer.
+            logprobs: Of the new tokens.
+        """
+        text, shown = now.text[len(before.text) if before else 0 :], None
+        assert isinstance(self.body, CompletionRequest)
+        echoed, first = (None if before else self.body.echoed(i)) or (None, None)
+        if echoed is not None:
+            echoed = text = echoed + text
+        if logprobs is not None:
+            if first is not None:
+                of_prompt = [one for one in request.prompt_logprobs or () if one is not None]
+                logprobs = [first, *of_prompt, *logprobs]
+            by_id = self.body.return_tokens_as_token_ids
+            shown = text_logprobs(logprobs, self._offsets[index], by_id=by_id, echoed=echoed)
+        return {"text": text, "logprobs": shown}
+
+    def _finish(self, index: int, now: Snapshot) -> str | None:
+        return now.finish_reason
+
+    def _of_first_piece(self, request: RequestOutput) -> Json:
+        return {"prompt_token_ids": request.prompt_token_ids}
 
     def of_prompt(self, request: RequestOutput) -> Json:
         """What an answer has beside choices and usage, once."""
-        shown = self._chat and self.body.return_token_ids
-        return {"prompt_token_ids": request.prompt_token_ids} if shown else {}
+        return {}
 
     def usage(self, requests: Collection[RequestOutput]) -> Json:
         """Numbers of tokens."""
@@ -466,9 +365,9 @@ class Pieces:
 
     def __init__(self, answer: Answer) -> None:
         self._answer, options = answer, answer.body.stream_options
+        self._with_usage = options.include_usage
         self._counts = options.include_usage and options.continuous_usage_stats
-        kind = answer.head["object"].replace("chat.completion", "chat.completion.chunk")
-        self._begin = f'data: {_json({**answer.head, "object": kind})[:-1]}, "choices": ['
+        self._begin = f'data: {_json(answer.head_of_pieces)[:-1]}, "choices": ['
         self._sent: dict[int, Snapshot] = {}
         self._requests: dict[int, RequestOutput] = {}
 
@@ -480,20 +379,30 @@ class Pieces:
             for output, now in enumerate(outputs):
                 index = i * len(outputs) + output
                 before = self._sent.get(index)
-                if now != before:
-                    self._sent[index] = now
-                    choice = _json(self._answer.choice(i, request, output, before, now))
-                    more: Json = {} if before else self._answer.of_prompt(request)
-                    if self._counts:
-                        more["usage"] = _usage(len(request.prompt_token_ids), now.num_tokens)
-                    rest = f", {_json(more)[1:]}" if more else "}"
-                    found.append(f"{self._begin}{choice}]{rest}\n\n")
+                if now == before:
+                    continue
+                choice = self._answer.choice(i, request, output, before, now)
+                if choice is None:
+                    continue
+                self._sent[index] = now
+                more: Json = {} if before else self._answer.of_prompt(request)
+                if self._counts:
+                    more["usage"] = _usage(len(request.prompt_token_ids), now.num_tokens)
+                rest = f", {_json(more)[1:]}" if more else "}"
+                found.append(f"{self._begin}{_json(choice)}]{rest}\n\n")
         return "".join(found).encode()
 
     def last(self) -> bytes:
-        """The event with the numbers of tokens, after all outputs."""
-        usage = _json(self._answer.usage(self._requests.values()))
-        return f'{self._begin}], "usage": {usage}}}\n\n'.encode()
+        """The end, after all outputs, with the numbers of tokens if they are asked for."""
+        end = "data: [DONE]\n\n"
+        if self._with_usage:
+            usage = _json(self._answer.usage(self._requests.values()))
+            end = f'{self._begin}], "usage": {usage}}}\n\n{end}'
+        return end.encode()
+
+    def failed(self, message: str, status: int) -> bytes:
+        """The end, if there will be no further outputs."""
+        return event(error_body(message, "server_error", status))
 
 
 def event(content: Json) -> bytes:

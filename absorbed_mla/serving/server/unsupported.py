@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 # Field -> its values that ask for nothing, besides null.
 _OF_BOTH: dict[str, tuple] = {
-    **dict.fromkeys(("cache_salt", "structured_outputs"), ()),
+    **dict.fromkeys(("cache_salt",), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
@@ -24,18 +24,25 @@ _OF_BOTH: dict[str, tuple] = {
     "spaces_between_special_tokens": (True,),
 }
 _OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}
-# What is about tools asks for nothing as long as there are none.
 _OF_CHAT: dict[str, tuple] = {
     **dict.fromkeys(("audio", "chat_template", "prediction", "reasoning_effort"), ()),
-    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
-    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("documents", "functions"), ([],)),
+    "function_call": ("none", "auto"),
     **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
-    "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "verbosity": ("medium",),
     "web_search_options": (),
+}
+_OF_RESPONSES: dict[str, tuple] = {
+    **dict.fromkeys(("conversation", "max_tool_calls", "moderation", "previous_response_id"), ()),
+    **dict.fromkeys(("background", "store"), (False,)),
+    **dict.fromkeys(("context_management", "include"), ([],)),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
 }
 # They name the client's user, or are hints, on which no answer depends.
 _IGNORED = (
@@ -56,16 +63,19 @@ def _asking_for_nothing(accepted: tuple) -> Any:
     words = " or ".join([*map(json.dumps, accepted), "null"])
 
     def check(value: Any) -> Any:
-        if value is not None and value not in accepted:
+        # 0 is no false, though Python has them equal.
+        same = (one for one in accepted if isinstance(one, bool) == isinstance(value, bool))
+        if value is not None and value not in same:
             raise ValueError(f"must be {words}, got {json.dumps(value):.100}")
         return value
 
     return Annotated[Any, AfterValidator(check)]
 
 
-FIELDS_OF_BOTH = {
-    **_fields(_OF_BOTH),
+IGNORED_FIELDS = {
     **dict.fromkeys(_IGNORED, (str | None, None)),
     "metadata": (dict[str, Any] | None, None),
 }
+FIELDS_OF_BOTH = {**_fields(_OF_BOTH), **IGNORED_FIELDS}
+FIELDS_OF_RESPONSES = {**_fields(_OF_RESPONSES), **IGNORED_FIELDS}
 FIELDS_OF_COMPLETIONS, FIELDS_OF_CHAT = _fields(_OF_COMPLETIONS), _fields(_OF_CHAT)

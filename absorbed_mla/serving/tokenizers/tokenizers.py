@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from absorbed_mla.serving.chat_messages import Message, with_argument_texts
 from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, HuggingFaceStream, TextStream
 from absorbed_mla.serving.tokenizers.folder import load_tokenizer
 from absorbed_mla.serving.tokenizers.token_bytes import TokenBytes
 
-Message = dict[str, Any]
 # Any of these files in a folder means that transformers finds a tokenizer there.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -205,8 +205,26 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 "the tokenizer has no chat template; use generate with a prompt of your own"
             )
+        template = self.chat_template
+        if options.get("tools") and "tools" not in template:
+            raise ValueError("tools must not be given: the model's chat template has none")
         options = {"add_generation_prompt": True, **options}
-        return self._tokenizer.apply_chat_template(list(messages), **options)
+        apply = self._tokenizer.apply_chat_template
+        # Templates add something to the content, also of a message that has only tool calls.
+        given = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
+        try:
+            return apply(given, **options)
+        except TypeError:
+            as_texts = with_argument_texts(given)
+            if as_texts == given:
+                raise
+            return apply(as_texts, **options)
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, or of all that there are; ``""`` without one."""
+        found = self._tokenizer.chat_template or ""
+        return "".join(found.values()) if isinstance(found, dict) else found
 
 
 def open_tokenizer(

@@ -370,6 +370,16 @@ class TestChat:
         assert found.endswith("{'tools': None, 'thinking': True}")
         assert prompt_of("hi", chat_template_kwargs=None, lora_request=None).endswith("{}")
 
+    def test_tools(self):
+        """Of a former answer, too, whose arguments templates read as dicts."""
+        llm, tools = fake_llm(), [{"type": "function", "function": {"name": "f"}}]
+        llm.tokenizer = _Template()
+        call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+        messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        [output] = llm.chat(messages, PARAMS, use_tqdm=False, tools=tools)
+        found = bytes(output.prompt_token_ids).decode()
+        assert "'arguments': {'a': 1}" in found and found.endswith(f"{{'tools': {tools}}}")
+
     def test_refused(self, prompt_of):
         with pytest.raises(ValueError, match="chat does not take lora_request, priority"):
             prompt_of("hi", lora_request=1, priority=2)
@@ -423,6 +433,11 @@ class TestAsVLLMHasThem:
         with pytest.raises(ValueError, match=error):
             llm.generate(["a", prompt], PARAMS, False)
         assert not llm.num_running
+
+    @pytest.mark.parametrize("given", [{"prompt_token_ids": [[1]]}, {}])
+    def test_token_ids_by_their_old_name(self, given):
+        with pytest.raises(ValueError, match=r"generate takes token ids as prompts=\[\[1, 2, 3\]"):
+            fake_llm().generate(**given)
 
     def test_numbers_of_numpy(self):
         params = SamplingParams(

@@ -67,7 +67,8 @@ from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.server import cli
-from absorbed_mla.serving.server.protocol import ChatRequest, CompletionRequest
+from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.serving.server.protocol import CompletionRequest
 from checks.tables.options import TABLES
 from generation.arguments import parse_arguments
 

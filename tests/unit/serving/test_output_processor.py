@@ -30,7 +30,7 @@ def test_bad_words():
     tokens = {"a": [1], " a": [2], "bc": [3, 4], " bc": [5, 3, 4]}
     tokenizer = SimpleNamespace(encode=lambda text, begin: tokens[text])
     params = SamplingParams(bad_words=["a", "bc", [7, 8], "a"])
-    found = of_output(params, 0, (), tokenizer).bad_words
+    found = of_output(params, (), tokenizer).bad_words
     assert found == ((1,), (2,), (3, 4), (7, 8))
 
 

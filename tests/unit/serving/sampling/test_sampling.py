@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +47,11 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
         ({"logit_bias": {-1: 1}}, "logit_bias must be token ids with"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias must be token ids with"),
         ({"logit_bias": [3]}, "logit_bias must be token ids with"),
-        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, one at least, or None"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be token ids, 1 to 16384, or None"),
+        ({"allowed_token_ids": [1] * 16385}, "allowed_token_ids must be token ids, 1 to 16384"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "from -100 to 100, at most 1024"),
+        ({"bad_words": ["a"] * 257}, "at most 256 of 4096 characters or tokens together"),
+        ({"bad_words": ["a", [1] * 4096]}, "at most 256 of 4096 characters or tokens together"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
         ({"bad_words": ["a", ""]}, "bad_words must be texts or lists of token ids, none of them"),
         ({"bad_words": [[]]}, "bad_words must be texts or lists"),
@@ -63,6 +69,14 @@ TOLERANCE = 5 * 0.5 / DRAWS**0.5
 def test_refused(changes, error):
     with pytest.raises(ValueError, match=error):
         SamplingParams(**changes)
+
+
+def test_values_without_names():
+    """vLLM's first one is n."""
+    with pytest.raises(ValueError, match=r"takes its fields by their names, .* got 0.8 without"):
+        SamplingParams(0.8)
+    params = SamplingParams(temperature=0.8)
+    assert pickle.loads(pickle.dumps(params)) == copy.copy(params) == params
 
 
 def row(position=0, *, generated=(), tokens=(), drafts=(), seed=0, **params) -> _Row:

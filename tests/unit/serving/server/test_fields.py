@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from absorbed_mla.serving.server.protocol import ChatRequest, CompletionRequest
+from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.serving.server.output_parsers import OutputParsers
+from absorbed_mla.serving.server.protocol import CompletionRequest
+from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
 
 BODIES = {
     CompletionRequest: {"prompt": "a", "max_tokens": 4},
@@ -28,7 +31,6 @@ NO_OPS = [
     (BOTH, "response_format", [{"type": "text"}], {"type": "json_object"}),
     (BOTH, "spaces_between_special_tokens", [True], False),
     (BOTH, "store", [False], True),
-    (BOTH, "structured_outputs", [], {"regex": "a"}),
     (BOTH, "use_beam_search", [False], True),
     (COMPLETION, "suffix", [""], "x"),
     (CHAT, "audio", [], {"voice": "x"}),
@@ -38,10 +40,7 @@ NO_OPS = [
     (CHAT, "function_call", ["none", "auto"], {"name": "x"}),
     (CHAT, "functions", [[]], [{"name": "x"}]),
     (CHAT, "modalities", [["text"]], ["text", "audio"]),
-    (CHAT, "parallel_tool_calls", [True, False], 2),
     (CHAT, "reasoning_effort", [], "high"),
-    (CHAT, "tool_choice", ["none", "auto"], "required"),
-    (CHAT, "tools", [[]], [{"type": "function"}]),
     (CHAT, "verbosity", ["medium"], "high"),
 ]
 IGNORED = {
@@ -145,5 +144,33 @@ def test_log_probs_of_a_chat_that_are_not_asked_for():
 
 def test_long_values_are_cut():
     with pytest.raises(ValidationError) as found:
-        read(ChatRequest, tools=[{"type": "x" * 1000}])
+        read(ChatRequest, functions=[{"name": "x" * 1000}])
     assert len(found.value.errors()[0]["msg"]) < 150
+
+
+def test_tools_that_are_not_to_be_called():
+    """They need no parser, and the template sees them."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = read(ChatRequest, tools=tools, tool_choice="none")
+    body.use(OutputParsers())
+    llm, options = recorded("chat")
+    body.prompts()[0](llm)
+    assert options == {"tools": tools} and body.params().skip_special_tokens
+    assert body.message_parser("").is_plain and read(ChatRequest, tools=[]).params()
+
+
+def test_forced_calls_exclude_other_formats():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = read(ChatRequest, tools=tools, tool_choice="required", structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match="needs response_format and structured_outputs null"):
+        body.use(OutputParsers())
+
+
+def test_reasoning_is_not_sought_in_structured_output():
+    """The grammar holds from the first token on."""
+    parsers = OutputParsers(reasoning=REASONING_PARSERS["deepseek_r1"])
+    for fields, is_plain in (({}, False), ({"structured_outputs": {"regex": "a"}}, True)):
+        body = read(ChatRequest, **fields)
+        body.use(parsers)
+        assert not body.params().skip_special_tokens
+        assert body.message_parser("").is_plain is is_plain

@@ -50,6 +50,7 @@ def require_error(found, status: int, text: str) -> None:
 
 
 MESSAGE = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 BODIES = [
     # Route, body, and what is said about it.
     (COMPLETIONS, b"", "body: Invalid JSON"),
@@ -130,7 +131,43 @@ BODIES = [
         "add_special_tokens must be false or null with messages, got true",
     ),
     ("/detokenize", {"tokens": [3, 257]}, "tokens must be below 257, got 257"),
-    (CHAT, {"messages": [MESSAGE], "tools": [1]}, "tools: must be [] or null, got [1]"),
+    (CHAT, {"messages": [MESSAGE], "tools": [1]}, "tools.0: Input should be"),
+    (CHAT, {"messages": [MESSAGE], "tools": [{"type": "mcp"}]}, "tools.0.type: Input should be"),
+    (CHAT, {"messages": [MESSAGE], "tools": [TOOL]}, "tools need the server's option tool_call_"),
+    (CHAT, {"messages": [MESSAGE], "tool_choice": "required"}, "tool_choice 'required' needs too"),
+    (
+        CHAT,
+        {
+            "messages": [MESSAGE],
+            "tools": [TOOL],
+            "tool_choice": {**TOOL, "function": {"name": "g"}},
+        },
+        "tool_choice must name one of the tools, got 'g'",
+    ),
+    (CHAT, {"messages": [MESSAGE], "functions": [{"name": "f"}]}, "functions: must be [] or null"),
+    (CHAT, {"messages": [MESSAGE], "include_reasoning": False}, "needs the server's option reas"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 1]}]},
+        "a message's tool_calls must have function.name, got 1",
+    ),
+    (
+        CHAT,
+        {"messages": [{**MESSAGE, "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        "arguments of a message's tool_calls must be a JSON object, got '['",
+    ),
+    # A number is no text, and no truth value.
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens: Input should be a valid int"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 5.5}, "max_tokens: Input should be a valid int"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, "n: Input should be a valid integer"),
+    (COMPLETIONS, {"prompt": "a", "stream": 1}, "stream: Input should be a valid boolean"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "0"}, "temperature: Input should be a valid num"),
+    (COMPLETIONS, {"prompt": "a", "model": 7}, "model: Input should be a valid string"),
+    (COMPLETIONS, {"prompt": [True, 1]}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "store": 0}, "store: must be false or null, got 0"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": 1}}, "include_usage: Input"),
+    (CHAT, {"messages": [{**MESSAGE, "role": 1}]}, "messages.0.role: Input should be a valid str"),
+    (CHAT, {"messages": [MESSAGE], "logprobs": 1}, "logprobs: Input should be a valid boolean"),
     (
         CHAT,
         {"messages": [MESSAGE], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},

@@ -65,6 +65,33 @@ class TestHuggingFace:
         assert text == f"<bos>a <bos>5{TEXT}5"
         assert tokenizer.encode(text, begin=False) == tokenizer.chat(messages, x=5)
 
+    @pytest.mark.parametrize(
+        ("template", "text"),
+        [
+            # As GLM-4.5, Kimi-K2 and DeepSeek-V3.1 have them.
+            ("{{ tools }}{% for k, v in args.items() %}{{ k }}={{ v }}{% endfor %}", "a=1"),
+            ("{{ args if args is string else args | tojson }}{{ tools }}", '{"a": 1}'),
+            ("{{ '```' + args + tools[0].name }}", '```{"a": 1}f'),
+            ("{{ messages[0]['content'] + '<call>' }}{{ tools }}", "<call>"),
+        ],
+    )
+    def test_tool_calls(self, tokenizer, template, text):
+        """Arguments are dicts, or texts where the template joins them; content is there."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        messages = [{"role": "assistant", "tool_calls": [call]}]
+        first = "{% set args = messages[0].tool_calls[0].function.arguments %}"
+        tokenizer._tokenizer.chat_template = first + template
+        found = tokenizer.render(messages, tools=[{"name": "f"}])
+        assert found.replace("[{'name': 'f'}]", "") == text
+
+    def test_template_without_tools(self, tokenizer):
+        """It would leave them out."""
+        inner = tokenizer._tokenizer
+        inner.chat_template = {"default": "{{ messages }}", "tool_use": "{{ 1 }}"}
+        with pytest.raises(ValueError, match="tools must not be given: the model's chat template"):
+            tokenizer.render([], tools=[{}])
+        assert tokenizer.render([{"role": "user", "content": "a"}], tools=[])
+
     def test_truncates_nothing(self):
         """Whatever its file says; transformers would say so at the first text, in any thread."""
         made = byte_level()

@@ -1,0 +1,235 @@
+"""Requests of ``/v1/chat/completions``: a conversation, tools, and what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
+
+from absorbed_mla.serving.chat_messages import for_template
+from absorbed_mla.serving.llm import LLM
+from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.forced_calls import (
+    ListedCalls,
+    NamedCall,
+    schema_of_one,
+    schema_of_several,
+)
+from absorbed_mla.serving.server.message_parts import MessageParser, Parser
+from absorbed_mla.serving.server.output_parsers import OutputParsers
+from absorbed_mla.serving.server.protocol import GenerationRequest, KnownFields, List
+from absorbed_mla.serving.server.service import MakePrompt
+from absorbed_mla.serving.server.unsupported import FIELDS_OF_CHAT
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
+
+Json = dict[str, Any]
+# Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
+# a template of the client's.
+_NOT_FOR_CLIENTS = {
+    *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+}
+_OfChat = create_model("_OfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
+
+
+class TextPart(KnownFields):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _ForTemplate(BaseModel):
+    """An object of which the chat template sees all fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Message(_ForTemplate):
+    """One message of a conversation."""
+
+    role: str
+    content: str | List[TextPart] | None = None
+
+    def for_template(self) -> Json:
+        """With its text as one string."""
+        return for_template(self.model_dump(exclude_none=True))
+
+
+class Function(_ForTemplate):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[^\s<>\"|]{1,128}$")
+    description: str | None = None
+    parameters: Json | None = None
+
+
+class Tool(_ForTemplate):
+    """A tool, of which there is one type."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(KnownFields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(KnownFields):
+    """The tool that the model is to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Conversation(KnownFields):
+    """Messages for the chat template, and what it makes of them."""
+
+    messages: List[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Json | None = None
+    tools: List[Tool] | None = None
+
+    def tools_as_json(self) -> list[Json]:
+        """The tools as the client gave them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+
+    def token_ids(self, llm: LLM) -> list[int]:
+        """Token ids of the conversation.
+
+        Raises:
+            ValueError: If the model has no chat template, or ``chat_template_kwargs`` has what is
+                not for it, or the last message cannot be continued.
+        """
+        given = self.chat_template_kwargs or {}
+        refused = sorted(_NOT_FOR_CLIENTS & set(given))
+        if refused:
+            raise ValueError(f"chat_template_kwargs must not have {', '.join(refused)}")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "continue_final_message needs add_generation_prompt false: either the last message "
+                "goes on or another one begins"
+            )
+        if llm.tokenizer is None:
+            raise ValueError("the model came without a tokenizer, which chat needs")
+        names = ("add_generation_prompt", "continue_final_message")
+        options = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        if self.tools:
+            options["tools"] = self.tools_as_json()
+        messages = [message.for_template() for message in self.messages]
+        return llm.encode_chat(messages, {**options, **given})
+
+
+class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[valid-type, misc]
+    """Body of ``/v1/chat/completions``."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    _parsers: OutputParsers = PrivateAttr(default_factory=OutputParsers)
+    _is_structured: bool = PrivateAttr(default=False)
+
+    def use(self, parsers: OutputParsers) -> None:
+        """Find parts of the answer with the server's parsers.
+
+        Raises:
+            ValueError: If a field needs one that is not there, or ``tools``.
+        """
+        self._parsers = parsers
+        choice = self._choice
+        if not self.include_reasoning and parsers.reasoning is None:
+            raise ValueError("include_reasoning false needs the server's option reasoning_parser")
+        if not self.tools:
+            if choice not in ("none", "auto"):
+                raise ValueError(f"tool_choice {choice!r} needs tools")
+        elif choice == "auto":
+            parsers.require_tools()
+        elif self._is_forced and self._has_format:
+            raise ValueError(
+                f"tool_choice {choice!r} needs response_format and structured_outputs null"
+            )
+        elif self.is_named and choice not in [tool.function.name for tool in self.tools]:
+            raise ValueError(f"tool_choice must name one of the tools, got {choice!r}")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is to call a certain function."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def _choice(self) -> str:
+        """``tool_choice``, or the name of the function that it asks for."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return self.tool_choice or "auto"
+
+    @property
+    def _is_forced(self) -> bool:
+        return bool(self.tools) and (self.is_named or self._choice == "required")
+
+    @property
+    def _has_format(self) -> bool:
+        """Whether the text is to be something by itself."""
+        given = (self.response_format, self.structured_outputs)
+        return any(one not in (None, {"type": "text"}) for one in given)
+
+    def message_parser(self, prompt_end: str) -> MessageParser:
+        """What finds the parts of an output's message.
+
+        Args:
+            prompt_end: The last characters of the prompt.
+        """
+        reasoning: Parser | None = None
+        calls: Parser | None = None
+        # A grammar holds from the first token on, so that nothing is thought.
+        if self._parsers.reasoning is not None and not self._is_structured:
+            given = self.chat_template_kwargs or {}
+            reasoning = self._parsers.reasoning.parser(prompt_end, given)
+        if self._is_forced:
+            calls = NamedCall(self._choice) if self.is_named else ListedCalls()
+        elif self.tools and self._choice == "auto":
+            calls = self._parsers.require_tools().parser(self.tools_as_json())
+        return MessageParser(
+            reasoning,
+            calls,
+            most_calls=None if self.parallel_tool_calls else 1,
+            with_reasoning=self.include_reasoning,
+        )
+
+    def prompts(self) -> list[MakePrompt]:
+        """The conversation."""
+        return [self.token_ids]
+
+    def params(self) -> SamplingParams:
+        """Sampling parameters; see :meth:`sampling`.
+
+        Raises:
+            ValueError: If ``top_logprobs`` is given without ``logprobs``.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        limit = self.max_completion_tokens
+        limit = self.max_tokens if limit is None else limit
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        fields: Json = {"max_tokens": limit, "logprobs": logprobs}
+        uses_tools = bool(self.tools) and self._choice != "none"
+        if uses_tools or self._parsers.reasoning is not None:
+            # Marks may be special tokens.
+            fields["skip_special_tokens"] = False
+        if self._is_forced:
+            fields["structured_outputs"] = StructuredOutputsParams(json=self._schema_of_calls())
+        params = self.sampling(**fields)
+        self._is_structured = params.structured_outputs is not None
+        return params
+
+    def _schema_of_calls(self) -> Json:
+        tools = self.tools_as_json()
+        if self.is_named:
+            return schema_of_one(next(t for t in tools if t["function"]["name"] == self._choice))
+        return schema_of_several(tools, None if self.parallel_tool_calls else 1)
