@@ -114,7 +114,8 @@ def _run(args: argparse.Namespace) -> None:
         write_json(args.json, {**about, **found, "faults": faults, "processes": reports})
     print(json.dumps(found))
     if faults:
-        raise Failure("\n".join([f"{len(faults)} faults:", *faults]))
+        print("", *faults, sep="\n")
+        raise Failure(f"{len(faults)} faults")
 
 
 def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
@@ -141,8 +142,8 @@ def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
     for i, one in enumerate(running):
         one.kill()
         if one.wait() and codes[i]:
-            log = (folder / f"log-{i}").read_text(errors="replace")
-            raise Failure(f"process {i} has ended with {codes[i]}:\n{log[-4000:]}")
+            print((folder / f"log-{i}").read_text(errors="replace")[-4000:])
+            raise Failure(f"process {i} has ended with {codes[i]}")
 
 
 def _words(args: argparse.Namespace, process: int, requests: int) -> list[str]:
@@ -185,7 +186,8 @@ def _one(args: argparse.Namespace, index: int, folder: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(0.9 / args.processes)
     engines = Engines(folder, args.model, open_tokenizer(args.tokenizer, None), index)
     pool = _pool(args, folder, engines.alone())
-    traffic = Traffic(engines.mixed(), pool, f"{args.seed}/{index}", args.aborted)
+    llm = engines.mixed()
+    traffic = Traffic(llm, pool, f"{args.seed}/{index}", args.aborted)
 
     def save() -> None:
         report = traffic.report()
@@ -204,6 +206,7 @@ def _one(args: argparse.Namespace, index: int, folder: Path) -> None:
         traffic.faults.append(str(fault))
     traffic.faults += growth(traffic.ended, traffic.figures)
     save()
+    llm.close()
 
 
 def _pool(args: argparse.Namespace, folder: Path, llm: LLM) -> list[Entry]:

@@ -83,7 +83,7 @@ def growth(requests: Sequence[int], figures: Sequence[Mapping[str, float]]) -> l
     start = len(requests) // 3
     places, figures = [n / 1000 for n in requests[start:]], figures[start:]
     half, lines = len(places) // 2, []
-    if not half:
+    if half < 2:
         return []
     for name in sorted({name for one in figures for name in one}):
         values = [one.get(name, 0) for one in figures]

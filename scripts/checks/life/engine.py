@@ -24,7 +24,7 @@ CONTEXT = 320
 _FIELDS = {"num_hidden_layers": 2, "max_position_embeddings": CONTEXT, "rope_scaling": None}
 # fmt: off
 _WIDE = {
-    "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128,
+    "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "q_lora_rank": 256,
     "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }
