@@ -39,7 +39,7 @@ _ENGINES: tuple[dict[str, object], ...] = (
     {"prompt_logprobs": True},
     {"cuda_graphs": False, "max_num_seqs": 24, "paused_cache_tokens": 4 * 64},
 )
-_ENGINE = {"max_num_seqs": 12, "max_num_batched_tokens": 128, "cache_tokens": 16 * 64}
+_ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "cache_tokens": 16 * 64}
 # Makes the next token depend on more than the last one.
 _GAIN = 1.5
 

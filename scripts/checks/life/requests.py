@@ -83,7 +83,7 @@ def answered(llm: LLM, name: str) -> list[Entry]:
     vocabulary, context = llm.tokenizer.vocab_size, llm.max_model_len
     rng, found, prompt = random.Random(name), list[Entry](), list[int]()
     is_plain = rng.random() < 0.5
-    if rng.random() < 0.5:
+    if rng.random() < 0.3:
         number = rng.randrange(_NUM_PREFIXES)
         prompt = _tokens(random.Random(number), vocabulary, 25 * number + 30)
     prompt = (prompt + _tokens(rng, vocabulary, _length(rng, context)))[: context - 1]
@@ -99,12 +99,14 @@ def answered(llm: LLM, name: str) -> list[Entry]:
 
 
 def _length(rng: random.Random, context: int) -> int:
-    edge = _BLOCK * rng.randint(1, context // _BLOCK) + rng.randint(-1, 1)
-    return min(rng.choice((rng.randint(1, 30), rng.randint(1, 90), edge)), context - 1)
+    # Many that need another block soon, at about the same time.
+    blocks = rng.choice((1, 1, 1, 1, 2, context // _BLOCK))
+    edge = _BLOCK * blocks - rng.randint(-1, 8)
+    return min(rng.choice((rng.randint(1, 90), edge, edge)), context - 1)
 
 
 def _params(rng: random.Random, vocabulary: int, is_plain: bool) -> SamplingParams:
-    most = rng.choice((1, 2, 4, 6, 8, 12, 24)) if rng.random() < 0.985 else None
+    most = rng.choice((1, 2, 4, 8, 16, 40, 80)) if rng.random() < 0.985 else None
     given: dict = {"max_tokens": most, "temperature": 0.0}
     if rng.random() < 0.7:
         given |= {"temperature": rng.choice((0.4, 1.0, 1.5)), "seed": rng.getrandbits(40)}

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from absorbed_mla import LLM
+from absorbed_mla.serving.megatron_engine.names import EVICT_CACHED
 from absorbed_mla.serving.outputs import RequestOutput
 from checks.life.census import census
 from checks.life.requests import Entry, difference
 
 # Requests that run or wait together: few enough that steps follow each other, or far too many.
-_TOGETHER = (3, 8, 20, 40)
+_TOGETHER = (3, 10, 24, 40)
 # Conversations are drawn from so many entries, which move on.
-_RECENT = 150
+_RECENT = 40
 _MOST_FAULTS, _MOST_IDLE_STEPS = 5, 5000
 
 
@@ -54,13 +55,19 @@ class Traffic:
         self._plain = [entry for entry in pool if entry.is_plain] or pool
         self._rng = random.Random(name)
         self._sent: dict[str, _Sent] = {}
-        # Blocks of the prefix cache, by their hashes.
-        self._cached: set[int] = set()
         self.requests = 0
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ended: list[int] = []
         self.figures: list[dict[str, float]] = []
+        allocator = self._engine.host.context.kv_block_allocator
+        evict = EVICT_CACHED.of(allocator)
+
+        def count_and_evict(blocks: int) -> bool:
+            self.counts["released blocks"] += blocks
+            return evict(blocks)
+
+        EVICT_CACHED.replace(allocator, count_and_evict)
 
     def report(self) -> dict:
         """As JSON; of the figures the first and the last ones."""
@@ -171,8 +178,5 @@ class Traffic:
         now = llm.statistics()
         if now.used_blocks or now.running or now.waiting or self._sent:
             raise Fault(f"after {self.requests} requests, of which none is left: {now}")
-        cached = set(self._engine.host.context.kv_block_allocator.kv_hash_to_block_id)
-        self.counts["released blocks"] += len(self._cached - cached)
-        self._cached = cached
         self.ended.append(self.requests)
         self.figures.append(census())

@@ -29,9 +29,9 @@ def life(tmp_path_factory):
     torch.set_num_threads(1)
     with batch_invariant_mode():
         folder = tmp_path_factory.mktemp("life")
-        engines = engine.Engines(folder, "dense", ByteTokenizer(), 0)
+        engines = engine.Engines(folder, "dense", ByteTokenizer(), 1)
         alone = engines.alone()
-        pool = [entry for i in range(24) for entry in answered(alone, f"0/{i}")]
+        pool = [entry for i in range(9) for entry in answered(alone, f"1/{i}")]
         alone.close()
         yield SimpleNamespace(engines=engines, pool=pool)
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def life(tmp_path_factory):
 @pytest.fixture
 def traffic(life):
     llm = life.engines.mixed()
-    yield Traffic(llm, life.pool, "0/0", 0.3)
+    yield Traffic(llm, life.pool, "1/0", 0.3)
     llm.close()
 
 
@@ -49,10 +49,10 @@ def run(traffic: Traffic, requests: int, every: int) -> None:
 
 
 def test_a_short_life(traffic):
-    run(traffic, 200, 40)
+    run(traffic, 150, 30)
     counts = Counter(traffic.report()["counts"])
     assert traffic.faults == growth(traffic.ended, traffic.figures) == []
-    assert counts["ended"] == traffic.requests >= 200
+    assert counts["ended"] == traffic.requests >= 150
     assert [name for name in long_life._EXPECTED if not counts[name]] == []
     assert counts["outputs, abort"] > 20
 
