@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -128,6 +129,11 @@ def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
             running.append(
                 subprocess.Popen(
                     [sys.executable, __file__, *words],
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                    },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     preexec_fn=ends_with_this_process(),

@@ -58,6 +58,8 @@ class Engines:
         self._tokenizer = tokenizer
         on_gpu = torch.cuda.is_available()
         given = {**_ENGINE, "cuda_graphs": on_gpu, **_ENGINES[index % len(_ENGINES)]}
+        # A GPU runs twice the requests in a step of the same time.
+        given |= {name: 2 * size for name, size in given.items() if on_gpu and type(size) is int}
         paused = given.pop("paused_cache_tokens", 0)
         options = LLMOptions.of({**given, "parity": True, "tensor_parallel_size": 1})
         path = folder / f"model-{index}"

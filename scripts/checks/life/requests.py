@@ -28,6 +28,13 @@ def _stops(rng: random.Random, _: int) -> list[str]:
     return [*rng.sample(string.ascii_letters, 3), rng.choice("ae\ufffd") + rng.choice("st\ufffd")]
 
 
+def _structured(rng: random.Random, _: int) -> object:
+    # Where there is such a parameter.
+    from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
+
+    return StructuredOutputsParams(**rng.choice(_GRAMMARS))
+
+
 # Parameters of some requests: how often they are given, and a value. The first ones let steps be
 # launched ahead.
 _PLAIN: dict[str, tuple[float, _Draw]] = {
@@ -52,7 +59,7 @@ _OTHERS: dict[str, tuple[float, _Draw]] = {
     ),
     "allowed_token_ids": (0.1, lambda rng, size: rng.sample(range(size), size // 2)),
     "bad_words": (0.2, lambda rng, size: [_tokens(rng, size, 1), _tokens(rng, size, 2)]),
-    "structured_outputs": (0.2, lambda rng, _: rng.choice(_GRAMMARS)),
+    "structured_outputs": (0.2, _structured),
 }
 
 
@@ -112,9 +119,8 @@ def _params(rng: random.Random, vocabulary: int, is_plain: bool) -> SamplingPara
         given |= {"temperature": rng.choice((0.4, 1.0, 1.5)), "seed": rng.getrandbits(40)}
     known = options_of(SamplingParams)
     for name, (share, draw) in (_PLAIN if is_plain else _PLAIN | _OTHERS).items():
-        value, taken = draw(rng, vocabulary), rng.random() < share
-        if taken and name in known:
-            given[name] = value
+        if name in known and rng.random() < share:
+            given[name] = draw(rng, vocabulary)
     if most is not None and "min_tokens" in given:
         given["min_tokens"] = min(given["min_tokens"], most)
     return SamplingParams(**given)

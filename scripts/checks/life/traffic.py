@@ -15,7 +15,7 @@ from checks.life.census import census
 from checks.life.requests import Entry, difference
 
 # Requests that run or wait together: few enough that steps follow each other, or far too many.
-_TOGETHER = (3, 10, 24, 40)
+_TOGETHER = (3, 10, 24, 80)
 # Conversations are drawn from so many entries, which move on.
 _RECENT = 40
 _MOST_FAULTS, _MOST_IDLE_STEPS = 5, 5000
