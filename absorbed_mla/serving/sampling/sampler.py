@@ -90,10 +90,11 @@ class RequestSampler(Sampling):
         """
         found: dict[int, int] = {}
         missing, self._missing = self._missing, None
+        rows, self._rows = self._rows, ()
         # The step has waited for its tokens, which come after these.
         if missing is not None and missing.any():
             before: dict[int, int] = {}
-            for row, flag in zip(self._rows, missing.tolist()):
+            for row, flag in zip(rows, missing.tolist()):
                 number = row.request.number
                 if flag:
                     found.setdefault(number, before.get(number, 0))
@@ -120,7 +121,7 @@ class RequestSampler(Sampling):
     def clear(self) -> None:
         """Forget all requests."""
         self.requests.clear()
-        self._missing = None
+        self._missing, self._rows = None, ()
 
     def sample_kernel(
         self,

@@ -40,6 +40,7 @@ absorbed_mla/serving/engine.py
   prompt_log_probs_of_cached_blocks:
     - self.host.requests[number].record[-1].precomputed_block_hashes = []
     -> pass
+  results_of_servers_pile_up: self.results.pop(one.number) -> pass
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
 absorbed_mla/serving/engine_options.py
   no_token_is_left_to_draw: if lost.issuperset(sampling.allowed_token_ids): -> if False:
@@ -144,6 +145,7 @@ absorbed_mla/serving/option_schema.py
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
   bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
+  ended_requests_pile_up: del self._requests[output.request_id] -> pass
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
   stop_strings_held_back_are_missed: return
     |            output
@@ -176,6 +178,7 @@ absorbed_mla/serving/request_results.py
   log_probs_of_what_follows_a_prompt: next((found[:count] for -> next((found for
   log_probs_that_others_asked_for: if sampling.logprobs is not None: -> if True:
   drafts_that_are_wrong_fail_a_request: is not None and place < len(progress.tokens) -> is not None
+  sampled_requests_pile_up: self._sampled.pop(number, None) -> pass
   failed_requests_keep_what_came_after: result.tokens[:count] -> result.tokens
 absorbed_mla/serving/sampling/device_sampler.py
   filters_leave_no_token_that_crosses_top_p: before >= limit -> before + ordered > limit
@@ -298,6 +301,7 @@ absorbed_mla/serving/scheduler/requests.py
   scheduler_shortens_steps_of_cached_prompts: total - self._cached(len(lengths)) > room -> True
   scheduler_forgets_prefix_hits: self._count_prefix_hits() ->
   scheduler_loses_others_that_wait: engine.waiting_request_ids.extend(others) ->
+  blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
 absorbed_mla/serving/server/app.py

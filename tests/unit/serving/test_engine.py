@@ -5,6 +5,7 @@ Every case also says what must have happened, so that none passes because the en
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,14 @@ def test_what_runs_now(model):
         while engine.is_busy():
             engine.step()
         assert now(engine) == (0, 0, False) and engine.statistics.blocks
+
+
+def test_the_last_step_keeps_no_request(model):
+    with engine_of(model, decode_loop=False) as engine:
+        add(engine, MIXED[:1])
+        request = weakref.ref(engine._sampler.requests[0])
+        step_to_the_end(engine)
+        assert request() is None
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,131 @@
+"""scripts/checks/long_life.py on a CPU: a short life without faults, and faults that it finds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from checks import long_life
+from checks.life import engine
+from checks.life.census import growth
+from checks.life.requests import answered
+from checks.life.traffic import Fault, Traffic
+from tests.support import needs
+
+pytestmark = needs.no_gpu
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    """Engines around one model, and requests with their answers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with batch_invariant_mode():
+        folder = tmp_path_factory.mktemp("life")
+        engines = engine.Engines(folder, "dense", ByteTokenizer(), 1)
+        alone = engines.alone()
+        pool = [entry for i in range(9) for entry in answered(alone, f"1/{i}")]
+        alone.close()
+        yield SimpleNamespace(engines=engines, pool=pool)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def traffic(life):
+    llm = life.engines.mixed()
+    yield Traffic(llm, life.pool, "1/0", 0.3)
+    llm.close()
+
+
+def run(traffic: Traffic, requests: int, every: int) -> None:
+    traffic.run(requests, every, time.monotonic() + 600, lambda: None)
+
+
+def test_a_short_life(traffic):
+    run(traffic, 150, 30)
+    counts = Counter(traffic.report()["counts"])
+    assert traffic.faults == growth(traffic.ended, traffic.figures) == []
+    assert counts["ended"] == traffic.requests >= 150
+    assert [name for name in long_life._EXPECTED if not counts[name]] == []
+    assert counts["outputs, abort"] > 20
+
+
+def test_the_answer_of_a_neighbour(traffic, monkeypatch):
+    step = traffic._llm._runner.step
+
+    def exchanged(commands):
+        found = step(commands)
+        if len(found) > 2:
+            found[1].tokens, found[2].tokens = found[2].tokens, found[1].tokens
+        return found
+
+    monkeypatch.setattr(traffic._llm._runner, "step", exchanged)
+    with pytest.raises(Fault, match="too many faults"):
+        run(traffic, 60, 60)
+    assert "alone CompletionOutput" in traffic.faults[0] and "prompt [" in traffic.faults[0]
+
+
+def test_a_leaked_block(traffic):
+    traffic._engine.host.context.kv_block_allocator.allocate_memory_blocks(1)
+    with pytest.raises(Fault, match="after 3 requests: blocks"):
+        run(traffic, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "grows"),
+    [
+        ([0, 60, 120, 180, 240, 300], True),
+        ([300, 60, 60, 60, 60, 60], False),
+        ([1, 4, 9, 3, 9, 5], False),
+        ([1, 4, 4, 4, 6, 6], False),
+        ([0, 0, 0, 0, 3, 3], True),
+    ],
+)
+def test_growth(values, grows):
+    found = growth(range(60, 420, 60), [{"Engine.results": value} for value in values])
+    assert bool(found) == grows
+    assert not grows or found[0].startswith(f"Engine.results: {values[2]}, ..., {values[-1]}: ")
+
+
+def test_the_command(life, tmp_path, monkeypatch, capsys):
+    """Its report, and the command that repeats what a process has found."""
+    monkeypatch.setattr(engine, "Engines", lambda *_: life.engines)
+    words = ["--requests", "6", "--pool", "2", "--every", "2"]
+    assert long_life.main([*words, "--json", str(tmp_path / "life.json")]) == 1
+    report, said = json.loads((tmp_path / "life.json").read_text()), capsys.readouterr().out
+    assert report["requests"] == report["counts"]["ended"] == 6
+    assert "none of the requests: evicted" in report["faults"]
+    assert "6 requests, 0 faults" in said
+    args = long_life._arguments(words)
+    assert long_life._arguments(long_life._words(args, 0, 6)).process == 0
+    for wrong in (["--aborted", "2"], ["--every", "0"], ["--process", "1"]):
+        assert long_life.main(wrong) == 2
+        assert f"{wrong[0]} must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_processes(tmp_path, monkeypatch, capsys, code):
+    """Reports of all are merged; one that breaks off is a failure."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(
+        "import json, sys; print('a log')\n"
+        "words = dict(zip(sys.argv[1::2], sys.argv[2::2])); i = words['--process']\n"
+        "report = {'requests': 5, 'counts': {'evicted': 1}, 'faults': [f'of {i}'], 'device': ''}\n"
+        "open(f\"{words['--share']}/report-{i}.json\", 'w').write(json.dumps(report))\n"
+        f"sys.exit({code})\n"
+    )
+    monkeypatch.setattr(long_life, "__file__", str(stub))
+    assert long_life.main(["--processes", "2"]) == 1
+    said = capsys.readouterr()
+    if code:
+        assert "a log" in said.out and "has ended with 3" in said.err
+    else:
+        shown = ('"requests": 10', '"evicted": 2', "of 0", "of 1")
+        assert all(text in said.out for text in shown) and "2 faults" in said.err
