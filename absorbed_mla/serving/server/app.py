@@ -117,7 +117,7 @@ def build_app(
             ClientDisconnect: _gone,
         },
     )
-    app.state.bodies = Bodies(max_body_bytes)
+    app.state.bodies, app.state.metrics = Bodies(max_body_bytes), metrics
     return app
 
 

@@ -49,7 +49,7 @@ class HTTPServer(uvicorn.Server):
             app,
             host=host,
             port=port,
-            http=limited_protocol(max_body_bytes),
+            http=limited_protocol(max_body_bytes, app.state.metrics),
             ws="none",
             h11_max_incomplete_event_size=HEAD_BYTES,
             access_log=access_log,

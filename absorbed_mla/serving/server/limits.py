@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.protocol import error_body
 
 try:
@@ -58,10 +59,12 @@ class _Arriving(asyncio.Protocol):
     Attributes:
         arriving: Connections of the server whose requests have not arrived, in their order.
         most_bytes: Of a request, of which uvicorn reads the rest after an early answer.
+        metrics: Count refusals, which the application does not see.
     """
 
     arriving: dict[_Arriving, None]
     most_bytes: int
+    metrics: Metrics
     # Whether the request has not arrived as a whole, or none has begun.
     is_arriving: bool
     # Of uvicorn's protocols.
@@ -102,6 +105,7 @@ class _Arriving(asyncio.Protocol):
         if self._received and not answered:
             reason = _REASONS.get(status, HTTPStatus(status).phrase)
             _logger.warning("a request was refused with %d: %s", status, reason)
+            self.metrics.answered("", "", status)
             body = json.dumps(error_body(reason, "invalid_request_error", status)).encode()
             head = (
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
@@ -181,12 +185,13 @@ if HttpToolsProtocol is not None:
             super().on_message_complete()
 
 
-def limited_protocol(max_body_bytes: int) -> type[asyncio.Protocol]:
-    """A protocol of uvicorn's with these limits, for one server."""
+def limited_protocol(max_body_bytes: int, metrics: Metrics) -> type[asyncio.Protocol]:
+    """A protocol of uvicorn's with these limits, for one server with its metrics."""
     base = _H11 if HttpToolsProtocol is None else _HttpTools
     # A body in chunks may take twice its content.
     most = 2 * max_body_bytes + HEAD_BYTES
-    return type("LimitedProtocol", (base,), {"arriving": {}, "most_bytes": most})
+    known = {"arriving": {}, "most_bytes": most, "metrics": metrics}
+    return type("LimitedProtocol", (base,), known)
 
 
 class Bodies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -78,6 +79,10 @@ class TestEndless:
         with connected(served) as raw:
             raw.sendall(begin)
             assert sent_until_refused(raw, piece, 64 << 20) < 32 << 20
+        # Of httptools; h11 has an answer of its own.
+        if limits.HttpToolsProtocol is not None:
+            counted = served.http.config.app.state.metrics.text().decode()
+            assert re.search(r'status="431"[^\n]* 1\.0', counted)
         assert send(served, "GET", "/health")[0] == 200
 
     def test_body_that_nobody_reads(self, served):
