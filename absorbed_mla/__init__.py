@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from absorbed_mla.serving.beam_search import BeamSearchParams
     from absorbed_mla.serving.llm import LLM
     from absorbed_mla.serving.sampling.parameters import SamplingParams
+    from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 
 __version__ = "0.1.0"  # and in checkpoint_conversion
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "BeamSearchParams",
     "MLADims",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "to_absorbed_state_dict",
     "to_standard_state_dict",
@@ -58,6 +60,7 @@ _MODULES = {
     "BeamSearchParams": "serving.beam_search",
     "MLADims": "dims",
     "SamplingParams": "serving.sampling.parameters",
+    "StructuredOutputsParams": "serving.structured_output.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",
     "to_standard_state_dict": "checkpoint.state_dict",
 }

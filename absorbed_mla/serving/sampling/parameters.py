@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.serving.option_schema import Options, documented, option, options_of
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 
 # Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:
@@ -137,6 +138,13 @@ class SamplingParams(Options):
     """The text includes the string of ``stop`` that ended it."""
     skip_special_tokens: bool = option(True)
     """The text leaves out the tokenizer's special tokens."""
+    structured_outputs: StructuredOutputsParams | None = option(
+        None,
+        valid=lambda given: isinstance(given, StructuredOutputsParams),
+        accepted="StructuredOutputsParams",
+        unset="any text",
+    )
+    """What the text must be, such as JSON of a schema."""
 
     def __post_init__(self) -> None:
         for name in options_of(type(self)):
