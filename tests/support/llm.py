@@ -15,7 +15,7 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add, Command
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -91,7 +91,7 @@ class FakeRunner:
         self._running: dict[int, _Running] = {}
         self.num_added = 0
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def step(self, commands: Sequence[Command]) -> list[Progress]:
         self.started.set()
         self.num_steps += 1
         time.sleep(self.step_seconds)
@@ -106,7 +106,7 @@ class FakeRunner:
                 running = _Running(command.prompt, command.params, index, [])
                 self._running[self.num_added] = running
                 self.num_added += 1
-            elif command.number in self._running:
+            elif isinstance(command, Abort) and command.number in self._running:
                 self.aborted.append(command.number)
                 del self._running[command.number]
                 ended.append(Progress(command.number, [], result=Result(finish="abort")))
@@ -195,9 +195,13 @@ def serving(
     http_options: Mapping[str, Any] = {},
     step_timeout: float = 60.0,
     tokenizer: Tokenizer | None = None,
+    llm: LLM | None = None,
     **options,
 ) -> Iterator[Served]:
-    """A server around a fake model, on a free port, in a thread; with options of its engine."""
+    """A server around a fake model, on a free port, in a thread; with options of its engine.
+
+    With ``llm`` around that one.
+    """
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
@@ -205,7 +209,7 @@ def serving(
     from absorbed_mla.serving.server.service import Service
 
     runner, deaths = FakeRunner(**options), []
-    llm = fake_llm(runner, tokenizer)
+    llm = llm or fake_llm(runner, tokenizer)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"), step_timeout=step_timeout)
     app = build_app(service, metrics, "tiny", api_key, origins)

@@ -6,11 +6,12 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 from absorbed_mla import SamplingParams, StructuredOutputsParams
-from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.request_results import Result
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from tests.support.models import VOCAB
 
 # The last token ends a text, and those before it have none.
@@ -115,7 +116,28 @@ def check_texts(results: Sequence[Result], names: Sequence[str]) -> int:
     return stopped
 
 
-def engine_with_vocabulary(make: Callable[..., Engine], *args, **options) -> Engine:
-    engine = make(*args, **options)
-    engine.set_vocabulary(VOCABULARY)
-    return engine
+class StructuredTokenizer(ByteTokenizer):
+    """Of ``TOKENS``; a text's tokens are single characters."""
+
+    vocab_size = VOCAB
+    end_tokens = (END,)
+
+    def encode(self, text, *, begin=None):
+        return [TOKENS.index(character.encode()) for character in text]
+
+    def stream(self, prompt, *, skip_special_tokens=True):
+        bytes_of = super().stream(prompt)
+
+        def push(tokens: Sequence[int]) -> str:
+            return bytes_of.push(b"".join(TOKENS[token] for token in tokens))
+
+        return SimpleNamespace(push=push, finish=bytes_of.finish)
+
+    def token_text(self, token):
+        return TOKENS[token].decode(errors="replace")
+
+    def token_bytes(self, token):
+        return TOKENS[token]
+
+    def chat(self, messages, **options):
+        return self.encode("".join(message["content"] for message in messages))

@@ -41,6 +41,7 @@ from absorbed_mla.serving.server.logprobs import (
     prompt_position,
     text_logprobs,
 )
+from absorbed_mla.serving.server.response_format import FORMAT_FIELDS, structured_outputs_of
 from absorbed_mla.serving.server.service import MakePrompt, Snapshot, Update
 from absorbed_mla.serving.server.unsupported import (
     FIELDS_OF_BOTH,
@@ -109,7 +110,8 @@ class KnownFields(BaseModel):
         return {k: v for k, v in given.items() if v is not None or k not in no_null}
 
 
-_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_BOTH})
+_OF_BOTH = {**_SAMPLING, **FORMAT_FIELDS, **FIELDS_OF_BOTH}
+_OfBoth = create_model("_OfBoth", __base__=KnownFields, **_OF_BOTH)
 _OfCompletions = create_model("_OfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS)
 _OfChat = create_model("_OfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
 
@@ -145,6 +147,8 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs stream false")
         given = {name: getattr(self, name) for name in _SAMPLING} | fields
+        asked = {name: getattr(self, name) for name in FORMAT_FIELDS}
+        given["structured_outputs"] = structured_outputs_of(given | asked)
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 

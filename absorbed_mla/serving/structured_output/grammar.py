@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 # Of a schema, a regular expression, a grammar, or all choices together.
 MOST_CHARACTERS = 1 << 16
-# What one grammar may take: at most some 10 ms of a step (20,000 items, 100,000 units of fuel), a
-# second or two before its first token, and 100 MB.
+# What one grammar may take: at most some 10 ms of a step (20,000 items, 100,000 units of fuel),
+# 100 MB, and so many seconds of a CPU before its first tokens.
+_MOST_SECONDS, _FIRST_TOKENS = 1.0, 3
 _LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -129,16 +131,29 @@ class GrammarChecks:
                 self._for_grammars = self._vocabulary.for_grammars()
             if name in self._known:
                 return
-        matcher = matcher_of(grammar, self._for_grammars)
-        first = b"" if matcher.is_error() else matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"structured_outputs: {matcher.get_error()[:500]}")
-        if not any(first):
-            raise ValueError("structured_outputs allows no text")
+        start = time.thread_time()
+        if error := _first_error(matcher_of(grammar, self._for_grammars)):
+            raise ValueError(f"structured_outputs: {error[:500]}")
+        if (seconds := time.thread_time() - start) > _MOST_SECONDS:
+            raise ValueError(
+                f"structured_outputs takes {seconds:.1f} s of at most {_MOST_SECONDS} to compile"
+            )
         with self._lock:
             self._known[name] = None
             while len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
+
+
+def _first_error(matcher: Any) -> str:
+    """What is wrong with the grammar, or happens with its first tokens; or ``""``."""
+    for _ in range(_FIRST_TOKENS):
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        place = next((place for place, byte in enumerate(mask) if byte), None)
+        if matcher.is_error() or matcher.is_stopped() or place is None:
+            break
+        # One that is allowed, or the end.
+        matcher.consume_token(place * 8 + (mask[place] & -mask[place]).bit_length() - 1)
+    return matcher.get_error() if matcher.is_error() else ""
 
 
 def _schema(text: str, params: StructuredOutputsParams) -> dict[str, Any]:

@@ -1,25 +1,24 @@
-"""No request emits what its grammar does not allow, whatever runs the step, and no other notices."""
+"""No request emits what its grammar does not allow; others beside it do not notice."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs, clear_all
-from tests.support.engine import CHUNKED, KEPT, engine_of, prompt, step_to_the_end
+from tests.support.engine import CHUNKED, KEPT, engine_of, prompt
 from tests.support.overlap_scheduler import count_in_flight, parity_model
 from tests.support.structured import (
-    END,
     KINDS,
     VOCABULARY,
     check_texts,
     sampled,
     structured,
-    text_of,
 )
-from tests.unit.serving.conftest import made
 
 pytest.importorskip("llguidance")
 
@@ -43,7 +42,7 @@ def alone(model):
         return engine_of(model, blocks=60).generate(PROMPTS[::2], FREE)
 
 
-def constrained_engine(model, **options):
+def engine_with(model, **options):
     engine = engine_of(model, **{"blocks": 60, **options})
     engine.set_vocabulary(VOCABULARY)
     return engine
@@ -58,13 +57,9 @@ def check_mixed(engine, alone):
 
 
 WAYS = {
-    "scheduler": {},
-    "megatron": {"decode_loop": False},
-    "chunks": CHUNKED,
     "prefix": KEPT,
     "evicted": {**CHUNKED, "blocks": 7},
     "evicted-megatron": {**CHUNKED, "blocks": 7, "decode_loop": False},
-    "paused": {"blocks": 11, "paused_cache_tokens": 256},
 }
 
 
@@ -72,15 +67,15 @@ WAYS = {
 def expected(model, alone):
     """Of all requests; company, evictions and the scheduler change none of it."""
     with batch_invariant_mode():
-        return check_mixed(constrained_engine(model), alone)
+        return check_mixed(engine_with(model), alone)
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_mixed(model, alone, expected, options):
     with batch_invariant_mode():
-        engine = constrained_engine(model, **options)
+        engine = engine_with(model, **options)
         assert check_mixed(engine, alone) == expected
-    assert engine.statistics.evicted or "blocks" not in options or "paused" in str(options)
+    assert bool(engine.statistics.evicted) == ("blocks" in options)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -91,7 +86,7 @@ def test_launched_ahead(model, alone, expected, graphs, monkeypatch):
         FullCudaGraphs, "_captured", lambda self, step, larger: launched(replay=step)
     )
     with batch_invariant_mode():
-        engine = constrained_engine(model, **({"num_cuda_graphs": 4} if graphs else {}))
+        engine = engine_with(model, **({"num_cuda_graphs": 4} if graphs else {}))
         engine.scheduler.launches_ahead = True
         if graphs:
             engine.scheduler.runner.graphs = FullCudaGraphs(model)
@@ -103,3 +98,22 @@ def test_launched_ahead(model, alone, expected, graphs, monkeypatch):
             kinds = [kind for _, kind in engine.scheduler.runner.graphs._graphs]
             assert None in kinds and len(set(kinds)) > 1
     clear_all()
+
+
+def test_drafts(drafting, monkeypatch):
+    """Of right drafts, too, none behind the end of a text; wrong ones change nothing."""
+    expected = engine_with(drafting).generate(PROMPTS, MIXED)
+    engine = engine_with(drafting, num_speculative_tokens=2)
+    assert engine.generate(PROMPTS, MIXED) == expected
+    texts = [[*text, *result.tokens, *[0] * 9] for text, result in zip(PROMPTS, expected)]
+    draw = RequestSampler._drawn
+
+    def drawn(self, logits, rows, *, are_drafts=False):
+        if not are_drafts:
+            return draw(self, logits, rows)
+        found = [texts[row.request.number][row.position] for row in rows]
+        return torch.tensor(found, device=logits.device)
+
+    monkeypatch.setattr(RequestSampler, "_drawn", drawn)
+    assert engine.generate(PROMPTS, MIXED) == expected
+    assert engine.statistics.accepted > sum(len(one.tokens) for one in expected) // 2
