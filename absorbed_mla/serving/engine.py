@@ -29,20 +29,24 @@ from torch import Tensor
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add, Command
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
+from absorbed_mla.serving.megatron_engine.names import STRUCTURED_OUTPUTS, owners_of
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
 from absorbed_mla.serving.request_results import EngineRequests, Progress, Result
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest, derive_seed
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.sampling.stop_tokens import end_with_grammar
 from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
 from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
+from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
+from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -104,6 +108,8 @@ class Engine:
         self._prefill_graphs = prefill_graphs(
             self.host, model, graphs, options.prefill_graph_tokens
         )
+        # Of requests with structured outputs, once their vocabulary is known.
+        self._grammars: RequestGrammars | None = None
         self._passes = 0
         self._forget_requests()
 
@@ -168,6 +174,8 @@ class Engine:
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._megatron_counters is not None:
             self._megatron_counters.write_to(self._statistics)
         if self.scheduler is not None:
@@ -225,6 +233,8 @@ class Engine:
         self._num_requests += 1
         max_tokens = self.host.context.max_tokens
         error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens)
+        if sampling.structured_outputs is not None and self._grammars is None:
+            error = error or "structured_outputs needs set_vocabulary"
         if error:
             self._requests.end(number, Result(error=error))
         else:
@@ -234,6 +244,8 @@ class Engine:
                 seed = derive_seed(self._seed, self._num_seeds)
                 self._num_seeds += 1
             sampled = SampledRequest(sampling, seed, prompt, number=number)
+            if sampling.structured_outputs is not None and self._grammars is not None:
+                sampled.grammar = self._grammars.of(sampling)
             self._sampler.requests[number] = sampled
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
@@ -242,6 +254,20 @@ class Engine:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
         return number
+
+    def set_vocabulary(self, vocabulary: TokenVocabulary) -> None:
+        """Know the texts of tokens, without which there are no structured outputs.
+
+        Grammars are not checked: ``LLM`` does that before it adds a request.
+
+        Raises:
+            ValueError: If this Megatron cannot end requests whose texts are complete.
+        """
+        if self._grammars is None:
+            STRUCTURED_OUTPUTS.require(owners_of(self.host))
+            end_with_grammar(self.host, self._sampler.requests)
+        if self._grammars is None or self._grammars.vocabulary != vocabulary:
+            self._grammars = RequestGrammars(vocabulary)
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""
@@ -252,7 +278,7 @@ class Engine:
         """Whether :meth:`step` has something to do or to report, here or where experts are."""
         return self._on_any(self._has_requests())
 
-    def execute(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def execute(self, commands: Sequence[Command]) -> list[Progress]:
         """Carry out commands, then a step if there is anything to do.
 
         Results are in the progress, and not kept: those of a server must not pile up.
@@ -260,8 +286,10 @@ class Engine:
         for command in commands:
             if isinstance(command, Add):
                 self.add_request(command.prompt, command.params)
-            else:
+            elif isinstance(command, Abort):
                 self.abort(command.number)
+            else:
+                self.set_vocabulary(command.vocabulary)
         progress = self.step() if self.is_busy() else []
         for one in progress:
             if one.result is not None:

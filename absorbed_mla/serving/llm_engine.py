@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.structured_output.grammar import GrammarChecks
 from absorbed_mla.serving.tokenizers.tokenizers import Message, Tokenizer
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class LLMEngine:
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
         self._sizes = runner.options()
         self._requests = OutputProcessor(tokenizer)
+        self._grammars = GrammarChecks(tokenizer, self._sizes.vocab_size)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
         self._calls: set[object] = set()
@@ -133,6 +135,8 @@ class LLMEngine:
         assert sizes.vocab_size is not None
         try:
             of_engine = of_output(params, self._ends(params), tokenizer)
+            if params.structured_outputs is not None:
+                self._grammars.check(params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
@@ -325,6 +329,8 @@ class LLMEngine:
         self, text: str | None, tokens: list[int], params: SamplingParams, name: str | None
     ) -> str:
         self._require_awake()
+        if params.structured_outputs is not None:
+            self._requests.set_vocabulary(self._grammars.vocabulary)
         return self._requests.add(text, tokens, params, name, self._ends(params))
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:

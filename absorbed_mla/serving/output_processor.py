@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.stop_strings import StopStrings
@@ -18,6 +18,7 @@ from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.request_results import Progress, Result, TopLogProbs
+    from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class OutputProcessor:
         self._requests = {}
         # By the engine's numbers: what is not over there.
         self._running: dict[int, tuple[_Request, Completion]] = {}
-        self._commands: list[Add | Abort] = []
+        self._commands: list[Command] = []
+        self._knows_vocabulary = False
         self._aborted: list[RequestOutput] = []
         self._num_added = 0
 
@@ -123,6 +125,12 @@ class OutputProcessor:
         self._requests[name] = request
         return name
 
+    def set_vocabulary(self, vocabulary: TokenVocabulary) -> None:
+        """Tell the engine, once, the texts of tokens."""
+        if not self._knows_vocabulary:
+            self._commands.append(SetVocabulary(vocabulary))
+            self._knows_vocabulary = True
+
     def abort(self, name: str) -> None:
         """End a request; its outputs keep what they have. Unknown ids are ignored: it has ended."""
         request = self._requests.get(name)
@@ -144,7 +152,7 @@ class OutputProcessor:
         self._aborted = [one for one in self._aborted if one.request_id not in names]
         self.of_calls.difference_update(names)
 
-    def commands(self) -> Sequence[Add | Abort]:
+    def commands(self) -> Sequence[Command]:
         """What the engine has not been told yet; it is told now."""
         commands, self._commands = self._commands, []
         return commands
@@ -334,7 +342,7 @@ class Completion:
             return
         if result.finish == "error":
             self.output.error = result.error
-        known = result.finish in ("abort", "error")
+        known = result.finish in ("abort", "error", "stop")
         self.output.finish_reason = result.finish if known else "length"
 
 

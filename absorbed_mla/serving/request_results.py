@@ -16,9 +16,14 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.sampling.device_sampler import SampledRequest
+    from absorbed_mla.serving.structured_output.request_grammar import RequestGrammar
 
 # Error of a request whose logits are no numbers any more.
 NON_FINITE_LOGITS = "the model's logits are NaN or infinite, so that no token can be drawn"
+NO_ALLOWED_TOKEN = (
+    "no token can be drawn: the model's logits are NaN or infinite, or structured_outputs leaves "
+    "none, beside other parameters or after too much work"
+)
 # Log-probabilities of the most likely tokens at one position, by token.
 TopLogProbs = dict[int, float]
 
@@ -34,10 +39,10 @@ class Result:
         prompt_log_probs: Of the prompt's tokens but the first, if ``prompt_logprobs`` asked for
             them.
         prompt_top_log_probs: At the same positions, those of the most likely tokens.
-        finish: Why it ended: ``"stop"`` (a stop token), ``"length"`` (``max_tokens``),
-            ``"context"`` (the engine's ``max_sequence_length``, or without ``max_tokens`` the size
-            of its cache), ``"abort"``, ``"error"`` (the model's logits are NaN or infinite), or
-            ``""`` if it could not run.
+        finish: Why it ended: ``"stop"`` (a stop token, or its grammar allows nothing more),
+            ``"length"`` (``max_tokens``), ``"context"`` (the engine's ``max_sequence_length``, or
+            without ``max_tokens`` the size of its cache), ``"abort"``, ``"error"`` (no token can be
+            drawn), or ``""`` if it could not run.
         error: Why the request could not run or go on, or ``""``.
         num_cached_tokens: Of the prompt, in blocks that the prefix cache had.
     """
@@ -164,9 +169,8 @@ class EngineRequests:
 
     def end_waiting(self, number: int, record: DynamicInferenceRequestRecord) -> None:
         """End a request that waits; it may have been evicted in the step it was to end in."""
-        aborted = number in self.to_abort
-        result = result_of(record, self.params[number], aborted=aborted)
-        ended = self.failures.cut(Progress(number, [], result=result), len(result.tokens))
+        result = self._result_of(number, record)
+        ended = self._cut(Progress(number, [], result=result), len(result.tokens))
         assert ended.result is not None
         self.end(number, ended.result)
 
@@ -175,7 +179,7 @@ class EngineRequests:
         cut = []
         for one in progress:
             before = len(self._sampled[one.number].generated) - len(one.tokens)
-            cut.append(self.failures.cut(one, before))
+            cut.append(self._cut(one, before))
         return [one for one in cut if one.tokens or one.result]
 
     def progress(
@@ -187,17 +191,29 @@ class EngineRequests:
             new = count_tokens(record) - before
             result = None
             if ended:
-                aborted = number in self.to_abort
-                result = result_of(record, self.params[number], aborted=aborted)
+                result = self._result_of(number, record)
             if new or ended:
                 progress = progress_of(record, number, new, result)
                 self._sampled[number].generated.extend(progress.tokens)
-                progress = self.failures.cut(progress, before)
+                progress = self._cut(progress, before)
                 if progress.tokens or ended:
                     yield progress
                 result = progress.result
             if result is not None:
                 self._keep(number, result)
+
+    def _result_of(self, number: int, record: DynamicInferenceRequestRecord) -> Result:
+        params, grammar = self.params[number], self._sampled[number].grammar
+        return result_of(record, params, aborted=number in self.to_abort, grammar=grammar)
+
+    def _cut(self, progress: Progress, before: int) -> Progress:
+        """See ``Failures.cut``."""
+        cut = self.failures.cut(progress, before)
+        failed = cut.result is not None and cut.result.error == NON_FINITE_LOGITS
+        if failed and self._sampled[progress.number].grammar is not None:
+            assert cut.result is not None
+            cut.result.error = NO_ALLOWED_TOKEN
+        return cut
 
     def _keep(self, number: int, result: Result) -> None:
         self.results[number] = result
@@ -254,7 +270,11 @@ def _has_log_probs(record: DynamicInferenceRequestRecord) -> bool:
 
 
 def result_of(
-    record: DynamicInferenceRequestRecord, sampling: SamplingParams, *, aborted: bool
+    record: DynamicInferenceRequestRecord,
+    sampling: SamplingParams,
+    *,
+    aborted: bool,
+    grammar: RequestGrammar | None = None,
 ) -> Result:
     """The result of a request that Megatron's engine is done with."""
     result = Result(tokens=_joined(record, "generated_tokens"))
@@ -274,7 +294,9 @@ def result_of(
     if last.status == Status.FAILED:
         errors = [type(e.payload).__name__ for e in last.events if e.payload is not None]
         result.error = ", ".join(errors) or "the engine failed"
-    elif result.tokens and result.tokens[-1] in sampling.stop_token_ids:
+    elif (result.tokens and result.tokens[-1] in sampling.stop_token_ids) or (
+        grammar is not None and grammar.completed_by(result.tokens)
+    ):
         result.finish = "stop"
     elif len(result.tokens) == sampling.max_tokens:
         result.finish = "length"

@@ -15,7 +15,7 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add, Command
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -93,7 +93,7 @@ class FakeRunner:
         self.num_added = 0
         self.says: str | None = None
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def step(self, commands: Sequence[Command]) -> list[Progress]:
         self.started.set()
         self.num_steps += 1
         time.sleep(self.step_seconds)
@@ -108,7 +108,7 @@ class FakeRunner:
                 running = _Running(command.prompt, command.params, index, [])
                 self._running[self.num_added] = running
                 self.num_added += 1
-            elif command.number in self._running:
+            elif isinstance(command, Abort) and command.number in self._running:
                 self.aborted.append(command.number)
                 del self._running[command.number]
                 ended.append(Progress(command.number, [], result=Result(finish="abort")))
@@ -200,9 +200,13 @@ def serving(
     step_timeout: float = 60.0,
     tokenizer: Tokenizer | None = None,
     app_options: Mapping[str, Any] = {},
+    llm: LLM | None = None,
     **options,
 ) -> Iterator[Served]:
-    """A server around a fake model, on a free port, in a thread; with options of its engine."""
+    """A server around a fake model, on a free port, in a thread; with options of its engine.
+
+    With ``llm`` around that one.
+    """
     # Machines without the server's packages test the rest.
     from absorbed_mla.serving.server.app import build_app
     from absorbed_mla.serving.server.http_server import HTTPServer
@@ -210,7 +214,7 @@ def serving(
     from absorbed_mla.serving.server.service import Service
 
     runner, deaths = FakeRunner(**options), []
-    llm = fake_llm(runner, tokenizer)
+    llm = llm or fake_llm(runner, tokenizer)
     metrics = Metrics()
     service = Service(llm, metrics, lambda: deaths.append("died"), step_timeout=step_timeout)
     app = build_app(service, metrics, "tiny", api_key, origins, **app_options)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 
 
 @dataclass(frozen=True)
@@ -21,3 +22,13 @@ class Abort:
     """Command: end a request."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class SetVocabulary:
+    """Command: know the texts of tokens, as requests with structured outputs need them."""
+
+    vocabulary: TokenVocabulary
+
+
+Command = Add | Abort | SetVocabulary

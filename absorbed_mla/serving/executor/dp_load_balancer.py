@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.executor.local import LocalRunner, Runner
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import derive_seed
@@ -54,16 +54,19 @@ class Front:
         self._options = ranks.options()
         self._forget()
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def step(self, commands: Sequence[Command]) -> list[Progress]:
         """See ``Runner``; every rank takes part in the step, with or without requests."""
-        sent: list[list[Add | Abort]] = [[] for _ in range(self._size)]
+        sent: list[list[Command]] = [[] for _ in range(self._size)]
         for command in commands:
             if isinstance(command, Add):
                 rank = self._lightest()
                 sent[rank].append(self._added(command, rank))
+            elif isinstance(command, SetVocabulary):
+                for own in sent:
+                    own.append(command)
             elif command.number in self._places:
-                rank, own = self._places[command.number]
-                sent[rank].append(Abort(own))
+                rank, number = self._places[command.number]
+                sent[rank].append(Abort(number))
         found = self._ranks.each("step", [(own,) for own in sent])
         progress = [self._of_all(rank, one) for rank, each in enumerate(found) for one in each]
         return sorted(progress, key=lambda one: one.number)

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Command
 from absorbed_mla.serving.executor.engine_options import engine_options
 from absorbed_mla.serving.executor.process_groups import join
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -27,7 +27,7 @@ from absorbed_mla.serving.weights.load import load_model, open_model, require_mo
 class Runner(Protocol):
     """What ``LLM`` drives; every method is collective over the ranks."""
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def step(self, commands: Sequence[Command]) -> list[Progress]:
         """Carry out commands, then one step if there is anything to do."""
         ...
 
@@ -71,7 +71,7 @@ class LocalRunner:
         step: ``Engine.execute``, while it is awake.
     """
 
-    step: Callable[[Sequence[Add | Abort]], list[Progress]]
+    step: Callable[[Sequence[Command]], list[Progress]]
 
     def __init__(self, model: GPTModel, options: EngineOptions) -> None:
         self._model, self._options = model, options

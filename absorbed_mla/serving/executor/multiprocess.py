@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from absorbed_mla.serving.engine_options import EngineOptions
-from absorbed_mla.serving.executor.commands import Abort, Add
+from absorbed_mla.serving.executor.commands import Command
 from absorbed_mla.serving.llm_engine import interrupts_deferred
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
@@ -66,7 +66,7 @@ class ProcessRunner:
             self._kill()
             raise
 
-    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+    def step(self, commands: Sequence[Command]) -> list[Progress]:
         """See ``Runner``."""
         return self._call("step", commands)
 

@@ -34,7 +34,7 @@ DETOKENIZE = MegatronName(CONTROLLER, "detokenize", "no text")
 STOP_WORDS = MegatronName(
     ENGINE,
     "_check_stop_words_for_request_post_append",
-    "the first stop token, with drafts",
+    "the first stop token, with drafts; the end of a grammar",
 )
 # Context
 RESUME = MegatronName(CONTEXT, "resume_paused_requests", "counts cached blocks as free")
@@ -153,6 +153,7 @@ DRAFTS = Need(
         ),
     ),
 )
+STRUCTURED_OUTPUTS = Need("structured_outputs", REFUSED, (STOP_WORDS,))
 DRAFTS_ON_CPUS = Need("num_speculative_tokens on a CPU", REFUSED, KERNELS_OF_DRAFTS)
 OVERLAP_SCHEDULER = Need(
     "decode_loop=True",
@@ -219,6 +220,7 @@ SERVING_NEEDS = (
     PREFIX_CACHING,
     PREFIX_CACHE_DIR,
     DRAFTS,
+    STRUCTURED_OUTPUTS,
     DRAFTS_ON_CPUS,
     OVERLAP_SCHEDULER,
     FULL_CUDA_GRAPHS,

@@ -22,11 +22,15 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from absorbed_mla.serving.structured_output.request_grammar import RequestGrammar
 
 _SCALE = 2.0**40
 # The temperature, the random number in [0, 1), min_p, top_k (at least the vocabulary's size where
@@ -53,6 +57,7 @@ class SampledRequest:
         bias: Added to the logits of all tokens, fp32 [vocabulary], once it is asked for.
         stop_tokens: That stop the request, int64, once they must not be drawn.
         number: Of the request; -1: not known.
+        grammar: That its text is of, if it is to be of one.
     """
 
     params: SamplingParams
@@ -63,6 +68,7 @@ class SampledRequest:
     bias: Tensor | None = None
     stop_tokens: Tensor | None = None
     number: int = -1
+    grammar: RequestGrammar | None = None
     _numbers: tuple[float, float, int, float, bool] | None = None
     # By their last token but one.
     _bad_words: dict[int, list[Sequence[int]]] | None = None
@@ -118,6 +124,7 @@ class DeviceSampler:
     Attributes:
         kind: Of the next step; None: the sampler itself must draw, since tokens so far count.
         changes: Whether :meth:`begin` must be called again for the next step.
+        constrained: Rows whose requests have grammars.
     """
 
     def __init__(self, max_rows: int, vocabulary: int, *, own: bool) -> None:
@@ -135,10 +142,12 @@ class DeviceSampler:
         self._random: list[float] = []
         self.kind: Kind | None = None
         self.changes = False
+        self.constrained: list[int] = []
 
     def begin(self, requests: Sequence[SampledRequest], positions: Sequence[int]) -> None:
         """Draw for these requests, by row, from the next step on."""
         self._requests = list(requests)
+        self._find_constrained()
         self.changes = any(request.avoids_stop_tokens for request in requests)
         self.kind = self._kind()
         if self.kind in (None, Kind.GREEDY):
@@ -157,6 +166,8 @@ class DeviceSampler:
         """Rows are others; ``order`` has, for each of them, the row that it was."""
         fewer = len(order) < len(self._requests)
         self._requests = [self._requests[row] for row in order]
+        if self.constrained:
+            self._find_constrained()
         if self.kind is None:
             # The request because of which the sampler draws may have ended.
             self.changes = True
@@ -187,6 +198,18 @@ class DeviceSampler:
         table = self._table[:, : len(logits)]
         return draw_by_numbers(logits, table, filters=kind is Kind.FILTERED)
 
+    def constrain(self, logits: Tensor) -> Tensor:
+        """Logits of the first rows in which grammars' other tokens cannot be drawn.
+
+        The tokens of the steps before this one must be known. It is no work for a CUDA graph.
+        """
+        rows = [(row, self._requests[row], ()) for row in self.constrained]
+        return constrain(logits, rows)
+
+    def _find_constrained(self) -> None:
+        rows = enumerate(self._requests)
+        self.constrained = [row for row, request in rows if request.grammar is not None]
+
     def _find_sampled(self) -> None:
         rows = enumerate(self._requests)
         self._sampled = [row for row, request in rows if not request.params.is_greedy]
@@ -202,6 +225,20 @@ class DeviceSampler:
         if not sampled:
             return Kind.GREEDY
         return Kind.FILTERED if any(one.has_filters for one in sampled) else Kind.SAMPLED
+
+
+def constrain(logits: Tensor, rows: Sequence[tuple[int, SampledRequest, Sequence[int]]]) -> Tensor:
+    """Logits [rows, vocabulary] in which tokens that grammars do not allow cannot be drawn.
+
+    Args:
+        rows: With grammars: the row, its request, and drafts before its token.
+    """
+    grammars = []
+    for row, request, drafts in rows:
+        assert request.grammar is not None
+        request.grammar.advance(request.generated)
+        grammars.append((row, request.grammar, drafts))
+    return grammars[0][1].bitmask.apply(logits, grammars) if grammars else logits
 
 
 def most_likely(logits: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from absorbed_mla.serving.sampling.device_sampler import (
     SampledRequest,
+    constrain,
     draw_by_numbers,
     most_likely,
     uniform,
@@ -164,9 +165,9 @@ class RequestSampler(Sampling):
         """
         self._depth = 0
         running = self._running(context)[: num_decode + num_prefill]
-        width = num_speculative_tokens + 1
+        width, decoding = num_speculative_tokens + 1, running[:num_decode]
         inputs: list[list[int]] = []
-        if any(request.params.changes_logits for request, *_ in running[:num_decode]):
+        if any(request.params.changes_logits or request.grammar for request, *_ in decoding):
             tokens = context.gpu_view.token_to_input_ids[: num_decode * width]
             inputs = tokens.view(num_decode, width).tolist()
         rows = []
@@ -196,6 +197,9 @@ class RequestSampler(Sampling):
         )
 
     def _drawn(self, logits: Tensor, rows: Sequence[_Row], *, are_drafts: bool = False) -> Tensor:
+        if not are_drafts:
+            # Drafts need not be right.
+            logits = _constrained(logits, rows)
         tokens = draw(logits, rows)
         if self._agree is not None:
             tokens = self._agree(tokens)
@@ -217,6 +221,12 @@ class RequestSampler(Sampling):
             (self.requests[number], start, start + length)
             for number, start, length in zip(numbers, starts, lengths)
         ]
+
+
+def _constrained(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits without the tokens that grammars of the rows' requests do not allow."""
+    found = [(i, row) for i, row in enumerate(rows) if row.request.grammar and row.known is None]
+    return constrain(logits, [(i, row.request, row.drafts) for i, row in found])
 
 
 def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:

@@ -1,11 +1,14 @@
-"""Where a request with drafts ends: at the first of its stop tokens."""
+"""Where a request ends: with drafts at the first of its stop tokens, with a grammar at its end."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 from absorbed_mla.serving.megatron_engine.names import STOP_WORDS
+from absorbed_mla.serving.sampling.device_sampler import SampledRequest
 
 
 def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
@@ -29,5 +32,29 @@ def end_at_first_stop_token(host: DynamicInferenceEngine) -> None:
                     request.generated_tokens = request.generated_tokens[:-behind]
                 return True, behind
         return False, 0
+
+    STOP_WORDS.replace(host, check)
+
+
+def end_with_grammar(host: DynamicInferenceEngine, requests: Mapping[int, SampledRequest]) -> None:
+    """Let a request end, as behind a stop word, when its grammar allows nothing more.
+
+    Args:
+        requests: By number, those that may be in a step.
+    """
+    before = STOP_WORDS.of(host)
+
+    def check(request: DynamicInferenceRequest) -> tuple[bool, int]:
+        """Whether the request ends, and how many tokens behind its end were removed."""
+        found, removed = before(request)
+        sampled = requests.get(request.request_id)
+        if sampled is None or sampled.grammar is None:
+            return found, removed
+        # After an eviction, its prompt has what was generated.
+        earlier = len(request.prompt_tokens) - len(sampled.prompt)
+        behind = sampled.grammar.advance(request.generated_tokens, earlier)
+        if behind:
+            request.generated_tokens = request.generated_tokens[:-behind]
+        return found or sampled.grammar.is_complete, removed + behind
 
     STOP_WORDS.replace(host, check)

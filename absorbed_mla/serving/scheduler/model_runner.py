@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -159,40 +159,52 @@ class ModelRunner:
         # reads token 0.
         self._tokens = torch.zeros_like(sampled_tokens(controller))
         self._outputs = [PinnedOutput(context.max_requests) for _ in range(2)]
+        # Of the last step: launches its sampler, if that has not been done.
+        self._sampler_of_step: Callable[[], None] | None = None
         # The device has read the tables of the last step.
         self._inputs_read = torch.cuda.Event()
 
-    def launch(self, batch: InputBatch, requests: RunningRequests) -> InFlightStep:
+    def launch(
+        self, batch: InputBatch, requests: RunningRequests, *, ahead: bool = False
+    ) -> InFlightStep:
         """Run the model and sample, by a CUDA graph where one holds a decode step of this size.
 
         Args:
             batch: Its tables have been copied to the device.
             requests: In the rows of the batch.
+            ahead: Whether the tokens of the step before are not known; where grammars need them,
+                :meth:`sample` must be called when they are.
         """
         context, count, sampler = self._context, batch.count, self.device_sampler
         if sampler.changes:
             sampler.begin(requests.sampled(), batch.positions())
         sampler.publish()
         self._inputs_read.record()
-        kind, in_graph = sampler.kind, None
+        kind, in_graph, constrained = sampler.kind, None, bool(sampler.constrained)
         if (graphs := self._graphs_of_step()) is not None:
-            in_graph = kind if self._sampling_in_graphs else None
+            in_graph = kind if self._sampling_in_graphs and not constrained else None
             rows = context.padded_active_request_count
             key = context.padded_batch_dimensions, in_graph
             graphs.run(key, partial(self._run_and_sample, rows, in_graph))
         else:
             inputs = context.current_input_and_position_ids()
             run_model(self._controller)(*inputs)
-        if kind is None:
-            self._sample_by_megatron(count)
-        elif in_graph is None:
-            self._sample(count, kind)
         wants_log_prob = batch.metadata("return_log_probs").astype(bool).tolist()
         output = self._outputs[0]
         self._outputs.reverse()
-        output.copy_from(
-            self._tokens[:count], self._log_probs(count) if any(wants_log_prob) else None
-        )
+
+        def sample() -> None:
+            if kind is None:
+                self._sample_by_megatron(count)
+            elif in_graph is None:
+                self._sample(count, kind)
+            output.copy_from(
+                self._tokens[:count], self._log_probs(count) if any(wants_log_prob) else None
+            )
+
+        self._sampler_of_step = sample
+        if not (ahead and constrained):
+            self.sample()
         return InFlightStep(
             list(requests.numbers),
             batch.at_max_length(),
@@ -202,6 +214,15 @@ class ModelRunner:
             context.using_cuda_graph_this_step(),
             output,
         )
+
+    def sample(self) -> None:
+        """Sample the tokens of the last step, unless that has been launched with its model.
+
+        The device computes the model meanwhile.
+        """
+        sample, self._sampler_of_step = self._sampler_of_step, None
+        if sample is not None:
+            sample()
 
     def wait_for_inputs(self) -> None:
         """Return when the device has read the tables of the last step, which may then change."""
@@ -239,6 +260,8 @@ class ModelRunner:
     def _sample(self, count: int, kind: Kind) -> None:
         """Sample tokens of the first ``count`` rows by the device sampler."""
         logits = logits_of_step(self._controller)[0, :count]
+        if self.device_sampler.constrained:
+            logits = self.device_sampler.constrain(logits)
         tokens = self.device_sampler.draw(logits, kind)
         self._tokens[:count].copy_(tokens)
         torch.clamp(tokens, min=0, out=sampled_tokens(self._controller)[:count])

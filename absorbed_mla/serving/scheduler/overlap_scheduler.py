@@ -173,7 +173,7 @@ class OverlapScheduler:
         # The device is busy meanwhile.
         self._device_sampler.prepare(self._batch.positions())
         if prepared := self._schedule_ahead(step):
-            self._in_flight.append(self.runner.launch(*prepared))
+            self._in_flight.append(self.runner.launch(*prepared, ahead=True))
         start = time.perf_counter()
         step.output.wait()
         self.waited += time.perf_counter() - start
@@ -312,6 +312,7 @@ class OverlapScheduler:
         self.last = step
         log_probs = step.log_probs(without=rows.before)
         progress = running.append_tokens(step.numbers, tokens, log_probs, without=finished)
+        self.runner.sample()
         if not ahead and not over:
             self._advance(finished, tokens)
             size = self._batch.count

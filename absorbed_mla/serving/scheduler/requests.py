@@ -256,7 +256,7 @@ class RunningRequests:
             self._records[number], self._parts[number] = record, part
             self._sampled[number] = sampled
             self._tokens[number] = part.generated_tokens, sampled.generated
-            if part.stop_word_ids:
+            if part.stop_word_ids or sampled.grammar is not None:
                 self._with_stop_words.add(number)
             if not part.generated_tokens:
                 self._without.add(number)

@@ -35,6 +35,7 @@ from absorbed_mla.serving.output_processor import position_logprobs
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.logprobs import Json, TextOffsets, prompt_position, text_logprobs
+from absorbed_mla.serving.server.response_format import FORMAT_FIELDS, structured_outputs_of
 from absorbed_mla.serving.server.service import MakePrompt, Snapshot, Update
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_BOTH, FIELDS_OF_COMPLETIONS
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
@@ -96,7 +97,8 @@ class KnownFields(BaseModel):
         return {k: v for k, v in given.items() if v is not None or k not in no_null}
 
 
-_OfBoth = create_model("_OfBoth", __base__=KnownFields, **{**SAMPLING_FIELDS, **FIELDS_OF_BOTH})
+_OF_BOTH = {**SAMPLING_FIELDS, **FORMAT_FIELDS, **FIELDS_OF_BOTH}
+_OfBoth = create_model("_OfBoth", __base__=KnownFields, **_OF_BOTH)
 _OfCompletions = create_model("_OfCompletions", __base__=KnownFields, **FIELDS_OF_COMPLETIONS)
 
 
@@ -139,6 +141,8 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs stream false")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS} | fields
+        asked = {name: getattr(self, name) for name in FORMAT_FIELDS}
+        given["structured_outputs"] = structured_outputs_of(given | asked)
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 

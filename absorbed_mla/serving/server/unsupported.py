@@ -13,14 +13,11 @@ from pydantic import AfterValidator
 
 # Field -> its values that ask for nothing, besides null.
 _OF_BOTH: dict[str, tuple] = {
-    **dict.fromkeys(("cache_salt",), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
+    **dict.fromkeys(("cache_salt", "guided_decoding_backend"), ()),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
     **dict.fromkeys(("early_stopping", "store", "use_beam_search"), (False,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
 }
 _OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}

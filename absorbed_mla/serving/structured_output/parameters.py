@@ -18,6 +18,10 @@ _OF_JSON: dict[str, Any] = {
 }
 
 
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
 def _are_choices(texts: Any) -> bool:
     texts = [] if isinstance(texts, str) else list(texts)
     return bool(texts) and all(isinstance(text, str) and text for text in texts)
@@ -37,16 +41,21 @@ class StructuredOutputsParams(Options):
     # Of the server's requests.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    json: str | Mapping[str, Any] | None = option(None, unset="none")
+    json: str | Mapping[str, Any] | None = option(
+        None,
+        valid=lambda given: isinstance(given, str | Mapping),
+        accepted="an object, or its text",
+        unset="none",
+    )
     """JSON schema, also as text."""
-    regex: str | None = option(None, unset="none")
+    regex: str | None = option(None, valid=_is_text, accepted="a text", unset="none")
     """Regular expression that the whole text matches."""
     # Of a request's JSON, pydantic would report each of millions of wrong entries.
     choice: Sequence[Any] | None = option(
         None, valid=_are_choices, accepted="texts, one at least, none of them empty", unset="none"
     )
     """Texts, of which the output is one."""
-    grammar: str | None = option(None, unset="none")
+    grammar: str | None = option(None, valid=_is_text, accepted="a text", unset="none")
     """Context-free grammar in the format of Lark, or of GBNF."""
     json_object: bool | None = option(None, unset="false")
     """Any JSON object."""
@@ -54,7 +63,9 @@ class StructuredOutputsParams(Options):
     """No white space between the parts of JSON."""
     disable_additional_properties: bool = option(False)
     """Objects with ``properties`` have no others, unless the schema says so."""
-    whitespace_pattern: str | None = option(None, unset="any white space")
+    whitespace_pattern: str | None = option(
+        None, valid=_is_text, accepted="a text", unset="any white space"
+    )
     """Regular expression of the white space between the parts of JSON."""
     structural_tag: str | None = option(None, unset="none")
     """Not available: it is refused."""

@@ -100,11 +100,13 @@ class HuggingFaceTokenizer:
     Attributes:
         of_transformers: The tokenizer that it was given.
         begin_token: The token that begins a text, if the tokenizer has one.
+        special_tokens: Those that are no text.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
         self.of_transformers = self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
+        self.special_tokens = self._token_bytes.special
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
             # transformers would do it at the first text, when another thread may have a second one.
