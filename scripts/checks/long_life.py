@@ -212,7 +212,8 @@ def _one(args: argparse.Namespace, index: int, folder: Path) -> None:
         traffic.faults.append(str(fault))
     traffic.faults += growth(traffic.ended, traffic.figures)
     save()
-    llm.close()
+    if not traffic.faults:
+        llm.close()
 
 
 def _pool(args: argparse.Namespace, folder: Path, llm: LLM) -> list[Entry]:

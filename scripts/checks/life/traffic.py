@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -107,7 +108,7 @@ class Traffic:
                 for _ in range(self._rng.randint(1, room)):
                     self._send(*self._drawn(plain))
             self._abort_some()
-            outputs = self._llm.step()
+            outputs = self._step()
             scheduler = self._engine.scheduler
             own = scheduler is not None and scheduler.last is not None
             self.counts["overlap scheduler's steps" if own else "Megatron's steps"] += 1
@@ -117,6 +118,13 @@ class Traffic:
             idle = 0 if ended else idle + 1
             if idle > _MOST_IDLE_STEPS:
                 raise Fault(f"no request has ended in {idle} steps: {list(self._sent.values())}")
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self._llm.step()
+        except Exception as error:
+            numbers = sorted(sent.number for sent in self._sent.values())
+            raise Fault(f"a step of requests {numbers} raises {traceback.format_exc()}") from error
 
     @property
     def _engine(self):

@@ -78,6 +78,12 @@ def test_a_leaked_block(traffic):
         run(traffic, 2, 2)
 
 
+def test_a_step_that_raises(traffic, monkeypatch):
+    monkeypatch.setattr(traffic._llm._runner, "step", lambda commands: [][0])
+    with pytest.raises(Fault, match=r"a step of requests \[0.*\] raises .*\n[^$]*IndexError"):
+        run(traffic, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("values", "grows"),
     [
