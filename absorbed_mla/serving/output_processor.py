@@ -89,6 +89,7 @@ class OutputProcessor:
         params: SamplingParams,
         name: str | None,
         ends: Sequence[int],
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
 
@@ -98,6 +99,7 @@ class OutputProcessor:
             params: As the user gave them.
             name: The id; None makes one.
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
+            cache_salt: Of the prompts that share cached blocks with it.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -114,7 +116,7 @@ class OutputProcessor:
             number = self._num_added
             self._num_added += 1
             of_engine = of_output(params, index, ends, self._tokenizer)
-            self._commands.append(Add(prompt_tokens, of_engine))
+            self._commands.append(Add(prompt_tokens, of_engine, cache_salt))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)

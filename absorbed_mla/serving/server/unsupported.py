@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 # Field -> its values that ask for nothing, besides null.
 _OF_BOTH: dict[str, tuple] = {
-    **dict.fromkeys(("cache_salt", "structured_outputs"), ()),
+    "structured_outputs": (),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ()),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
