@@ -74,6 +74,7 @@ class FakeRunner:
         started: Set by the first step.
         num_steps: That have begun.
         num_added: Requests, since it slept.
+        salts: ``cache_salt`` of each request.
     """
 
     def __init__(self, **options) -> None:
@@ -90,6 +91,7 @@ class FakeRunner:
         self.aborted: list[int] = []
         self._running: dict[int, _Running] = {}
         self.num_added = 0
+        self.salts: list[str | None] = []
 
     def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
         self.started.set()
@@ -105,6 +107,7 @@ class FakeRunner:
                 index = sum(one.prompt is command.prompt for one in self._running.values())
                 running = _Running(command.prompt, command.params, index, [])
                 self._running[self.num_added] = running
+                self.salts.append(command.cache_salt)
                 self.num_added += 1
             elif command.number in self._running:
                 self.aborted.append(command.number)

@@ -18,7 +18,6 @@ BOTH, COMPLETION, CHAT = tuple(BODIES), (CompletionRequest,), (ChatRequest,)
 NO_OPS = [
     # Request, field, values besides null that ask for nothing, one that asks for something.
     (BOTH, "best_of", [1], 2),
-    (BOTH, "cache_salt", [], "salt"),
     (BOTH, "early_stopping", [False], True),
     (BOTH, "guided_json", [], {"type": "object"}),
     (BOTH, "guided_regex", [], "a*"),
