@@ -362,7 +362,8 @@ class GeneratedBlocks:
 
     Only tokens count that are final, and whose latents a step has written that is known not to have
     failed: all but the last one of which the request has been told by then. It may have one block
-    less than it wrote, where that token or one of the step in flight fills it.
+    less than it wrote, where that token or one of the step in flight fills it. So does one that is
+    evicted, which would compute that block in any case: Megatron reads at least two tokens.
 
     Args:
         engine: With a prefix cache under the LRU policy, of a model without other states.
