@@ -82,6 +82,7 @@ class BeamSearch:
         prompt: Token ids.
         max_tokens: Most tokens to generate.
         ends: Tokens that end a text.
+        cache_salt: Of the prompt; also an attribute.
 
     Attributes:
         running: Texts that need a next token, best first; empty when the search is over.
@@ -89,9 +90,15 @@ class BeamSearch:
     """
 
     def __init__(
-        self, prompt: list[int], params: BeamSearchParams, max_tokens: int, ends: Collection[int]
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        max_tokens: int,
+        ends: Collection[int],
+        cache_salt: str | None = None,
     ) -> None:
         self._params, self._max_tokens, self._ends = params, max_tokens, ends
+        self.cache_salt = cache_salt
         self.running = [BeamSearchSequence(prompt)]
         self.ended: list[BeamSearchSequence] = []
 

@@ -94,9 +94,7 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
-        # A folder's blocks and those of several ranks hold what prompts have.
-        own = self._stored is None and not options.decode_context_parallel
-        self._generated = generated_blocks(self.host) if own else None
+        self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
         self._megatron_counters = MegatronCounters(self.host, self._stored, drafts=drafts)
         self.scheduler = overlap_scheduler(
@@ -224,10 +222,13 @@ class Engine:
                         on_progress(progress)
         return [self.results[number] for number in range(len(prompts))]
 
-    def add_request(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+    def add_request(
+        self, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str | None = None
+    ) -> int:
         """Queue a request of a started engine; returns its number, counted from 0.
 
-        A request that cannot run gets a result with an error, which the next step reports.
+        A request that cannot run gets a result with an error, which the next step reports. Blocks
+        of the prefix cache are shared among requests with the same ``cache_salt``.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -249,7 +250,7 @@ class Engine:
             self._sampler.requests[number] = sampled
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
-            enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts))
+            enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts), cache_salt)
             if sampling.prompt_logprobs is not None and number in self.host.requests:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
@@ -285,7 +286,7 @@ class Engine:
         """
         for command in commands:
             if isinstance(command, Add):
-                self.add_request(command.prompt, command.params)
+                self.add_request(command.prompt, command.params, command.cache_salt)
             elif isinstance(command, Abort):
                 self.abort(command.number)
             else:

@@ -157,7 +157,8 @@ class LLM(LLMEngine):
 
         Args:
             prompts: One or several; each a text, token ids (also an array or a tensor), or a dict
-                with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
+                with one of them: ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``. A dict may
+                have a ``"cache_salt"``: prompts share cached blocks only with those of the same.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
             lora_request, priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
@@ -243,14 +244,19 @@ class LLM(LLMEngine):
         with self._exclusively():
             for i, prompt in enumerate(_prompts_of(prompts)):
                 whole = each.replace(max_tokens=params.max_tokens)
-                tokens = self.encode_prompt(prompt, whole, f"prompt {i}: ").tokens
-                room = self.max_model_len - len(tokens)
-                searches.append(BeamSearch(tokens, params, min(params.max_tokens, room), ends))
+                encoded = self.encode_prompt(prompt, whole, f"prompt {i}: ")
+                most = min(params.max_tokens, self.max_model_len - len(encoded.tokens))
+                search = BeamSearch(encoded.tokens, params, most, ends, encoded.cache_salt)
+                searches.append(search)
         left = searches
         with self._whole_call(), _bar(use_tqdm) as bar:
             bar.total = len(searches)
             while left:
-                texts = [beam.tokens for search in left for beam in search.running]
+                texts = [
+                    {"prompt_token_ids": beam.tokens, "cache_salt": search.cache_salt}
+                    for search in left
+                    for beam in search.running
+                ]
                 outputs = iter(self.generate(texts, each, False))
                 for search in left:
                     search.advance([next(outputs) for _ in search.running])

@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 # A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
-_TEXT, _TOKENS = "prompt", "prompt_token_ids"
+_TEXT, _TOKENS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
 # Characters of texts that are not refused by their number: their tokens are counted in no time.
 _FEW_CHARACTERS = 2**16
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt that can run: its text, if it was given as one, and its token ids."""
+    """A prompt that can run: its text, if it was given as one, token ids, and ``cache_salt``."""
 
     text: str | None
     tokens: list[int]
+    cache_salt: str | None = None
 
 
 class LLMEngine:
@@ -99,7 +100,7 @@ class LLMEngine:
             encoded = prompt
             if not isinstance(encoded, EncodedPrompt):
                 encoded = self.encode_prompt(prompt, params)
-            return self._add(encoded.text, encoded.tokens, params, request_id)
+            return self._add(encoded, params, request_id)
 
     def encode_prompt(
         self, prompt: Prompt, params: SamplingParams, where: str = ""
@@ -118,7 +119,7 @@ class LLMEngine:
         if params.truncate_prompt_tokens is None:
             self._require_few_tokens(prompt, where)
         try:
-            text, tokens = _text_and_tokens(prompt)
+            text, tokens, salt = _parts_of(prompt)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
         if tokens is None:
@@ -142,7 +143,7 @@ class LLMEngine:
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens)
+        return EncodedPrompt(text, tokens, salt)
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, for any thread.
@@ -325,13 +326,12 @@ class LLMEngine:
                 if self._woken_by_call and not self._calls:
                     self.sleep(free_cache=False)
 
-    def _add(
-        self, text: str | None, tokens: list[int], params: SamplingParams, name: str | None
-    ) -> str:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, name: str | None) -> str:
         self._require_awake()
         if params.structured_outputs is not None:
             self._requests.set_vocabulary(self._grammars.vocabulary)
-        return self._requests.add(text, tokens, params, name, self._ends(params))
+        ends, salt = self._ends(params), prompt.cache_salt
+        return self._requests.add(prompt.text, prompt.tokens, params, name, ends, salt)
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """The model's end tokens, for a request that they end."""
@@ -369,24 +369,27 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _text_and_tokens(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """A prompt's text and token ids, of which a dict may have both.
+def _parts_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    """A prompt's text and token ids, of which a dict may have both, and its ``cache_salt``.
 
     Raises:
         ValueError: If it is no prompt, or asks for more than a text.
     """
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt, None, None
     if not isinstance(prompt, Mapping):
-        return None, _token_ids(prompt)
-    others = any(v is not None for k, v in prompt.items() if k not in (_TEXT, _TOKENS))
+        return None, _token_ids(prompt), None
+    others = any(v is not None for k, v in prompt.items() if k not in (_TEXT, _TOKENS, _SALT))
     text, tokens = prompt.get(_TEXT), prompt.get(_TOKENS)
     if others or (text is None and tokens is None) or not isinstance(text, str | None):
         raise ValueError(
-            f"a prompt's dict must have {_TEXT!r}, a text, or {_TOKENS!r}, and nothing else, got "
-            f"{prompt!r:.200}"
+            f"a prompt's dict must have {_TEXT!r}, a text, or {_TOKENS!r}, and nothing else but "
+            f"{_SALT!r}, got {prompt!r:.200}"
         )
-    return text, None if tokens is None else _token_ids(tokens)
+    salt = prompt.get(_SALT)
+    if salt == "" or not isinstance(salt, str | None):
+        raise ValueError(f"{_SALT} must be a text that is not empty, got {salt!r:.200}")
+    return text, None if tokens is None else _token_ids(tokens), salt
 
 
 def _token_ids(given: Any) -> list[int]:

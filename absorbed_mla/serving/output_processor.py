@@ -92,6 +92,7 @@ class OutputProcessor:
         params: SamplingParams,
         name: str | None,
         ends: Sequence[int],
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
 
@@ -101,6 +102,7 @@ class OutputProcessor:
             params: As the user gave them.
             name: The id; None makes one.
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
+            cache_salt: Of the prompts that share cached blocks with it.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -117,7 +119,8 @@ class OutputProcessor:
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            self._commands.append(Add(prompt_tokens, _of_other_output(of_first, index)))
+            of_engine = _of_other_output(of_first, index)
+            self._commands.append(Add(prompt_tokens, of_engine, cache_salt))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)

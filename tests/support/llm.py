@@ -75,6 +75,7 @@ class FakeRunner:
         num_steps: That have begun.
         num_added: Requests, since it slept.
         says: What every output says, to its end, in place of its own.
+        salts: ``cache_salt`` of each request.
     """
 
     def __init__(self, **options) -> None:
@@ -92,6 +93,7 @@ class FakeRunner:
         self._running: dict[int, _Running] = {}
         self.num_added = 0
         self.says: str | None = None
+        self.salts: list[str | None] = []
 
     def step(self, commands: Sequence[Command]) -> list[Progress]:
         self.started.set()
@@ -107,6 +109,7 @@ class FakeRunner:
                 index = sum(one.prompt is command.prompt for one in self._running.values())
                 running = _Running(command.prompt, command.params, index, [])
                 self._running[self.num_added] = running
+                self.salts.append(command.cache_salt)
                 self.num_added += 1
             elif isinstance(command, Abort) and command.number in self._running:
                 self.aborted.append(command.number)

@@ -15,6 +15,7 @@ class Add:
 
     prompt: Sequence[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)

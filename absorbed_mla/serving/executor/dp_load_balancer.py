@@ -132,7 +132,7 @@ class Front:
                 seed=derive_seed(derive_seed(self._options.seed, 0), self._num_seeds)
             )
             self._num_seeds += 1
-        return Add(command.prompt, params)
+        return dataclasses.replace(command, params=params)
 
     def _of_all(self, rank: int, progress: Progress) -> Progress:
         """A rank's progress under the request's number in all."""

@@ -326,7 +326,7 @@ class OverlapScheduler:
             records.append(running.finish(number, *last))
             held = over or number in self._finished
             if self.generated is not None and held and number not in failed:
-                self.generated.keep(records[-1][-1])
+                self.generated.keep(records[-1])
         if over and self._batch.count:
             self._count_step()
         if over or (self._finished and self._finished.issuperset(running.numbers)):

@@ -204,7 +204,7 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
 
     def prompts(self) -> list[MakePrompt]:
         """The conversation."""
-        return [self.token_ids]
+        return [lambda llm: self.salted(self.token_ids(llm))]
 
     def params(self) -> SamplingParams:
         """Sampling parameters; see :meth:`sampling`.

@@ -123,6 +123,14 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
     return_token_ids: bool = False
     # Names them so in log-probabilities.
     return_tokens_as_token_ids: bool = False
+    cache_salt: str | None = None
+
+    def salted(self, prompt: Prompt) -> Prompt:
+        """A prompt that shares cached blocks as the request asks for."""
+        if self.cache_salt is None:
+            return prompt
+        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        return {kind: prompt, "cache_salt": self.cache_salt}
 
     def prompts(self) -> list[MakePrompt]:
         """Those that run; of each kind of request its own."""
@@ -186,7 +194,7 @@ class CompletionRequest(GenerationRequest, _OfCompletions):  # type: ignore[vali
         if self.echo and tokens:
             text = prompt if isinstance(prompt, str) else text_of(tokens, llm.tokenizer)
             self._echoed[i] = text, position_logprobs(tokens[0], 0.0, {}, 0, llm.tokenizer)
-        return tokens
+        return self.salted(tokens)
 
     def echoed(self, i: int) -> tuple[str, PositionLogprobs] | None:
         """Text and first token of a prompt, where the answer begins with them."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 # Field -> its values that ask for nothing, besides null.
 _OF_BOTH: dict[str, tuple] = {
-    **dict.fromkeys(("cache_salt", "guided_decoding_backend"), ()),
+    "guided_decoding_backend": (),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
     **dict.fromkeys(("early_stopping", "store", "use_beam_search"), (False,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),

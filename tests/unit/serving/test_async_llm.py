@@ -76,12 +76,13 @@ class TestOutputs:
 
     def test_prompts(self):
         async def check(llm):
-            for prompt in ({"prompt_token_ids": [104, 105]}, torch.tensor([104, 105])):
+            salted = {"prompt_token_ids": [104, 105], "cache_salt": "x"}
+            for prompt in (salted, torch.tensor([104, 105])):
                 [*_, last] = await collect(llm, prompt)
                 assert last.outputs[0].text == expected_text("hi")
             assert (await llm.get_tokenizer()).vocab_size == 257
 
-        run(check)
+        assert run(check).salts == ["x", None]
 
     def test_a_stop_string(self):
         async def check(llm):

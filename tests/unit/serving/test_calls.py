@@ -417,15 +417,33 @@ class TestAsVLLMHasThem:
         assert {type(token) for token in outputs[-1].prompt_token_ids} == {int}
         assert outputs[-1].outputs[0].text == expected_text("hi!", tokens=8)
 
+    def test_cache_salt(self):
+        """Of all outputs of a prompt, and of all requests of a beam search."""
+        runner = FakeRunner()
+        llm, salted = fake_llm(runner), {"prompt_token_ids": self.IDS, "cache_salt": "x"}
+        llm.generate(
+            [salted, "hi!", {"prompt": "a", "cache_salt": "y"}], PARAMS.replace(n=2), False
+        )
+        assert runner.salts == [*"xx", None, None, *"yy"]
+        llm.add_request(salted)
+        llm.step()
+        llm.beam_search([salted], BeamSearchParams(beam_width=2, max_tokens=2))
+        assert runner.salts[6:] == [*"xxxx"]
+
     @pytest.mark.parametrize(
         ("prompt", "error"),
         [
             ({"prompt": "a", "multi_modal_data": 1}, "prompt 1: a prompt's dict must have"),
-            ({"text": "a"}, "'prompt', a text, or 'prompt_token_ids', and nothing else, got"),
+            ({"text": "a"}, "'prompt', a text, or 'prompt_token_ids', and nothing else but"),
             ({"prompt": 3}, "a prompt's dict must have"),
             (np.array([1.5]), "prompt 1: token ids must be integers, got"),
             (torch.tensor([[1, 2]]), "token ids must be integers"),
             (None, "token ids must be integers, got None"),
+            ({"prompt": "a", "cache_salt": ""}, "prompt 1: cache_salt must be a text that is not"),
+            (
+                {"prompt": "a", "cache_salt": 7},
+                "cache_salt must be a text that is not empty, got 7",
+            ),
         ],
     )
     def test_no_prompts(self, prompt, error):

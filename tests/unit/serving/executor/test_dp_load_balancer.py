@@ -113,11 +113,13 @@ def test_statistics():
 
 
 def test_llm():
-    """Outputs come in the order of the prompts."""
-    llm = fake_llm(Front(FakeRanks(3), 3))
+    """Outputs come in the order of the prompts, whose salts their ranks know."""
+    llm = fake_llm(Front(ranks := FakeRanks(3), 3))
     prompts = ["abc", "de", "fghij", "k", "lmnopqr"]
     params = SamplingParams(max_tokens=7, n=2)
-    found = llm.generate(prompts, params, use_tqdm=False)
+    salted = [{"prompt": text, "cache_salt": text[0]} for text in prompts]
+    found = llm.generate(salted, params, use_tqdm=False)
+    assert sorted(salt for one in ranks.runners for salt in one.salts) == [*"aaddffkkll"]
     expected = fake_llm().generate(prompts, params.replace(n=1), use_tqdm=False)
     assert [one.prompt for one in found] == prompts
     assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in expected]

@@ -23,6 +23,8 @@ from tests.support.engine import (
 from tests.support.overlap_scheduler import parity_model
 
 FIRST = Request(prompt(60), 90)
+# Lengths and salts of beginnings.
+CHATS = ((20, None), (50, None), (80, None), (90, None), (90, "a"))
 WAYS = {
     "overlap": {},
     "megatron": {"decode_loop": False},
@@ -113,37 +115,83 @@ def test_two_of_the_same_text(model):
         assert run.tokens[0] == run.tokens[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="parity mode has no fp32 on a GPU")
-@pytest.mark.parametrize("options", [{}, {"decode_loop": False}], ids=["overlap", "megatron"])
-def test_chats_in_a_small_cache_have_the_bits_of_requests_alone(options):
-    """Turns of several chats, some aborted, in a cache that evicts requests and blocks."""
-    choose = random.Random(3)
+@pytest.fixture(scope="module")
+def parity():
+    """In parity mode, with a layer that drafts."""
+    if torch.cuda.is_available():
+        pytest.skip("parity mode has no fp32 on a GPU")
     with batch_invariant_mode():
-        model = parity_model(num_layers=1)
-        alone = engine_of(model)
-        chats = [prompt(length, length) for length in (20, 50, 61, 90)]
-        asked, found, evicted = [], 0, 0
-        with engine_of(model, blocks=6, **KEPT | CHUNKED | options) as engine:
-            for _ in range(3):
-                sampling = [
-                    SamplingParams(max_tokens=choose.randrange(20, 50), seed=7, logprobs=0)
-                    for _ in chats
-                ]
-                numbers = [engine.add_request(*each) for each in zip(chats, sampling)]
-                to_abort = {choose.randrange(1, 40): choose.choice(numbers)}
-                steps = 0
-                while engine.is_busy():
-                    if (steps := steps + 1) in to_abort:
-                        engine.abort(to_abort[steps])
-                    engine.step()
-                engine.require_no_leak()
-                results = [engine.results[number] for number in numbers]
-                asked += zip(chats, sampling, results)
-                chats = [[*one, *done.tokens, 1, 2] for one, done in zip(chats, results)]
-            found, evicted = engine.statistics.prefix_blocks, engine.statistics.evicted
-        assert found and evicted
-        for text, params, result in asked:
-            [expected] = alone.generate([text], params)
-            count = len(result.tokens)
-            assert result.tokens == expected.tokens[:count]
-            assert result.log_probs == expected.log_probs[:count]
+        yield parity_model(num_layers=1, mtp_num_layers=1)
+
+
+def contents(engine) -> dict[int, torch.Tensor]:
+    """By hash, the latents of every block in the prefix cache, [layers, block_size, width]."""
+    context = engine.host.context
+    known = context.kv_block_allocator.kv_hash_to_block_id
+    return {value: context.memory_buffer[:, block].clone() for value, block in known.items()}
+
+
+def random_sampling(draw: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=draw.randrange(20, 60),
+        temperature=draw.choice([0, 1.0]),
+        seed=7,
+        logprobs=draw.choice([0, 3]),
+        stop_token_ids=draw.choice([(), (), (7,)]),
+        prompt_logprobs=draw.choice([None, None, 0]),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"decode_loop": False}, {"num_speculative_tokens": 1}, {"step_tokens": 192}],
+    ids=lambda options: "-".join(options) or "overlap",
+)
+def test_random_chats(parity, options):
+    """Turns of chats in a cache that evicts requests and blocks: answers and blocks have the bits
+    of requests alone, and of prompts that find nothing.
+
+    Some are aborted, some texts are cut, as stop strings do, and some chats have one beginning.
+    """
+    draw, asked, registered = random.Random(5), [], {}
+    chats = [(prompt(size, size, min(size, 70)), salt) for size, salt in CHATS]
+    small = {"blocks": 6, "prompt_logprobs": True, **KEPT, **CHUNKED, **options}
+    with engine_of(parity, **small) as engine:
+        for _ in range(3):
+            sampling = [random_sampling(draw) for _ in chats]
+            numbers = [engine.add_request(c[0], s, c[1]) for c, s in zip(chats, sampling)]
+            to_abort = {draw.randrange(1, 40): draw.choice(numbers)}
+            while engine.is_busy():
+                if (number := to_abort.pop(engine.statistics.steps, None)) is not None:
+                    engine.abort(number)
+                engine.step()
+                for value, latents in contents(engine).items():
+                    assert torch.equal(registered.setdefault(value, latents), latents)
+            engine.require_no_leak()
+            results = [engine.results[number] for number in numbers]
+            asked += zip(chats, sampling, results)
+            cuts = [draw.choice([None, None, -5]) for _ in chats]
+            chats = [
+                ([*text, *done.tokens[:cut], 1, 2], salt)
+                for (text, salt), done, cut in zip(chats, results, cuts)
+            ]
+        assert engine.statistics.prefix_blocks and engine.statistics.evicted
+    alone = engine_of(
+        parity, prompt_logprobs=True, blocks=60, max_requests=len(asked), step_tokens=256
+    )
+    expected = alone.generate([c[0] for c, _, _ in asked], [s for _, s, _ in asked])
+    for (_, _, done), whole in zip(asked, expected, strict=True):
+        count = len(done.tokens)
+        for name in ("tokens", "log_probs", "top_log_probs"):
+            assert getattr(done, name) == getattr(whole, name)[:count]
+        assert done.prompt_log_probs == whole.prompt_log_probs
+    fresh, found = engine_of(parity, step_tokens=256, **KEPT), {}
+    for (text, salt), _, done in asked:
+        whole = [*text, *done.tokens]
+        with fresh:
+            fresh.add_request(whole, Request(whole, 1).sampling(), salt)
+            step_to_the_end(fresh)
+            found |= contents(fresh)
+    assert len(registered) > 8
+    for value, latents in registered.items():
+        assert torch.equal(latents, found[value])

@@ -381,6 +381,17 @@ def test_cached_tokens(client):
         assert usage.prompt_tokens_details.cached_tokens == cached
 
 
+def test_cache_salt(client, served):
+    """Of every prompt of a request."""
+    before, salt = len(served.runner.salts), {"cache_salt": "x"}
+    for prompt in ("a", ["a", "b"], [7, 8]):
+        complete(client, prompt, extra_body=salt)
+    complete(client, "a", extra_body={**salt, "add_special_tokens": False})
+    chat(client, "a", extra_body=salt)
+    chat(client, "a", extra_body={"cache_salt": None})
+    assert served.runner.salts[before:] == [*"xxxxxx", None]
+
+
 def test_models(client):
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 512)

@@ -21,7 +21,6 @@ BOTH, COMPLETION, CHAT = tuple(BODIES), (CompletionRequest,), (ChatRequest,)
 NO_OPS = [
     # Request, field, values besides null that ask for nothing, one that asks for something.
     (BOTH, "best_of", [1], 2),
-    (BOTH, "cache_salt", [], "salt"),
     (BOTH, "early_stopping", [False], True),
     (BOTH, "kv_transfer_params", [{}], {"a": 1}),
     (BOTH, "length_penalty", [1], 0.5),

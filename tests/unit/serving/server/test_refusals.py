@@ -111,6 +111,8 @@ BODIES = [
     ),
     (COMPLETIONS, {"prompt": "a", "request_id": "a\nb"}, "request_id: String should match"),
     (COMPLETIONS, {"prompt": "a", "whatever": {}}, "whatever: Extra inputs are not permitted"),
+    (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt must be a text that is not empty"),
+    (CHAT, {"messages": [MESSAGE], "cache_salt": ""}, "cache_salt must be a text that is not"),
     (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
     (CHAT, {"messages": [{}]}, "messages.0.role: Field required"),
     (CHAT, {"messages": [{**MESSAGE, "content": 5}]}, "messages.0.content"),
