@@ -20,7 +20,7 @@ REQUIREMENTS=(
   'pytest>=8' 'hypothesis>=6' 'coverage>=7.6' pytest-timeout pytest-xdist pytest-cov
   'setuptools>=77'
   'safetensors>=0.5' 'transformers>=5' xxhash rich
-  starlette uvicorn httptools uvloop 'pydantic>=2' prometheus-client openai
+  starlette uvicorn httptools uvloop 'pydantic>=2' prometheus-client openai 'llguidance>=1.9,<2'
   'mkdocs-material>=9.6'
 )
 # megatron-core 0.19 imports triton unconditionally; a CPU build of torch does not bring it.

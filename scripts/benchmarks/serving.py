@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""``LLM`` and the server beside vLLM's: time to first token, prefill and decode tokens per second.
+r"""``LLM`` and the server beside vLLM's: time to first token, prefill and decode tokens per second.
 
     $ python scripts/benchmarks/serving.py --vllm /tmp/vllm --json serving.json
     $ python scripts/benchmarks/serving.py --implementations ours,ours-parity --json parity.json
+    $ python scripts/benchmarks/serving.py --implementations ours,ours-structured --rows 32x1k/256 \
+          --temperature 1 --json structured.json
 
 All run the same checkpoint of random weights with DeepSeek-V3's widths: 4 dense and 4 MoE layers,
 written to --model (16 experts, for which vLLM has tuned its kernels on an H200). A row is of one of
@@ -15,10 +17,11 @@ two kinds:
 
 Prompts are random token ids, so that no prefix is shared, and outputs have their exact length. Each
 implementation runs in processes of its own, with the same number of tokens in a step, the same
-cache and CUDA graphs; `ours`, `vllm` and `ours-parity` (LLM(parity=True), only if it is named) are
-driven step by step and take turns at each row, then the servers, over HTTP with one stream per
-request; nothing is measured before all of them are ready. Before a row is measured, its number of
-requests runs with few output tokens, and with prompts that are read while others generate. Output:
+cache and CUDA graphs; `ours`, `vllm` and, only if they are named, `ours-parity` (LLM(parity=True))
+and `ours-structured` (outputs are JSON of a schema) are driven step by step and take turns at each
+row, then the servers, over HTTP with one stream per request; nothing is measured before all of them
+are ready. Before a row is measured, its number of requests runs with few output tokens, and with
+prompts that are read while others generate. Output:
 
     61.0 s  ours, 32 x 1k/256: ttft_ms 410, ..., prefill_tokens_per_second 60000, step_ms 10.6
 
@@ -69,7 +72,10 @@ from console.parser import Parser
 ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
 _TTFT = ("ttft_ms", "ttft_mean_ms", "ttft_p90_ms")
 # Implementations that live at the same time.
-TOGETHER = (("ours", "ours-parity", "vllm"), ("ours-server", "vllm-server"))
+TOGETHER = (
+    ("ours", "ours-parity", "ours-structured", "vllm"),
+    ("ours-server", "vllm-server"),
+)
 # Repetitions of a row of one request for each of others.
 _TIMES_ALONE = 5
 # Steps that all requests of a warm-up decode together.

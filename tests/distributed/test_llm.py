@@ -7,13 +7,15 @@ tested in tests/unit/serving, and in a process of its own in tests/unit/serving/
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sys
 
 import pytest
 from transformers import dynamic_module_utils
 
-from absorbed_mla import LLM
+from absorbed_mla import LLM, StructuredOutputsParams
 from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture
@@ -87,6 +89,24 @@ def test_bfloat16_and_chunks(model):
 def test_shared_cache(model):
     path, expected = model("experts")
     assert generated(path, decode_context_parallel=True, max_num_batched_tokens=56) == expected
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("over", ["", "decode_context_parallel", "data_parallel_attention"])
+def test_structured_outputs(model, over):
+    """Every rank that samples has the same mask; requests beside them do not notice."""
+    pytest.importorskip("llguidance")
+    path, expected = model("dense")
+    pattern = "[A-Z]{3}-[0-9]{4}(yes|no)"
+    params = GREEDY.replace(temperature=2.0, seed=1, max_tokens=30, ignore_eos=False)
+    params = params.replace(structured_outputs=StructuredOutputsParams(regex=pattern))
+    mixed = [one for prompt in PROMPTS for one in (prompt, prompt)]
+    options = {over: True} if over else {}
+    sizes = {"tp": 1, "expert_tensor_parallel_size": 2} if "data" in over else {}
+    with world.parallel(**sizes) if sizes else contextlib.nullcontext():
+        found = generated(path, mixed, [GREEDY, params] * 3, tokenizer="bytes", **options)
+    assert found[::2] == expected
+    assert all(re.fullmatch(pattern, bytes(tokens).decode()) for tokens in found[1::2]), found
 
 
 @needs.processes(2, 4)

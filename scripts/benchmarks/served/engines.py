@@ -25,6 +25,18 @@ from benchmarks.served.burst import Burst, Timeline
 
 # Tokens of a block of the cache, of ours and as it is asked of vLLM.
 BLOCK = 64
+# Of an output without an end.
+_OBJECT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "kind": {"enum": ["first", "second", None]},
+        "values": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "kind", "values"],
+    "additionalProperties": False,
+}
+_SCHEMA = {"type": "array", "items": _OBJECT, "minItems": 100_000}
 
 
 @dataclass(frozen=True)
@@ -64,11 +76,14 @@ class Settings:
 
 
 class _Ours:
-    """``absorbed_mla.LLM``; ``parity`` is an option of it."""
+    """``absorbed_mla.LLM``; ``parity`` is an option of it, ``structured`` has outputs be JSON."""
 
-    def __init__(self, settings: Settings, *, parity: bool = False) -> None:
-        from absorbed_mla import LLM
+    def __init__(
+        self, settings: Settings, *, parity: bool = False, structured: bool = False
+    ) -> None:
+        from absorbed_mla import LLM, StructuredOutputsParams
 
+        self._outputs = StructuredOutputsParams(json=_SCHEMA) if structured else None
         self._llm = LLM(
             settings.model,
             device=settings.device,
@@ -85,7 +100,12 @@ class _Ours:
     def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
         from absorbed_mla import SamplingParams
 
-        params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            temperature=temperature,
+            ignore_eos=True,
+            structured_outputs=self._outputs,
+        )
         self._seen[self._llm.add_request(prompt, params, name)] = 0
 
     def is_busy(self) -> bool:
@@ -176,10 +196,11 @@ def run(engine: Any, burst: Burst) -> dict[str, float | None]:
     return timeline.figures()
 
 
-# The first two are the same `LLM`.
+# Those of ours are the same `LLM`.
 ENGINES: dict[str, Callable[[Settings], Any]] = {
     "ours": _Ours,
     "ours-parity": partial(_Ours, parity=True),
+    "ours-structured": partial(_Ours, structured=True),
     "vllm": _VLLM,
 }
 

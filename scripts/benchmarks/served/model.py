@@ -7,10 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+from absorbed_mla.serving.tokenizers.token_bytes import bytes_of_characters
 from benchmarks import synthetic
 from benchmarks.synthetic import Choice
 
 _SHARD = 2 * 10**9
+# As byte-level tokenizers write them.
+_BYTES = tuple(bytes_of_characters())
 # Each has a shard in memory, twice while it is written.
 _MOST_PROCESSES = 8
 
@@ -44,15 +47,17 @@ def token_bytes(config: dict) -> int:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer whose every token is a word of its own; 0 begins a text, 1 ends it.
+    """Write a tokenizer of bytes and words; 0 begins a text, 1 ends it.
 
-    Outputs of random weights are turned into text with the work that a real vocabulary takes.
+    Every other token is a byte or, if there are more, a word of its own. Outputs of random weights
+    are turned into text with the work that a real vocabulary takes.
     """
     plain = {"special": True, "lstrip": False, "rstrip": False, "normalized": False}
     plain |= {"single_word": False}
     special = [{"id": n, "content": text, **plain} for n, text in enumerate(("<s>", "</s>"))]
     vocabulary = {one["content"]: one["id"] for one in special}
-    vocabulary |= {_word(token): token for token in range(len(special), vocab_size)}
+    names = [*_BYTES, *map(_word, range(1, vocab_size))]
+    vocabulary |= dict(zip(names, range(len(special), vocab_size)))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     byte_level |= {"use_regex": True}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False}

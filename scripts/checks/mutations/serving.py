@@ -49,6 +49,7 @@ absorbed_mla/serving/engine_options.py
     -> self.max_sequence_length - length
 absorbed_mla/serving/executor/dp_load_balancer.py
   front_forgets_what_was_generated: self._tokens[rank][number] += len(progress.tokens) -> pass
+  vocabulary_for_the_first_rank: for own in sent: -> for own in sent[:1]:
 absorbed_mla/serving/executor/engine_options.py
   prompts_in_no_graphs_by_default: chosen_tokens(model, sizes) -> 0
 absorbed_mla/serving/executor/local.py
@@ -158,6 +159,7 @@ absorbed_mla/serving/output_processor.py
   calls_report_what_they_aborted_to_steps: _aborted if one.request_id not in names -> _aborted
   calls_wait_for_what_sleep_has_aborted: items() if name in self.of_calls -> items() if False
   ids_are_given_twice: if not self._is_taken(one)) -> if True)
+  ends_of_grammars_are_lengths: ("abort", "error", "stop") -> ("abort", "error")
 absorbed_mla/serving/prefix_cache/fingerprint.py
   prefixes_of_other_options: *_options(model), place -> place
 absorbed_mla/serving/prefix_cache/stored.py
@@ -180,6 +182,7 @@ absorbed_mla/serving/request_results.py
   drafts_that_are_wrong_fail_a_request: is not None and place < len(progress.tokens) -> is not None
   sampled_requests_pile_up: self._sampled.pop(number, None) -> pass
   failed_requests_keep_what_came_after: result.tokens[:count] -> result.tokens
+  whole_texts_end_in_the_context: grammar.completed_by(result.tokens) -> False
 absorbed_mla/serving/sampling/device_sampler.py
   filters_leave_no_token_that_crosses_top_p: before >= limit -> before + ordered > limit
   scheduler_moves_no_random_numbers: self._random = [self._random[place] for place in former] ->
@@ -201,8 +204,10 @@ absorbed_mla/serving/sampling/sampler.py
   bad_words_behind_anything: if row.follows(word[:-1]) -> if True
   bad_words_without_drafts: *self.drafts] -> ]
   sampler_takes_no_notice_of_failures: if missing is not None and missing.any(): -> if False:
+  drafts_without_the_grammars_drafts: [(i, row.request, row.drafts) for -> [(i, row.request, ()) for
 absorbed_mla/serving/sampling/stop_tokens.py
   the_last_of_several_stop_tokens: in enumerate(new): -> in reversed(list(enumerate(new))):
+  texts_go_on_behind_their_ends: if behind: -> if False:
 absorbed_mla/serving/scheduler/block_pool.py
   block_registered_twice: if known[i] != value -> if True
 absorbed_mla/serving/scheduler/conditions.py
@@ -246,6 +251,8 @@ absorbed_mla/serving/scheduler/model_runner.py
   scheduler_reads_tokens_of_other_rows: sampled_tokens(self._controller).index_select(0, inputs))
     -> sampled_tokens(self._controller)[:count])
   failures_of_the_step_after: self._tokens[:count].masked_fill_(missing[0], -1) ->
+  masks_before_the_tokens_are_known: if not (ahead and constrained): -> if True:
+  graphs_draw_without_masks: self._sampling_in_graphs and not constrained -> self._sampling_in_graphs
 absorbed_mla/serving/scheduler/overlap_scheduler.py
   scheduler_moves_no_records: running.reorder(order) -> pass
   scheduler_runs_a_step_of_nobody: before the output is processed.
@@ -304,6 +311,7 @@ absorbed_mla/serving/scheduler/requests.py
   blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
+  grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None -> part.stop_word_ids
 absorbed_mla/serving/server/app.py
   clients_ids_are_not_told: uuid.uuid4().hex if given is None else given -> uuid.uuid4().hex
   slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
@@ -319,6 +327,10 @@ absorbed_mla/serving/server/protocol.py
   log_probs_of_an_echo_alone: [first, *of_prompt, *logprobs] -> [first, *logprobs]
   stream_repeats_its_text: self._sent[index] = now -> pass
   parameters_of_json_are_dropped: {name: getattr(self, name) for name in _SAMPLING} -> {}
+absorbed_mla/serving/server/response_format.py
+  two_formats_together: if len(asked) > 1: -> if False:
+  a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
+    -> if False:
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends:
     - self.llm.abort(name)
@@ -333,6 +345,21 @@ absorbed_mla/serving/server/service.py
   nobody_hears_of_the_death: self._on_death() ->
 absorbed_mla/serving/server/unsupported.py
   what_is_unsupported_is_dropped: value is not None and value not in accepted -> False
+absorbed_mla/serving/structured_output/bitmask.py
+  masks_of_the_first_rows: index = [row for row, *_ in rows] -> index = [*range(len(rows))]
+  masks_of_as_many_rows_as_at_first: if len(rows) > len(self._host): -> if False:
+absorbed_mla/serving/structured_output/grammar.py
+  tokens_of_the_tokenizer_only: {"no_forcing": true} -> {"no_forcing": false}
+  grammars_that_fail_at_once: _FIRST_TOKENS = 1.0, 3 -> _FIRST_TOKENS = 1.0, 1
+  schemas_of_any_size: if count > MOST_CHARACTERS: -> if False:
+  white_space_anyway: not params.disable_any_whitespace -> True
+absorbed_mla/serving/structured_output/request_grammar.py
+  texts_end_anywhere: ends = self.bitmask.may_end(row) -> ends = True
+  texts_end_by_stop_tokens_only: not self._failed and matcher.is_stopped() -> False
+  drafts_stay_in_the_grammar: matcher.rollback(read) -> pass
+  one_matcher_for_equal_grammars: compiled.result().deep_copy() -> compiled.result()
+absorbed_mla/serving/structured_output/vocabulary.py
+  special_tokens_are_text: b"" if token in without else find(token) -> find(token)
 absorbed_mla/serving/tokenizers/detokenizer.py
   bytes_shown_while_they_may_change: _LONGEST_WAIT = 64 -> _LONGEST_WAIT = 4
   long_runs_that_are_no_text_are_shown_as_text: self._is_text = _begins_text(data) -> pass
