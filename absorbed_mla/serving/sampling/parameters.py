@@ -142,9 +142,9 @@ class SamplingParams(Options):
         None,
         valid=lambda given: isinstance(given, StructuredOutputsParams),
         accepted="StructuredOutputsParams",
-        unset="any text",
+        unset="none",
     )
-    """What the text must be, such as JSON of a schema."""
+    """Form of the text."""
 
     def __post_init__(self) -> None:
         for name in options_of(type(self)):
