@@ -155,9 +155,9 @@ class SamplingParams(Options):
         None,
         valid=lambda given: isinstance(given, StructuredOutputsParams),
         accepted="StructuredOutputsParams",
-        unset="any text",
+        unset="none",
     )
-    """What the text must be, such as JSON of a schema."""
+    """Form of the text."""
 
     def __new__(cls, *values: Any, **_: Any) -> SamplingParams:
         """Refuse values without names, which are those of another order in vLLM.

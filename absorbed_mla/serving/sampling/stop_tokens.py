@@ -52,9 +52,9 @@ def end_with_grammar(host: DynamicInferenceEngine, requests: Mapping[int, Sample
             return found, removed
         # After an eviction, its prompt has what was generated.
         earlier = len(request.prompt_tokens) - len(sampled.prompt)
-        behind = sampled.grammar.advance(request.generated_tokens, earlier)
-        if behind:
-            request.generated_tokens = request.generated_tokens[:-behind]
-        return found or sampled.grammar.is_complete, removed + behind
+        beyond = sampled.grammar.advance(request.generated_tokens, earlier)
+        if beyond:
+            request.generated_tokens = request.generated_tokens[:-beyond]
+        return found or sampled.grammar.is_complete, removed + beyond
 
     STOP_WORDS.replace(host, check)

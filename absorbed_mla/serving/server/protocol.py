@@ -150,7 +150,8 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
             raise ValueError("prompt_logprobs needs stream false")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS} | fields
         asked = {name: getattr(self, name) for name in FORMAT_FIELDS}
-        given["structured_outputs"] = structured_outputs_of(given | asked)
+        if any(value is not None for value in asked.values()):
+            given["structured_outputs"] = structured_outputs_of(given | asked)
         return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})
 
 

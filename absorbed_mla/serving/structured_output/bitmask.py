@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from absorbed_mla.serving.structured_output.request_grammar import RequestGrammar
-
-# A row of logits, its request's grammar, and drafts before its token.
-ConstrainedRow = tuple[int, "RequestGrammar", Sequence[int]]
 # A row takes some 50 us; ranks on one machine have threads of their own.
 _NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-# Rows that memory is taken for at once.
-_LEAST_ROWS = 16
+
+
+class Grammar(Protocol):
+    """What writes a row: ``RequestGrammar``."""
+
+    def masks(self, row: int, drafts: Sequence[int]) -> list[tuple[Any, int]]:
+        """Write the row, or return the matcher that computes it."""
+        ...
+
+    def place_stop_tokens(self, row: int) -> None:
+        """Finish a row that a matcher has computed."""
+        ...
+
+
+# A row of logits, its request's grammar, and drafts before its token.
+ConstrainedRow = tuple[int, Grammar, Sequence[int]]
 
 
 class PackedBitmask:
@@ -36,7 +45,7 @@ class PackedBitmask:
         self._vocab_size, self._words = vocab_size, vocab_size // 32 + 1
         self._executor = LLExecutor(_NUM_THREADS)
         self._sent = torch.cuda.Event()
-        self._take(_LEAST_ROWS)
+        self._take(1)
         # By byte, which of its tokens are not allowed.
         bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8)
         self._forbidden = (bits & 1 == 0).to(torch.cuda.current_device())
@@ -51,7 +60,7 @@ class PackedBitmask:
         # It reads the memory that is written now.
         self._sent.synchronize()
         if len(rows) > len(self._host):
-            self._take(len(rows))
+            self._take(2 * len(rows))
         found = [found for i, (_, one, drafts) in enumerate(rows) for found in one.masks(i, drafts)]
         self.compute(found)
         for _, i in found:

@@ -207,7 +207,7 @@ absorbed_mla/serving/sampling/sampler.py
   drafts_without_the_grammars_drafts: [(i, row.request, row.drafts) for -> [(i, row.request, ()) for
 absorbed_mla/serving/sampling/stop_tokens.py
   the_last_of_several_stop_tokens: in enumerate(new): -> in reversed(list(enumerate(new))):
-  texts_go_on_behind_their_ends: if behind: -> if False:
+  texts_go_on_behind_their_ends: if beyond: -> if False:
 absorbed_mla/serving/scheduler/block_pool.py
   block_registered_twice: if known[i] != value -> if True
 absorbed_mla/serving/scheduler/conditions.py
@@ -252,7 +252,8 @@ absorbed_mla/serving/scheduler/model_runner.py
     -> sampled_tokens(self._controller)[:count])
   failures_of_the_step_after: self._tokens[:count].masked_fill_(missing[0], -1) ->
   masks_before_the_tokens_are_known: if not (ahead and constrained): -> if True:
-  graphs_draw_without_masks: self._sampling_in_graphs and not constrained -> self._sampling_in_graphs
+  graphs_draw_without_masks: self._sampling_in_graphs and not constrained
+    -> self._sampling_in_graphs
 absorbed_mla/serving/scheduler/overlap_scheduler.py
   scheduler_moves_no_records: running.reorder(order) -> pass
   scheduler_runs_a_step_of_nobody: before the output is processed.
@@ -311,7 +312,8 @@ absorbed_mla/serving/scheduler/requests.py
   blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
-  grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None -> part.stop_word_ids
+  grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None
+    -> part.stop_word_ids
 absorbed_mla/serving/server/app.py
   clients_ids_are_not_told: uuid.uuid4().hex if given is None else given -> uuid.uuid4().hex
   slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
@@ -350,7 +352,7 @@ absorbed_mla/serving/structured_output/bitmask.py
   masks_of_as_many_rows_as_at_first: if len(rows) > len(self._host): -> if False:
 absorbed_mla/serving/structured_output/grammar.py
   tokens_of_the_tokenizer_only: {"no_forcing": true} -> {"no_forcing": false}
-  grammars_that_fail_at_once: _FIRST_TOKENS = 1.0, 3 -> _FIRST_TOKENS = 1.0, 1
+  grammars_that_fail_at_once: _FIRST_TOKENS = 1.0, 3 -> _FIRST_TOKENS = 1.0, 0
   schemas_of_any_size: if count > MOST_CHARACTERS: -> if False:
   white_space_anyway: not params.disable_any_whitespace -> True
 absorbed_mla/serving/structured_output/request_grammar.py

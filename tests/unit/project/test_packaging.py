@@ -189,7 +189,7 @@ class TestDependencies:
 
     def test_generation_and_server_import_their_extras(self):
         # tokenizers comes with transformers.
-        allowed = self.DECLARED | PACKAGES | self.extra("generate") | {"tokenizers"}
+        allowed = self.DECLARED | PACKAGES | self.extra("generate", "structured") | {"tokenizers"}
         assert (
             self.imported_by("absorbed_mla.serving", but_not="absorbed_mla.serving.server")
             <= allowed
