@@ -15,7 +15,13 @@ class RequestRecord(DynamicInferenceRequestRecord):
 
     That loses the stop words, all stop tokens but the first, and the hashes by which the part's
     prompt is found in the prefix cache, where its former blocks may still be.
+
+    Attributes:
+        first_chunk: When the step with the first chunk of its prompt began, in seconds since the
+            epoch; None of prompts that were read as a whole.
     """
+
+    first_chunk: float | None = None
 
     def checkpoint(self, *args: Any, **options: Any) -> None:
         """Begin a part whose prompt ends with the tokens generated so far."""
