@@ -19,6 +19,7 @@ then pads steps as for graphs, but captures none.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -240,6 +241,7 @@ class Engine:
             self._requests.end(number, Result(error=error))
         else:
             self._requests.params[number] = sampling
+            self._requests.without_tokens.add(number)
             seed = sampling.seed
             if seed is None:
                 seed = derive_seed(self._seed, self._num_seeds)
@@ -308,6 +310,7 @@ class Engine:
         Raises:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
+        self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
         reported, self._requests.unreported = self._requests.unreported, []
@@ -325,6 +328,8 @@ class Engine:
         else:
             self._passes = 1  # a graph calls no hook
         progress = self._process_output(output)
+        if self._requests.without_tokens:
+            self._requests.tell_starts(progress, self.host.requests)
         if scheduler is not None:
             scheduler.launch_next()
         return [*reported, *progress]
@@ -402,7 +407,11 @@ class Engine:
         found.most_paused = max(found.most_paused, context.paused_request_count)
         if isinstance(context, OffloadingContext):
             found.streamed_blocks += context.tiers.num_streamed
-        found.chunks += context.chunked_prefill_request_id >= 0
+        chunked = context.chunked_prefill_request_id
+        if chunked >= 0:
+            found.chunks += 1
+            record = self.host.requests[chunked].record
+            record.first_chunk = record.first_chunk or self._began
 
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""

@@ -256,6 +256,10 @@ class LLMEngine:
         with self._exclusively():
             self._runner.check()
 
+    def silence(self) -> float:
+        """Seconds without a sign of life of some process of the model; does not wait for steps."""
+        return self._runner.silence()
+
     def require_no_leak(self) -> None:
         """Check, while nothing runs, that no block of the cache is lost.
 

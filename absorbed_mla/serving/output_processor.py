@@ -196,16 +196,18 @@ class OutputProcessor:
     def _advance(self, progress: Progress) -> _Request | None:
         """The request of an engine's progress, if its outputs have grown."""
         request, completion = self._running[progress.number]
-        if progress.result is not None:
+        start, result = progress.start, progress.result
+        if result is not None:
+            start = result.first_scheduled, result.num_cached_tokens
             del self._running[progress.number]
-            self._add_prompt_logprobs(request, progress.result)
-            if completion.output.index == 0:
-                request.output.num_cached_tokens = progress.result.num_cached_tokens
-            if progress.result.finish == "error":
+            self._add_prompt_logprobs(request, result)
+            if result.finish == "error":
                 name = request.output.request_id
-                _logger.error("request %s has failed: %s", name, progress.result.error)
-            elif progress.result.error:
-                raise RuntimeError(f"the engine refused a request: {progress.result.error}")
+                _logger.error("request %s has failed: %s", name, result.error)
+            elif result.error:
+                raise RuntimeError(f"the engine refused a request: {result.error}")
+        if start is not None and start[0] is not None and completion.output.index == 0:
+            request.output.first_scheduled_time, request.output.num_cached_tokens = start
         if completion.finished:
             return None
         completion.advance(progress)

@@ -77,7 +77,8 @@ class RequestOutput:
         prompt_logprobs: One entry per token of the prompt, None for the first; None as a whole
             unless ``prompt_logprobs`` asked for them, and before the first output has ended.
         num_cached_tokens: Tokens of the prompt in blocks that the prefix cache had; None before the
-            first output has ended.
+            first token.
+        first_scheduled_time: When its first step began, in seconds since the epoch; likewise.
     """
 
     request_id: str
@@ -87,3 +88,4 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+    first_scheduled_time: float | None = None

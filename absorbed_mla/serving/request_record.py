@@ -21,9 +21,12 @@ class RequestRecord(DynamicInferenceRequestRecord):
 
     Attributes:
         cache_salt: Requests share blocks with those of the same salt only, None being one, too.
+        first_chunk: When the step with the first chunk of its prompt began, in seconds since the
+            epoch; None of prompts that were read as a whole.
     """
 
     cache_salt: str | None = None
+    first_chunk: float | None = None
 
     def checkpoint(self, *args: Any, **options: Any) -> None:
         """Begin a part whose prompt ends with the tokens generated so far."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.inference_request import (
+    DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     Status,
@@ -24,6 +25,7 @@ NO_ALLOWED_TOKEN = (
     "no token can be drawn: the model's logits are NaN or infinite, or structured_outputs leaves "
     "none, beside other parameters or after too much work"
 )
+_SCHEDULED = DynamicInferenceEventType.ADD_CONTEXT
 # Log-probabilities of the most likely tokens at one position, by token.
 TopLogProbs = dict[int, float]
 
@@ -44,6 +46,8 @@ class Result:
             without ``max_tokens`` the size of its cache), ``"abort"``, ``"error"`` (no token can be
             drawn), or ``""`` if it could not run.
         error: Why the request could not run or go on, or ``""``.
+        first_scheduled: When the first step for it began, in seconds since the epoch; None if it
+            had none.
         num_cached_tokens: Of the prompt, in blocks that the prefix cache had.
     """
 
@@ -54,6 +58,7 @@ class Result:
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
     finish: str = ""
     error: str = ""
+    first_scheduled: float | None = None
     num_cached_tokens: int = 0
 
 
@@ -69,6 +74,8 @@ class Progress:
             asked for its own, also without having been asked for.
         top_log_probs: Likewise.
         result: The result if the request has ended, otherwise None.
+        start: Of a request's first tokens: ``first_scheduled`` and ``num_cached_tokens`` of its
+            later result. None with others, and with a result.
     """
 
     number: int
@@ -76,11 +83,12 @@ class Progress:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     result: Result | None = None
+    start: tuple[float | None, int] | None = None
 
     def __reduce__(self) -> tuple:
         """For pipes, in half of the time that slots take by themselves."""
         fields = self.number, self.tokens, self.log_probs, self.top_log_probs, self.result
-        return Progress, fields
+        return Progress, fields if self.start is None else (*fields, self.start)
 
 
 class Failures:
@@ -121,15 +129,9 @@ class Failures:
         count, result = self._counts[number], progress.result
         if result is not None:
             del self._counts[number]
-            result = Result(
-                result.tokens[:count],
-                result.log_probs[:count],
-                result.top_log_probs[:count],
-                result.prompt_log_probs,
-                result.prompt_top_log_probs,
-                "error",
-                NON_FINITE_LOGITS,
-            )
+            names = "tokens", "log_probs", "top_log_probs"
+            cut = {name: getattr(result, name)[:count] for name in names}
+            result = replace(result, **cut, finish="error", error=NON_FINITE_LOGITS)
         new = max(count - before, 0)
         return Progress(
             number,
@@ -152,6 +154,7 @@ class EngineRequests:
         unreported: Of requests that ended without a forward pass.
         to_abort: Numbers of requests to be aborted.
         failures: Of requests whose logits are not finite.
+        without_tokens: Numbers of requests that have none yet.
     """
 
     def __init__(self, sampled: dict[int, SampledRequest]) -> None:
@@ -161,6 +164,7 @@ class EngineRequests:
         self.unreported: list[Progress] = []
         self.to_abort: set[int] = set()
         self.failures = Failures()
+        self.without_tokens: set[int] = set()
 
     def end(self, number: int, result: Result) -> None:
         """End a request without a forward pass; its result is for the next report."""
@@ -215,8 +219,21 @@ class EngineRequests:
             cut.result.error = NO_ALLOWED_TOKEN
         return cut
 
+    def tell_starts(self, progress: Sequence[Progress], entries: Mapping[int, Any]) -> None:
+        """Say when requests began that got their first tokens in a step.
+
+        Args:
+            progress: Of the step.
+            entries: Of Megatron's engine, by number, each with a ``record``.
+        """
+        for one in progress:
+            if one.number in self.without_tokens:
+                self.without_tokens.discard(one.number)
+                one.start = start_of(entries[one.number].record)
+
     def _keep(self, number: int, result: Result) -> None:
         self.results[number] = result
+        self.without_tokens.discard(number)
         self._sampled.pop(number, None)
         self.params.pop(number, None)
 
@@ -278,8 +295,7 @@ def result_of(
 ) -> Result:
     """The result of a request that Megatron's engine is done with."""
     result = Result(tokens=_joined(record, "generated_tokens"))
-    # Of the first part: others have read again what was evicted.
-    result.num_cached_tokens = getattr(record.requests[0], "num_cached_tokens", 0)
+    result.first_scheduled, result.num_cached_tokens = start_of(record)
     # Megatron computes them for all requests of a step if one of them has asked.
     if sampling.logprobs is not None:
         result.log_probs = _joined(record, "generated_log_probs")
@@ -303,6 +319,18 @@ def result_of(
     else:
         result.finish = "abort" if aborted else "context"
     return result
+
+
+def start_of(record: DynamicInferenceRequestRecord) -> tuple[float | None, int]:
+    """When the first step for a request began, and how many of its prompt's tokens were cached.
+
+    Its first part knows: others have read again what was evicted.
+    """
+    part = record.requests[0]
+    begun = (one.timestamp for one in getattr(part, "events", ()) if one.type is _SCHEDULED)
+    # Megatron tells it of the last chunk of a prompt.
+    times = filter(None, (getattr(record, "first_chunk", None), next(begun, None)))
+    return min(times, default=None), getattr(part, "num_cached_tokens", 0)
 
 
 def _joined(record: DynamicInferenceRequestRecord, name: str) -> list:

@@ -9,12 +9,12 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.serving.megatron_engine.allocator import pool_of
 from absorbed_mla.serving.megatron_engine.attributes import (
+    prefill_tokens,
     prefix_blocks_matched,
     tokens_accepted,
     tokens_drafted,
 )
 from absorbed_mla.serving.prefix_cache.stored import StoredPrefixes
-from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 
 
 @dataclass
@@ -30,9 +30,13 @@ class Statistics:
         evicted: How often a request lost its blocks, to be prefilled again later.
         prefix_blocks: Blocks that the prefix cache had already.
         disk_blocks: Of these, blocks that were read from ``prefix_cache_dir``.
+        prefix_queries: Tokens that were looked for in the prefix cache, also again after a request
+            has lost its blocks.
+        prefix_hits: Of these, tokens that were there, and not computed.
         streamed_blocks: Blocks of host memory that steps have read, each time for all layers.
         chunks: Forward passes that ended in the middle of a prompt.
-        drafted: Tokens that MTP layers proposed.
+        drafts: How often MTP layers proposed tokens for a request.
+        drafted: Tokens that they proposed.
         accepted: Of these, tokens that were generated.
         running, waiting: Requests, now.
         blocks, used_blocks: Of the cache, and those of requests, now.
@@ -46,19 +50,17 @@ class Statistics:
     evicted: int = 0
     prefix_blocks: int = 0
     disk_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     streamed_blocks: int = 0
     chunks: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     running: int = 0
     waiting: int = 0
     blocks: int = 0
     used_blocks: int = 0
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens that the prefix cache had already."""
-        return self.prefix_blocks * BLOCK_SIZE
 
     @property
     def cache_usage(self) -> float:
@@ -111,12 +113,16 @@ class MegatronCounters:
     def _totals(self) -> dict[str, int]:
         """By field of :class:`Statistics`, since Megatron's engine was reset."""
         host = self._host
+        computed, found = prefill_tokens(host)
         totals = {
+            "prefix_queries": computed + found,
+            "prefix_hits": found,
             "evicted": host.evicted_request_count,
             "prefix_blocks": prefix_blocks_matched(host),
             "disk_blocks": 0 if self._stored is None else self._stored.blocks_read,
         }
         if self._drafts:
-            totals["drafted"] = int(tokens_drafted(host).sum())
+            drafted = tokens_drafted(host)
+            totals["drafts"], totals["drafted"] = int(drafted[0]), int(drafted.sum())
             totals["accepted"] = int(tokens_accepted(host).sum())
         return totals

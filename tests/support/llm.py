@@ -58,6 +58,7 @@ class _Running:
     params: SamplingParams
     index: int
     tokens: list[int]
+    first_scheduled: float | None = None
 
 
 class FakeRunner:
@@ -67,6 +68,7 @@ class FakeRunner:
         go: Steps wait for it.
         error: That the next step raises.
         dead: That the next check raises.
+        silent: Seconds without a heartbeat.
         step_seconds: Of a step.
         tokens_before_failure: Of prompts with ``FAILING``.
         log_prob: Of every token.
@@ -86,6 +88,7 @@ class FakeRunner:
         self.started = threading.Event()
         self.error: Exception | None = None
         self.dead: Exception | None = None
+        self.silent = 0.0
         self.step_seconds = 0.0
         self.tokens_before_failure = 2
         self.log_prob = LOGPROB
@@ -126,6 +129,8 @@ class FakeRunner:
             del self._running[number]
             failed = Result(one.tokens, finish="error", error=FAILURE)
             return Progress(number, [], result=failed)
+        start = None if one.tokens else (time.time(), len(one.prompt) // 64 * 64)
+        one.first_scheduled = one.first_scheduled or start[0]
         place = (one.index + len(one.tokens)) % len(one.prompt)
         token = one.prompt[len(one.prompt) - 1 - place]
         if self.says is not None:
@@ -136,13 +141,14 @@ class FakeRunner:
         result = None
         if stops or len(one.tokens) >= min(one.params.max_tokens or room, room):
             result = Result(one.tokens, finish="stop" if stops else "length")
+            result.first_scheduled = one.first_scheduled
             result.num_cached_tokens = len(one.prompt) // 64 * 64
             if one.params.prompt_logprobs is not None:
                 result.prompt_log_probs = PROMPT_LOGPROBS[1 : len(one.prompt)]
                 result.prompt_top_log_probs = [{ord("z"): -0.125} for _ in one.prompt[1:]]
             del self._running[number]
         top = {token: self.log_prob, (token + 1) % 256: SECOND}
-        return Progress(number, [token], [self.log_prob], [top], result)
+        return Progress(number, [token], [self.log_prob], [top], result, start)
 
     def options(self) -> EngineOptions:
         return EngineOptions(
@@ -165,6 +171,9 @@ class FakeRunner:
 
     def require_no_leak(self) -> None:
         assert not self._running
+
+    def silence(self) -> float:
+        return self.silent
 
     def check(self) -> None:
         if self.dead is not None:

@@ -96,6 +96,10 @@ class Front:
         """See ``Runner``."""
         self._ranks.check()
 
+    def silence(self) -> float:
+        """See ``Runner``."""
+        return self._ranks.silence()
+
     def close(self) -> None:
         """See ``Runner``."""
         self._ranks.close()

@@ -55,6 +55,10 @@ class Runner(Protocol):
         """Check that no process of the model has ended; not collective."""
         ...
 
+    def silence(self) -> float:
+        """Seconds without a sign of life of some process; not collective, also during a step."""
+        ...
+
     def close(self) -> None:
         """Free everything; the runner cannot be used again."""
         ...
@@ -149,6 +153,10 @@ class LocalRunner:
 
     def check(self) -> None:
         """See :class:`Runner`; this process runs."""
+
+    def silence(self) -> float:
+        """See :class:`Runner`; this process lives."""
+        return 0.0
 
     def close(self) -> None:
         """See :class:`Runner`."""

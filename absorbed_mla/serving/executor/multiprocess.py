@@ -101,6 +101,14 @@ class ProcessRunner:
                 self._die(rank)
         self._require_alive()
 
+    def silence(self) -> float:
+        """See ``Runner``: since the oldest heartbeat, which is the time of a rank's log."""
+        try:
+            beats = [self._log(rank).stat().st_mtime for rank in range(self._world)]
+        except FileNotFoundError:
+            return 0.0  # closed meanwhile
+        return time.time() - min(beats)
+
     def close(self) -> None:
         """End the processes; may be called twice.
 

@@ -92,6 +92,16 @@ sample = attrgetter("_dynamic_step_sample_logits")
 update_context = attrgetter("_dynamic_step_context_bookkeeping")
 
 
+def prefill_tokens(engine: Any) -> tuple[int, int]:
+    """Tokens of prompts that were computed, and that the prefix cache had, since it was reset.
+
+    Both are 0 without a prefix cache, and before Megatron 0.19.
+    """
+    names = "_prefill_tokens_computed", "_prefill_tokens_skipped"
+    computed, skipped = (int(getattr(engine, name, 0)) for name in names)
+    return computed, skipped
+
+
 def log_probs_of_step(controller: TextGenerationController) -> dict[str, Any]:
     """What Megatron reports of the step's log-probabilities: of its tokens, and the largest ones.
 

@@ -99,9 +99,9 @@ def build_app(
     )
     app = Starlette(
         middleware=[
+            Middleware(_PathsAndIds),
             Middleware(CountAnswers, metrics=metrics),
             *([cross_origin] if origins else []),
-            Middleware(_PathsAndIds),
         ],
         routes=[
             Route("/health", routes.health),
@@ -125,6 +125,7 @@ def build_app(
         },
     )
     app.state.bodies, app.state.metrics = Bodies(max_body_bytes), metrics
+    metrics.paths = {route.path for route in app.routes if isinstance(route, Route)}
     return app
 
 
@@ -140,7 +141,8 @@ class _PathsAndIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(_REQUEST_ID)
-        state = dict(scope.get("state", {}))
+        # That of the connection, which says there if it has refused the request.
+        state = scope.setdefault("state", {})
         state["request_id"] = uuid.uuid4().hex if given is None else given
 
         async def with_id(message: Message) -> None:
@@ -237,6 +239,7 @@ class _Routes:
         tokenizer = self._service.llm.tokenizer
         answer = kind(body, self._name, request.state.request_id, tokenizer)
         stream = self._service.submit(prompts, params, request.state.body_bytes)
+        request.state.stream = stream
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)
             if not body.stream:
@@ -364,14 +367,20 @@ async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _R
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     kind = "authentication_error" if error.status_code == 401 else "invalid_request_error"
-    return JSONResponse(error_body(error.detail, kind, error.status_code), error.status_code)
+    return _error(error.detail, kind, error.status_code)
 
 
 def _errors(kind: str, status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(str(error), kind, status), status)
+        return _error(str(error), kind, status)
 
     return answer
+
+
+def _error(text: str, kind: str, status: int) -> Response:
+    # Behind a load balancer another server may answer.
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return JSONResponse(error_body(text, kind, status), status, headers)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

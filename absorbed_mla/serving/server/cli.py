@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging.config
 import os
 import signal
 import sys
@@ -69,6 +70,8 @@ class ServerOptions(Options):
     """Seconds that requests have to end after SIGTERM. No more are taken then."""
     step_timeout: float = option(300.0, above=0)
     """Seconds that a step may take; then ``/health`` answers 503."""
+    heartbeat_timeout: float = option(20.0, least=2)
+    """Seconds that a process of the model may be silent; then ``/health`` answers 503."""
 
     @property
     def origins(self) -> list[str]:
@@ -140,11 +143,15 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         allow_many_connections,
         require_free,
     )
+    from absorbed_mla.serving.server.logs import log_config
     from absorbed_mla.serving.server.metrics import Metrics
     from absorbed_mla.serving.server.output_parsers import OutputParsers
     from absorbed_mla.serving.server.service import Service
 
     require_free(own.host, own.port)
+    # Also of what is logged before the server runs.
+    logging.config.dictConfig(log_config(own.log_format))
+    logging.captureWarnings(own.log_format == "json")
     name = own.served_model_name or model.resolve().name
     metrics, died = Metrics(name), []
 
@@ -155,10 +162,14 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     try:
         llm = LLM(model, tokenizer=own.tokenizer, **vars(options))
     except EngineDeadError as error:
-        print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
+        if own.log_format == "json":
+            logging.getLogger(__name__).critical("%s", error)
+        else:
+            print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
         return 1
     with llm:
-        service = Service(llm, metrics, on_death, step_timeout=own.step_timeout)
+        timeouts = {name: getattr(own, name) for name in ("step_timeout", "heartbeat_timeout")}
+        service = Service(llm, metrics, on_death, **timeouts)
         most = own.max_body_bytes
         template = getattr(llm.tokenizer, "chat_template", "")
         parsers = OutputParsers.chosen(own.tool_call_parser, own.reasoning_parser, template)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import resource
 import socket
+import time
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,6 +16,8 @@ from absorbed_mla.serving.server.service import Service
 
 # Seconds to send the errors, after which connections are cut.
 _LAST_WORDS = 5
+# Seconds between two looks whether answers run.
+_POLL = 0.02
 
 
 class HTTPServer(uvicorn.Server):
@@ -53,20 +55,20 @@ class HTTPServer(uvicorn.Server):
             ws="none",
             h11_max_incomplete_event_size=HEAD_BYTES,
             access_log=access_log,
-            timeout_graceful_shutdown=math.ceil(shutdown_timeout + _LAST_WORDS),
-            log_config=log_config(log_format),
+            timeout_graceful_shutdown=_LAST_WORDS,
+            log_config=log_config(log_format, requests=access_log),
         )
         super().__init__(config)
         self._service, self._grace = service, shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """See uvicorn; until running answers have ended, new ones are refused with 503."""
         self._service.drain()
-        timer = asyncio.get_running_loop().call_later(self._grace, self._service.end)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
+        end = time.monotonic() + self._grace
+        while self.server_state.tasks and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(_POLL)
+        self._service.end()
+        await super().shutdown(sockets)
 
 
 def require_free(host: str, port: int) -> None:

@@ -59,7 +59,7 @@ class _Arriving(asyncio.Protocol):
     Attributes:
         arriving: Connections of the server whose requests have not arrived, in their order.
         most_bytes: Of a request, of which uvicorn reads the rest after an early answer.
-        metrics: Count refusals, which the application does not see.
+        metrics: Count refusals, which the application does not see, or answers in vain.
     """
 
     arriving: dict[_Arriving, None]
@@ -101,11 +101,10 @@ class _Arriving(asyncio.Protocol):
     def refuse(self, status: int) -> None:
         """Close the connection, with an answer if a request has begun and has none."""
         self._forget()
-        answered = self.cycle is not self._before and self.cycle.response_started
-        if self._received and not answered:
+        if self._received and not self._answered:
             reason = _REASONS.get(status, HTTPStatus(status).phrase)
             _logger.warning("a request was refused with %d: %s", status, reason)
-            self.metrics.answered("", "", status)
+            self._count(status)
             body = json.dumps(error_body(reason, "invalid_request_error", status)).encode()
             head = (
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
@@ -114,6 +113,24 @@ class _Arriving(asyncio.Protocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn: it is no HTTP."""
+        if not self._answered:
+            self._count(400)
+        super().send_400_response(msg)  # type: ignore[misc]
+
+    @property
+    def _answered(self) -> bool:
+        return self.cycle is not self._before and self.cycle.response_started
+
+    def _count(self, status: int) -> None:
+        scope: dict[str, Any] = {}
+        if self.cycle is not self._before:
+            # The application has the request already, and waits for the rest of it.
+            scope = self.cycle.scope
+            scope["state"]["refused"] = status
+        self.metrics.answered(scope.get("path", ""), scope.get("method", ""), status)
 
     def _begin(self) -> None:
         self._since, self._received = self.loop.time(), 0

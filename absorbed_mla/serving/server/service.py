@@ -29,8 +29,9 @@ _LONGEST_STEP = 10.0
 _SAMPLE = 1.0
 # Seconds that a step may take: kernels are compiled in the first ones.
 STEP_TIMEOUT = 300.0
+# Seconds that a process of the model may be silent; it beats each second, also during a step.
+HEARTBEAT_TIMEOUT = 20.0
 
-_SHUTTING_DOWN = "the server is shutting down"
 _logger = logging.getLogger(__name__)
 
 # Makes a prompt; called in a thread of its own.
@@ -39,7 +40,22 @@ _Result = TypeVar("_Result")
 
 
 class ServiceStopped(RuntimeError):
-    """The model has stopped: its processes have ended, or the server is shutting down."""
+    """The model has stopped: its processes have ended, or the server is shutting down.
+
+    Attributes:
+        finish_reason: Of the outputs that ran.
+    """
+
+    finish_reason = "error"
+
+
+class ShuttingDown(ServiceStopped):
+    """The server is shutting down."""
+
+    finish_reason = "abort"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 class ServerBusy(ServiceStopped):
@@ -98,6 +114,10 @@ class RequestStream:
     Attributes:
         loop: That it was made in.
         is_aborted: Whether its requests are to end as soon as they have begun.
+        error: Why all prompts have failed, or None.
+        latest: The newest update of each prompt that has any.
+        began, first_token: When it was made, and when the first token came or None; of
+            ``time.monotonic``.
     """
 
     def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
@@ -106,7 +126,10 @@ class RequestStream:
         self.is_aborted = False
         self._running = set(range(len(names)))
         self._updates: dict[int, Update] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        self.latest: dict[int, Update] = {}
+        self.began = time.monotonic()
+        self.first_token: float | None = None
         # Of the caller, while there is nothing to read.
         self._waiter: asyncio.Future[None] | None = None
 
@@ -117,12 +140,14 @@ class RequestStream:
 
     def put(self, i: int, update: Update) -> None:
         """Prompt ``i`` has grown."""
-        self._updates[i] = update
+        self._updates[i] = self.latest[i] = update
+        if self.first_token is None and any(one.num_tokens for one in update.outputs):
+            self.first_token = time.monotonic()
         self._wake()
 
     def fail(self, error: Exception) -> None:
         """All prompts have failed."""
-        self._error = error
+        self.error = error
         self._wake()
 
     async def next(self) -> dict[int, Update]:
@@ -132,11 +157,11 @@ class RequestStream:
             ValueError: If one of the prompts cannot run.
             ServiceStopped: If the model has stopped.
         """
-        if not self._updates and self._error is None:
+        if not self._updates and self.error is None:
             self._waiter = self.loop.create_future()
             await self._waiter
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         found, self._updates = self._updates, {}
         self._running.difference_update(i for i, one in found.items() if one.finished)
         return found
@@ -178,6 +203,7 @@ class Service:
         metrics: Counts what happens.
         on_death: Called once, in the model's thread, if the model dies.
         step_timeout: Seconds after which a step that has not ended is a failure of the model.
+        heartbeat_timeout: Seconds without a heartbeat after which a process of the model is hung.
     """
 
     def __init__(
@@ -187,6 +213,7 @@ class Service:
         on_death: Callable[[], Any],
         *,
         step_timeout: float = STEP_TIMEOUT,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
     ) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
@@ -195,7 +222,8 @@ class Service:
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
-        self._drains, self._step_timeout = False, step_timeout
+        self._drains = False
+        self._step_timeout, self._heartbeat_timeout = step_timeout, heartbeat_timeout
         # When the step that runs began, and when statistics were last read.
         self._step_began: float | None = None
         self._sampled = -_SAMPLE
@@ -232,6 +260,8 @@ class Service:
         if not self.is_alive:
             return "stopped"
         if began is not None and time.monotonic() - began > self._step_timeout:
+            return "hung"
+        if self.llm.silence() > self._heartbeat_timeout:
             return "hung"
         return "draining" if self._drains else "ok"
 
@@ -291,7 +321,7 @@ class Service:
         with self._lock:
             self._require_running()
             if self._drains:
-                raise ServiceStopped(_SHUTTING_DOWN)
+                raise ShuttingDown
             future = self._tokenizing.submit(size, function)
         if future is None:
             raise ServerBusy
@@ -320,7 +350,7 @@ class Service:
                     self._publish(outputs)
                     self._sample()
                     self._step_began = None
-            self._end(ServiceStopped(_SHUTTING_DOWN))
+            self._end(ShuttingDown())
         except Exception as error:
             # It may have paths and lines of a log, which are not for clients.
             _logger.critical("the model has stopped: %s", error)
@@ -331,7 +361,10 @@ class Service:
         """Read the engine's statistics, now and then."""
         now = time.monotonic()
         if now - self._sampled >= _SAMPLE:
+            # Of all ranks, which may hang as in a step.
+            self._step_began = now
             self._metrics.engine, self._sampled = self.llm.statistics(), now
+            self._step_began = None
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting if nothing runs; False ends the thread."""
@@ -364,7 +397,7 @@ class Service:
         else:
             for i, name in enumerate(command.prompts):
                 self._streams[name] = command.stream, i
-                self._metrics.begin(name)
+                self._metrics.begin(name, command.stream.began, command.params.n)
                 # While its tokens were sought.
                 if command.stream.is_aborted:
                     self.llm.abort(name)
@@ -406,6 +439,7 @@ class Service:
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
+        self._metrics.stop(reason.finish_reason)
 
 
 def require_no_failure(updates: Iterable[Update]) -> None:

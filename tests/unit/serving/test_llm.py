@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -442,6 +443,32 @@ class TestSleep:
             outputs = own.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
             assert token_ids(outputs) == expected[1:2]
             assert own.statistics().prefix_blocks == found
+
+
+def test_starts_of_requests_and_prefix_queries():
+    """A prompt in chunks begins with the first, another when there is room; known at once."""
+    options = {"max_model_len": 256, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    long, short = prompt(150, seed=3), prompt(20, seed=4)
+    with LLM.from_model(generating_model(), tokenizer=LETTERS, **options) as own:
+        own.wake()
+        names = [own.add_request(text, GREEDY) for text in (long, short)]
+        begins, ends, seen = [], {}, {}
+        while own.has_unfinished_requests():
+            begins.append(time.time())
+            for output in own.step():
+                name = output.request_id
+                seen.setdefault(name, (output.first_scheduled_time, output.num_cached_tokens))
+                ends[name] = time.time()
+        assert own.statistics().chunks
+        (first, _), (second, _) = (seen[name] for name in names)
+        assert begins[0] <= first <= begins[1] and second >= begins[-10]
+        assert ends[names[0]] <= ends[names[1]] and second > ends[names[0]] - 1e-3
+        assert (own.statistics().prefix_queries, own.statistics().prefix_hits) == (170, 0)
+        # The stop string ends it here, before the engine has a result.
+        params = SamplingParams(max_tokens=10, temperature=0, stop=[chr(65 + n) for n in range(60)])
+        [output] = own.generate([long], params, use_tqdm=False)
+        assert output.num_cached_tokens == 128 and output.first_scheduled_time > second
+        assert (own.statistics().prefix_queries, own.statistics().prefix_hits) == (320, 128)
 
 
 def test_prompt_longer_than_the_device_cache():

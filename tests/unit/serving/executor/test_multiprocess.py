@@ -71,6 +71,21 @@ def run_script(folder: Path, processes: int, tokens: int = 8) -> subprocess.Pope
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
+def test_heartbeat_of_a_busy_process(tmp_path):
+    """It beats while Python computes, as during a long prefill: nobody takes it for hung."""
+    busy = f"worker._end_with_parent({str(tmp_path)!r})\nend = time.time() + 2.5\n"
+    busy += "while time.time() < end: sum(range(10**6))"
+    code = f"import time\nfrom absorbed_mla.serving.executor import worker\n{busy}"
+    log, silence = tmp_path / "log", []
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=out)
+        began = time.time()
+        while process.poll() is None:
+            silence.append(time.time() - log.stat().st_mtime)
+            time.sleep(0.05)
+    assert time.time() - began > 2 and max(silence) < 2 and process.returncode == 0
+
+
 def test_plain_script_and_close(folder, tmp_path):
     """Two processes generate what one does, whose model is a snapshot in the hub's cache.
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 import urllib.error
 import urllib.request
 
 import pytest
-from openai import APIError, InternalServerError, NotFoundError, OpenAI
+from openai import APIError, InternalServerError, OpenAI
 
 import absorbed_mla
 from absorbed_mla.serving.outputs import Logprob
 from absorbed_mla.serving.server.logprobs import TextOffsets, text_logprobs
-from absorbed_mla.serving.statistics import Statistics
 from tests.support.llm import (
     FAILING_PROMPT,
     FAILURE,
@@ -24,8 +22,8 @@ from tests.support.llm import (
     SECOND,
     expected_text,
     serving,
-    until,
 )
+from tests.unit.serving.server.test_metrics import metrics_of
 
 
 @pytest.fixture(scope="module")
@@ -473,55 +471,3 @@ def test_cross_origin_requests():
 
 def test_health(served):
     assert json.loads(get(served, "/health")) == {"status": "ok"}
-
-
-def metrics_of(served) -> dict[str, float]:
-    """By name and labels, but for the model's."""
-    text = get(served, "/metrics").replace('model_name="model"', "").replace("{}", "")
-    text = text.replace("{,", "{").replace(",}", "}")
-    lines = re.finditer(r"^([a-z]\S+) (\S+)$", text, re.MULTILINE)
-    return {line[1]: float(line[2]) for line in lines}
-
-
-def test_metrics():
-    """Exact after a known load."""
-    with serving() as served, OpenAI(base_url=f"{served.url}/v1", api_key="any") as client:
-        now = {"running": 3, "waiting": 5, "blocks": 8, "used_blocks": 6}
-        totals = {"evicted": 1, "prefix_blocks": 2, "drafted": 9, "accepted": 4}
-        served.runner.statistics = lambda: Statistics(**now, **totals)
-        complete(client, "hello", max_tokens=5, n=2)
-        complete(client, "hello", max_tokens=3, stop="l")
-        with pytest.raises(NotFoundError):
-            client.completions.create(model="other", prompt="a")
-        for path in ("/a", "/b"):
-            with pytest.raises(urllib.error.HTTPError):
-                get(served, path)
-        until(lambda: metrics_of(served)["vllm:num_requests_running"] == 3)
-        values = metrics_of(served)
-    counted = {
-        'request_success_total{finished_reason="length"}': 2,
-        'request_success_total{finished_reason="stop"}': 1,
-        "prompt_tokens_total": 10,
-        "generation_tokens_total": 12,
-        "num_requests_waiting": 5,
-        "kv_cache_usage_perc": 0.75,
-        "prefix_cache_queries_total": 10,
-        "prefix_cache_hits_total": 128,
-        "num_preemptions_total": 1,
-        "spec_decode_num_draft_tokens_total": 9,
-        "spec_decode_num_accepted_tokens_total": 4,
-        "time_to_first_token_seconds_count": 2,
-        "e2e_request_latency_seconds_count": 2,
-        "request_time_per_output_token_seconds_count": 2,
-        # Both outputs of the first request begin in one step.
-        "inter_token_latency_seconds_count": 9,
-        'inter_token_latency_seconds_bucket{le="+Inf"}': 9,
-    }
-    assert {name: values[f"vllm:{name}"] for name in counted} == counted
-    for name in ("time_to_first_token", "e2e_request_latency", "inter_token_latency"):
-        assert 0 < values[f"vllm:{name}_seconds_sum"] < 5
-    answers = {key: value for key, value in values.items() if key.startswith("http_requests_total")}
-    completions = 'http_requests_total{handler="/v1/completions",method="POST",status='
-    assert answers.pop(f'{completions}"200"}}') == 2 and answers.pop(f'{completions}"404"}}') == 1
-    assert answers.pop('http_requests_total{handler="other",method="GET",status="404"}') == 2
-    assert all('handler="/metrics"' in key for key in answers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -9,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,9 +154,10 @@ class TestEndToEnd:
     def folder(self, tmp_path_factory):
         return tiny_folder(tmp_path_factory.mktemp("served") / "tiny")
 
-    def start(self, folder, tmp_path, tp: int):
+    def start(self, folder, tmp_path, tp: int, *more: str):
         """The command's process and a client of it."""
         words = f"--tokenizer bytes --parity --port 0 --tensor-parallel-size {tp}".split()
+        words += more
         words += ["--prompt-logprobs"] if tp == 1 else []
         keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         env = {k: v for k, v in os.environ.items() if k not in keys}
@@ -193,8 +198,23 @@ class TestEndToEnd:
             best = [max(top.values()) for top in tops[place]]
             assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
+    def require_hung_while_stopped(self, client, rank) -> None:
+        """/health turns 503 after the two seconds, also where no request runs, and back to 200."""
+        url = str(client.base_url).replace("/v1/", "/health")
+
+        def health() -> int:
+            with contextlib.suppress(urllib.error.HTTPError):
+                return urllib.request.urlopen(url).status
+            return 503
+
+        assert health() == 200
+        rank.suspend()
+        until(lambda: health() == 503, 5)
+        rank.resume()
+        until(lambda: health() == 200, 5)
+
     def test_killed_rank(self, folder, tmp_path):
-        process, client = self.start(folder, tmp_path, tp=2)
+        process, client = self.start(folder, tmp_path, 2, "--heartbeat-timeout", "2")
         ask = {"model": "tiny", "seed": 5, "extra_body": {"ignore_eos": True}}
         pieces = client.completions.create(
             **ask, prompt=list(self.PROMPTS), max_tokens=8, n=2, logprobs=0, stream=True
@@ -216,6 +236,7 @@ class TestEndToEnd:
 
         children = psutil.Process(process.pid).children()
         assert len(children) == 2
+        self.require_hung_while_stopped(client, children[1])
 
         def wait(stream: bool) -> None:
             answer = client.completions.create(**ask, prompt="text", max_tokens=480, stream=stream)
@@ -234,9 +255,12 @@ class TestEndToEnd:
         assert "the process of rank 1 has ended with code -9" in (tmp_path / "log").read_text()
 
     def test_terminated(self, folder, tmp_path):
-        process, client = self.start(folder, tmp_path, tp=1)
+        process, client = self.start(folder, tmp_path, 1, "--log-format", "json")
         assert client.models.list().data[0].id == "tiny"
         self.require_loglikelihoods(folder, client)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
         self.require_gone(process, children, tmp_path, 0)
+        # Every line, also of what was logged before the server ran.
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert any("Shutting down" in one["message"] for one in lines)

@@ -113,6 +113,25 @@ class TestShutdown:
             assert self.shut_down(served, seconds_per_step) == [answer] * 2
             assert served.deaths == []
 
+    def test_new_connections(self, served):
+        """Until what runs has ended, they hear that they come too late; then there is no server."""
+        served.runner.step_seconds = 0.002
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ask, served, False)
+            until(lambda: served.runner.num_added == 1)
+            served.http.should_exit = True
+            until(lambda: served.service.health == "draining")
+            assert health(served) == (503, {"status": "draining"})
+            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                content, kind = b'{"prompt": "a"}', {"content-type": "application/json"}
+                url = f"{served.url}/v1/completions"
+                urllib.request.urlopen(urllib.request.Request(url, content, kind))
+            assert refused.value.headers["retry-after"] == "1"
+            assert "shutting down" in json.loads(refused.value.read())["error"]["message"]
+            assert running.result(20) == "" and served.runner.num_added == 1
+        with pytest.raises(OSError):
+            until(lambda: health(served) and False)
+
     def test_new_requests(self, served):
         """Those whose heads had come are refused, while those that ran before go on."""
         served.runner.step_seconds = 0.002
@@ -131,6 +150,19 @@ class TestShutdown:
             answer = b"".join(iter(lambda: raw.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 503") and b"the server is shutting down" in answer
             assert running.result(20) == ""
+
+
+def test_silent_process():
+    """Its heartbeat stays out, whether or not a step runs; a long step alone is no alarm."""
+    with serving(step_timeout=60) as served, ThreadPoolExecutor(1) as pool:
+        served.runner.go.clear()
+        running = pool.submit(ask, served, False)
+        assert served.runner.started.wait(10)
+        for silent, status in ((1.5, "ok"), (21, "hung"), (0.5, "ok")):
+            served.runner.silent = silent
+            assert health(served) == (200 if status == "ok" else 503, {"status": status})
+        served.runner.go.set()
+        assert running.result(20) == ""
 
 
 def test_hung_step():
