@@ -150,7 +150,8 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  outputs_without_their_salt: Add(prompt_tokens, of_engine, cache_salt) -> Add(prompt_tokens, of_engine)
+  outputs_without_their_salt: Add(prompt_tokens, of_engine, cache_salt)
+    -> Add(prompt_tokens, of_engine)
   bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
   stop_strings_held_back_are_missed: return
@@ -300,7 +301,8 @@ absorbed_mla/serving/scheduler/prefill_graphs.py
   prefill_graphs_of_many_sizes: count += max(_LEAST_STEP, power // 8) -> count += power // 8
   prefill_graphs_beyond_a_step: return min(most, options.step_tokens) -> return most
 absorbed_mla/serving/scheduler/requests.py
-  requests_without_their_salt: block_hashes(tokens, size, cache_salt) -> block_hashes(tokens, size, None)
+  requests_without_their_salt: block_hashes(tokens, size, cache_salt)
+    -> block_hashes(tokens, size, None)
   records_without_their_salt: entry.record.cache_salt = cache_salt -> pass
   generated_blocks_are_not_kept: self._register(row) -> pass
   generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or

@@ -411,7 +411,9 @@ class TestAsVLLMHasThem:
         """Of all outputs of a prompt, and of all requests of a beam search."""
         runner = FakeRunner()
         llm, salted = fake_llm(runner), {"prompt_token_ids": self.IDS, "cache_salt": "x"}
-        llm.generate([salted, "hi!", {"prompt": "a", "cache_salt": "y"}], PARAMS.replace(n=2), False)
+        llm.generate(
+            [salted, "hi!", {"prompt": "a", "cache_salt": "y"}], PARAMS.replace(n=2), False
+        )
         assert runner.salts == [*"xx", None, None, *"yy"]
         llm.add_request(salted)
         llm.step()
@@ -428,7 +430,10 @@ class TestAsVLLMHasThem:
             (torch.tensor([[1, 2]]), "token ids must be integers"),
             (None, "token ids must be integers, got None"),
             ({"prompt": "a", "cache_salt": ""}, "prompt 1: cache_salt must be a text that is not"),
-            ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a text that is not empty, got 7"),
+            (
+                {"prompt": "a", "cache_salt": 7},
+                "cache_salt must be a text that is not empty, got 7",
+            ),
         ],
     )
     def test_no_prompts(self, prompt, error):

@@ -46,7 +46,9 @@ def alone(model):
 
 def used(engine) -> list[int]:
     """Blocks that requests hold."""
-    return (engine.host.context.kv_block_allocator.block_ref_counts > 0).nonzero().flatten().tolist()
+    return (
+        (engine.host.context.kv_block_allocator.block_ref_counts > 0).nonzero().flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("first", [4, 1], ids=["together", "later"])
@@ -76,7 +78,10 @@ def test_eviction(model, alone, options):
     known to be right, when the step that filled it took it away.
     """
     with engine_of(model, blocks=6, **KEPT | options) as engine:
-        allocator, memory = engine.host.context.kv_block_allocator, engine.host.context.memory_buffer
+        allocator, memory = (
+            engine.host.context.kv_block_allocator,
+            engine.host.context.memory_buffer,
+        )
         add(engine, PAIR, log_probs=True)
         engine.step()
         [shared] = allocator.kv_hash_to_block_id.values()
