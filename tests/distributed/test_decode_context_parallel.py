@@ -23,7 +23,7 @@ from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_crowded, assert_same
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
-from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.engine import KEPT, Request, engine_of, generate, generating_model, prompt
 from tests.support.models import MIXED
 from tests.support.paged import PagedCase
 from tests.support.shares import by_shares, share
@@ -89,6 +89,26 @@ def test_drafts():
     assert_same(found.results, alone(mtp_num_layers=2).results)
     assert found.statistics.evicted
     assert found.statistics.drafted > found.statistics.accepted
+
+
+@pytest.mark.parametrize(
+    "sizes", layouts(({"tp": 2},), ({"cp": 2},), ({"tp": 2, "cp": 2},)), ids=str
+)
+def test_generated_blocks(sizes):
+    """The next turn of a chat finds the answer, and evicted requests their own blocks."""
+    first, fields = Request(prompt(60), 90), {"context_parallel_size": sizes.get("cp", 1)}
+    with world.parallel(**sizes):
+        model = generating_model(**fields)
+        with engine_of(model, **KEPT, **SHARED) as engine:
+            [answer] = generate(engine, [first]).tokens
+            later = Request([*first.prompt, *answer, 1, 2], 4)
+            found = generate(engine, [later], log_probs=True)
+        crowded = generated(model, **KEPT)
+    assert found.statistics.prefix_blocks == 2 and crowded.statistics.evicted
+    with world.parallel(tp=1):
+        expected = generate(engine_of(generating_model()), [later], log_probs=True)
+    assert_same(found.results, expected.results)
+    assert_same(crowded.results, alone().results)
 
 
 @pytest.mark.usefixtures("small_exchanges")

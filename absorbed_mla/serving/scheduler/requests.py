@@ -205,10 +205,9 @@ def enqueue(
     step that runs there.
     """
     context = engine.context
+    size, caching = context.block_size_tokens, context.enable_prefix_caching
     # In a third of the time of torch.tensor: 0.4 ms less for 8,192 tokens.
     tokens = torch.frombuffer(array("q", prompt), dtype=torch.int64)
-    size = context.block_size_tokens
-    caching = context.enable_prefix_caching
     request = DynamicInferenceRequest(
         request_id=number,
         prompt_tokens=tokens,

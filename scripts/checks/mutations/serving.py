@@ -36,6 +36,9 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
+  salts_of_commands_are_lost: command.params, command.cache_salt) -> command.params)
+  generated_blocks_not_with_a_folder: generated_blocks(self.host)
+    -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
   prompt_log_probs_of_cached_blocks:
     - self.host.requests[number].record[-1].precomputed_block_hashes = []
@@ -48,6 +51,8 @@ absorbed_mla/serving/engine_options.py
     - min(self.max_sequence_length, self.request_tokens - beyond) - length
     -> self.max_sequence_length - length
 absorbed_mla/serving/executor/dp_load_balancer.py
+  front_loses_the_salt: return dataclasses.replace(command, params=params)
+    -> return Add(command.prompt, params)
   front_forgets_what_was_generated: self._tokens[rank][number] += len(progress.tokens) -> pass
   vocabulary_for_the_first_rank: for own in sent: -> for own in sent[:1]:
 absorbed_mla/serving/executor/engine_options.py
@@ -103,8 +108,10 @@ absorbed_mla/serving/export/weights.py
   export_reads_the_router_of_one_stage: one_router(routers) -> one_router([router_options(chunks)])
   export_scales_as_powers_of_two: return SCALE_FORMATS[0] if fp8 -> return SCALE_FORMATS[1] if fp8
 absorbed_mla/serving/llm.py
+  beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
+  empty_salts: if salt == "" or not -> if not
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
   first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
@@ -145,6 +152,8 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
+  outputs_without_their_salt: Add(prompt_tokens, of_engine, cache_salt)
+    -> Add(prompt_tokens, of_engine)
   bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
   ended_requests_pile_up: del self._requests[output.request_id] -> pass
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
@@ -168,6 +177,11 @@ absorbed_mla/serving/prefix_cache/stored.py
   loaded_prefixes_have_no_parents: missing[:done], parents[:done]) -> missing[:done], [0] * done)
   loaded_prefixes_begin_texts: if cached else [0, *missing] -> if False else [0, *missing]
 absorbed_mla/serving/request_record.py
+  evicted_requests_find_nothing: if part.enable_prefix_caching and -> if False and
+  evicted_requests_lose_their_salt: part.block_size_tokens, self.cache_salt
+    -> part.block_size_tokens, None
+  salts_are_all_the_same: salt[: len(digest)] = tokens.new_tensor(list(digest)) -> pass
+  salts_in_place_of_texts: block_size)[1:] -> block_size)[:-1]
   evicted_requests_forget_stop_tokens: part.stop_word_ids = former.stop_word_ids ->
 absorbed_mla/serving/request_results.py
   top_log_probs_of_the_prompt: last_of(record, "generated_top_n_logprobs", len(result.tokens))
@@ -255,6 +269,7 @@ absorbed_mla/serving/scheduler/model_runner.py
   graphs_draw_without_masks: self._sampling_in_graphs and not constrained
     -> self._sampling_in_graphs
 absorbed_mla/serving/scheduler/overlap_scheduler.py
+  generated_blocks_of_requests_in_flight: self.generated.keep(records[-1]) -> pass
   scheduler_moves_no_records: running.reorder(order) -> pass
   scheduler_runs_a_step_of_nobody: before the output is processed.
     |            return None
@@ -297,6 +312,15 @@ absorbed_mla/serving/scheduler/prefill_graphs.py
   prefill_graphs_of_many_sizes: count += max(_LEAST_STEP, power // 8) -> count += power // 8
   prefill_graphs_beyond_a_step: return min(most, options.step_tokens) -> return most
 absorbed_mla/serving/scheduler/requests.py
+  requests_without_their_salt: block_hashes(tokens, size, cache_salt)
+    -> block_hashes(tokens, size, None)
+  records_without_their_salt: entry.record.cache_salt = cache_salt -> pass
+  generated_blocks_are_not_kept: self._register(row) -> pass
+  generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
+  generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
+  generated_blocks_take_the_place_of_others: if value not in known] -> ]
+  generated_blocks_have_no_parents: [parents[i] for i in new] -> [0 for i in new]
+  generated_blocks_without_their_salt: record.cache_salt) -> None)
   scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
   scheduler_admits_what_does_not_fit: if tokens + length > room: -> if False:
   scheduler_leaves_steps_empty: return count if tokens >= _FILLED * room else 0 -> return count
@@ -325,6 +349,8 @@ absorbed_mla/serving/server/logprobs.py
   nan_in_json: if math.isnan(one.logprob): -> if False:
   offsets_count_bytes: self._length += len(added) -> self._length += len(one.token_bytes or b"")
 absorbed_mla/serving/server/protocol.py
+  completions_without_their_salt: return self.salted(tokens) -> return tokens
+  chats_without_their_salt: self.salted(self.token_ids(llm)) -> self.token_ids(llm)
   tokens_behind_an_echo_alone: not self._chat and body.max_tokens == 0 -> False
   log_probs_of_an_echo_alone: [first, *of_prompt, *logprobs] -> [first, *logprobs]
   stream_repeats_its_text: self._sent[index] = now -> pass

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
+from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.request_record import block_hashes
 from tests.support.engine import CHUNKED, KEPT, Request, engine_of, prompt, step_to_the_end
 
@@ -50,9 +53,18 @@ def test_prefix_folder(model, tmp_path):
             assert run(engine, TEXT, "a") + run(engine, TEXT, f"b{expected}", "a") == expected
 
 
+def test_llm(model):
+    salts = ("a", "b", "a", None)
+    prompts = [{"prompt_token_ids": TEXT, "cache_salt": salt} for salt in salts]
+    made = LLM.from_model(model, tokenizer="bytes", max_model_len=192, max_num_seqs=4)
+    with closing(made) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [one.num_cached_tokens for one in outputs] == [0, 0, 128, 0]
+
+
 def test_hashes():
-    """Without a salt they are Megatron's; with one, all of the text's differ, however it begins."""
-    tokens = torch.tensor(TEXT)
-    found = [block_hashes(tokens, 64, salt) for salt in SALTS]
-    assert len({value for each in found for value in each}) == 2 * len(SALTS)
-    assert found == [block_hashes(tokens, 64, salt) for salt in SALTS]
+    """None is that of another text or salt."""
+    texts = [torch.tensor(text) for text in (TEXT, prompt(150, 1))]
+    found = [[block_hashes(text, 64, salt) for text in texts] for salt in SALTS]
+    assert len({value for each in found for one in each for value in one}) == 2 * 2 * len(SALTS)
+    assert found == [[block_hashes(text, 64, salt) for text in texts] for salt in SALTS]
