@@ -29,6 +29,8 @@ Layers:
                  one of the environment, likewise installed beside it
   dev-megatron   likewise with Megatron-LM's branch dev, of $ABSORBED_MLA_DEV_MEGATRON or cloned once;
                  skipped where neither is to be had
+  clients        only if it is named: tests/clients, each in an environment of its own that is made
+                 once; a client that cannot be installed is skipped
   readme         tests/readme: the commands of README.md in a fresh checkout
 
 Options:
@@ -47,9 +49,12 @@ TEXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/other_megatron.sh"
+source "$ROOT/scripts/client_environments.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training
   old-megatron newest-megatron dev-megatron readme)
+# Layers that run if they are named.
+NAMED_LAYERS=(clients)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -70,8 +75,8 @@ parse_arguments() {
       distributed) LAYERS+=(distributed-1 distributed-2 distributed-4 distributed-8) ;;
       -*) fail "unknown option $1; see --help" ;;
       *)
-        [[ " ${ALL_LAYERS[*]} " == *" $1 "* ]] ||
-          fail "unknown layer $1; there are ${ALL_LAYERS[*]} distributed"
+        [[ " ${ALL_LAYERS[*]} ${NAMED_LAYERS[*]} " == *" $1 "* ]] ||
+          fail "unknown layer $1; there are ${ALL_LAYERS[*]} ${NAMED_LAYERS[*]} distributed"
         LAYERS+=("$1")
         ;;
     esac
@@ -99,6 +104,7 @@ run_layer() {
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
     distributed-1) run_in_parallel "$1" tests/distributed ;;
     # These tests start processes themselves.
+    clients) run_clients "$1" ;;
     training | readme) run_pytest "$1" "tests/$1" ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
     newest-megatron) if find_newest_megatron; then run_with_megatron "$1" "$MEGATRON_FOLDER"; fi ;;

@@ -1,0 +1,46 @@
+# Environments of the server's clients, one each: they want different versions of the same packages.
+# Sourced, not executed. Each sees the packages of the environment, and has its own before them.
+
+# Test of tests/clients, and what pip installs for it, in versions that were tried.
+CLIENTS=(
+  'openai openai>=2,<4'
+  'instructor instructor>=1.17,<2'
+  'langchain langchain-openai>=1.7,<2'
+  'llama_index llama-index-llms-openai-like>=0.8,<0.9'
+  'litellm litellm>=1.110,<2'
+  'pydantic_ai pydantic-ai-slim[openai]>=2.66,<3'
+  'inspect_ai inspect-ai>=0.3.285,<0.4 openai>=3.4'
+  'outlines outlines>=1.3,<2'
+  'guidance guidance>=0.3.1,<0.4'
+  'locust locust>=2.47,<3'
+  'lm_eval lm-eval[api]>=0.4.13,<0.5 accelerate'
+)
+
+# Runs tests/clients, each client's where it can be installed.
+run_clients() {
+  local layer=$1 client folder own=$PYTHON packages
+  for entry in "${CLIENTS[@]}"; do
+    read -r client packages <<<"$entry"
+    folder=$ENVIRONMENT.clients/$client
+    make_client "$folder" $packages || {
+      skip "$layer-$client" "it could not be installed, see $folder.log"
+      continue
+    }
+    PYTHON=$folder/bin/python
+    run_pytest "$layer-$client" "tests/clients/test_$client.py"
+    PYTHON=$own
+  done
+}
+
+# make_client FOLDER PACKAGE... makes the environment once.
+make_client() {
+  local folder=$1
+  [[ ! -f $folder/finished ]] || return 0
+  mkdir -p "$(dirname "$folder")" && rm -rf "$folder"
+  "$PYTHON" -m venv "$folder" >"$folder.log" 2>&1 || return 1
+  local site
+  site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/shared.pth"
+  "$folder/bin/python" -m pip install --no-input --progress-bar off --disable-pip-version-check \
+    --retries 1 "${@:2}" >>"$folder.log" 2>&1 && touch "$folder/finished"
+}
