@@ -58,7 +58,7 @@ class Result:
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
     finish: str = ""
     error: str = ""
-    first_scheduled: float | None = None
+    first_scheduled: float | None = field(default=None, compare=False)
     num_cached_tokens: int = 0
 
 
@@ -83,7 +83,7 @@ class Progress:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     result: Result | None = None
-    start: tuple[float | None, int] | None = None
+    start: tuple[float | None, int] | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple:
         """For pipes, in half of the time that slots take by themselves."""

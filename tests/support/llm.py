@@ -265,7 +265,7 @@ def until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def tiny_folder(path: Path) -> Path:
+def tiny_folder(path: Path, **changes: Any) -> Path:
     """A Hugging Face checkpoint of a tiny model, in float32, whose tokens are bytes."""
     config = tiny_config(
         vocab_size=257,
@@ -273,6 +273,7 @@ def tiny_folder(path: Path) -> Path:
         max_position_embeddings=MAX_MODEL_LEN,
         rope_scaling=None,
         torch_dtype="float32",
+        **changes,
     )
     tensors = {name: x * 0.2 for name, x in random_tensors(config, torch.float32).items()}
     return write_hugging_face(path, config, tensors)

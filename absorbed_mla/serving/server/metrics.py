@@ -21,9 +21,15 @@ from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.server.logs import log_request
 from absorbed_mla.serving.statistics import Statistics
 
-# Bounds of the buckets of histograms: seconds of requests and of single tokens, and numbers.
-_OF_REQUESTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-_OF_TOKENS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+# Bounds of the buckets of histograms: seconds of requests and of single tokens, and numbers. Those
+# of vLLM are among them, which alerts may name.
+_SMALL = (0.005, 0.01, 0.02, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 0.8)
+_LARGE = (1, 1.5, 2, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 60, 100, 120, 240, 480, 960, 1920)
+_OF_REQUESTS = (*_SMALL, *_LARGE)
+_OF_TOKENS = (
+    *(0.002, 0.005, 0.01, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
 _NUMBERS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 # Why outputs end. All are shown from the beginning on: from 0 to 1 is an increase, too.
 _REASONS = ("stop", "length", "abort", "error")

@@ -1,0 +1,1 @@
+"""What ``scripts/serving_board.py`` is made of."""
