@@ -205,15 +205,16 @@ def enqueue(
     step that runs there.
     """
     context = engine.context
-    size, caching = context.block_size_tokens, context.enable_prefix_caching
+    size = context.block_size_tokens
     # In a third of the time of torch.tensor: 0.4 ms less for 8,192 tokens.
     tokens = torch.frombuffer(array("q", prompt), dtype=torch.int64)
     request = DynamicInferenceRequest(
         request_id=number,
         prompt_tokens=tokens,
         block_size_tokens=size,
-        enable_prefix_caching=caching,
-        precomputed_block_hashes=block_hashes(tokens, size, cache_salt) if caching else [],
+        enable_prefix_caching=context.enable_prefix_caching,
+        # Without a salt it computes them.
+        precomputed_block_hashes=block_hashes(tokens, size, cache_salt) if cache_salt else [],
     )
     # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
     request.sampling_params = sampling
