@@ -66,10 +66,12 @@ class PackedBitmask:
         for _, i in found:
             rows[i][1].place_stop_tokens(i)
         index = [row for row, *_ in rows]
+        # From pinned memory, too: the host would wait for the model that runs.
+        self._rows.numpy()[: len(rows)] = index
+        places = self._rows[: len(rows)].to(logits.device, non_blocking=True)
         forbidden = self._unpacked(len(rows), logits)
         if len(index) == len(logits):
             return logits.masked_fill(forbidden, -torch.inf)
-        places = torch.tensor(index, device=logits.device)
         return logits.index_copy(0, places, logits[places].masked_fill(forbidden, -torch.inf))
 
     def compute(self, found: Sequence[tuple[Any, int]]) -> None:
@@ -100,6 +102,7 @@ class PackedBitmask:
         return row * self._words * 4 + token // 8
 
     def _take(self, rows: int) -> None:
+        self._rows = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
         self._host = torch.zeros(rows, self._words, dtype=torch.int32, pin_memory=True)
         self._bytes = memoryview(self._host.view(torch.uint8).numpy()).cast("B")
 

@@ -375,7 +375,6 @@ absorbed_mla/serving/server/unsupported.py
   what_is_unsupported_is_dropped: value is not None and value not in accepted -> False
 absorbed_mla/serving/structured_output/bitmask.py
   masks_of_the_first_rows: index = [row for row, *_ in rows] -> index = [*range(len(rows))]
-  masks_of_as_many_rows_as_at_first: if len(rows) > len(self._host): -> if False:
 absorbed_mla/serving/structured_output/grammar.py
   tokens_of_the_tokenizer_only: {"no_forcing": true} -> {"no_forcing": false}
   grammars_that_fail_at_once: _FIRST_TOKENS = 1.0, 3 -> _FIRST_TOKENS = 1.0, 0

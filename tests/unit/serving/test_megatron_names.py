@@ -29,6 +29,7 @@ from absorbed_mla.serving.megatron_engine import names
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
+from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 from absorbed_mla.serving.weights import fused_swiglu
 from absorbed_mla.serving.weights.fused_residuals import fuse_residuals
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
@@ -100,6 +101,7 @@ REFUSING = {
     names.PREFIX_CACHING: _engine(prefix_caching=True),
     names.PREFIX_CACHE_DIR: _engine(prefix_caching=True, prefix_cache_dir="x"),
     names.DRAFTS: _drafting,
+    names.STRUCTURED_OUTPUTS: lambda: _engine()().set_vocabulary(TokenVocabulary((b"a",))),
     names.DRAFTS_ON_CPUS: enable_cpu_inference,
     megatron_names.GENERATION: _generate,
     megatron_names.INDEX_KEYS: _sparse,

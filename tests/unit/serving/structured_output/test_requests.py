@@ -64,10 +64,10 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def expected(model, alone):
+def expected(model):
     """Of all requests; company, evictions and the scheduler change none of it."""
     with batch_invariant_mode():
-        return check_mixed(engine_with(model), alone)
+        return engine_with(model).generate(PROMPTS, MIXED)
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
