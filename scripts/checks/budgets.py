@@ -57,9 +57,9 @@ BUDGETS = (
     Budget("absorbed_mla", "lines", 57_000, 46_000),
     Budget("checkpoint_conversion", "lines", 10_700, 9_000),
     Budget("specs", "lines", 800, 800),
-    Budget("scripts", "lines", 22_100, 14_000),
+    Budget("scripts", "lines", 22_500, 14_000),
     Budget("tests", "lines", 72_600, 52_000),
-    Budget("docs", "words", 23_200, 22_000, but_not="docs/measurements"),
+    Budget("docs", "words", 23_600, 22_000, but_not="docs/measurements"),
 )
 
 

@@ -45,6 +45,9 @@ absorbed_mla/serving/engine.py
     -> pass
   results_of_servers_pile_up: self.results.pop(one.number) -> pass
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
+  requests_begin_with_their_last_chunk: record.first_chunk = record.first_chunk or self._began
+    -> pass
+  first_tokens_do_not_tell_the_start: if self._requests.without_tokens: -> if False:
 absorbed_mla/serving/engine_options.py
   no_token_is_left_to_draw: if lost.issuperset(sampling.allowed_token_ids): -> if False:
   answers_fill_the_context_not_the_cache:
@@ -65,6 +68,8 @@ absorbed_mla/serving/executor/multiprocess.py
     ->
   errors_of_ended_ranks_are_lost: error = self._reported(other) -> error = None
   causes_of_ended_ranks_are_lost: (rank, *range(self._world)) -> (rank,)
+absorbed_mla/serving/executor/worker.py
+  heartbeat_stays_out: os.utime(1) -> pass
 absorbed_mla/serving/experts/dispatcher.py
   grouped_experts_not_summed_over_ranks: if self._several: -> if self._divided:
 absorbed_mla/serving/experts/experts.py
@@ -195,8 +200,8 @@ absorbed_mla/serving/request_results.py
   log_probs_that_others_asked_for: if sampling.logprobs is not None: -> if True:
   drafts_that_are_wrong_fail_a_request: is not None and place < len(progress.tokens) -> is not None
   sampled_requests_pile_up: self._sampled.pop(number, None) -> pass
-  failed_requests_keep_what_came_after: result.tokens[:count] -> result.tokens
   whole_texts_end_in_the_context: grammar.completed_by(result.tokens) -> False
+  failed_requests_keep_what_came_after: getattr(result, name)[:count] -> getattr(result, name)
 absorbed_mla/serving/sampling/device_sampler.py
   filters_leave_no_token_that_crosses_top_p: before >= limit -> before + ordered > limit
   scheduler_moves_no_random_numbers: self._random = [self._random[place] for place in former] ->
@@ -343,11 +348,31 @@ absorbed_mla/serving/server/app.py
   slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
   any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
   a_failure_is_an_answer: require_no_failure(done) ->
+absorbed_mla/serving/server/http_server.py
+  new_requests_find_no_server: while self.server_state.tasks and -> while False and
+absorbed_mla/serving/server/limits.py
+  refusals_are_not_counted:
+    - self._count(status)
+    |            body =
+    -> body =
+  what_is_no_http_is_not_counted: self._count(400) -> pass
 absorbed_mla/serving/server/logprobs.py
   log_probs_of_one_text_hide_each_other: name is None or name in names else -> name is None else
   chat_bytes_of_the_text: list(one.token_bytes), -> list((one.decoded_token or "").encode()),
   nan_in_json: if math.isnan(one.logprob): -> if False:
   offsets_count_bytes: self._length += len(added) -> self._length += len(one.token_bytes or b"")
+absorbed_mla/serving/server/logs.py
+  log_has_no_fields_of_requests: found |= getattr(record, "fields", {}) -> pass
+  log_takes_refused_requests_for_aborted: "abort" if stream.error is None -> "abort" if True
+absorbed_mla/serving/server/metrics.py
+  gaps_of_all_outputs_together: (now - lasts[i]) / new] -> (now - lasts[i]) / new * len(counts)]
+  tokens_of_one_output: self._generated += new -> self._generated += new * (i == 0)
+  prompts_of_every_step: if is_first and any(counts): -> if any(counts):
+  queue_ends_with_the_request: = begun - running.began -> = now - running.began
+  refused_requests_are_counted_twice: if "refused" not in state: -> if True:
+  mistakes_of_the_server_are_not_counted: count(500) -> pass
+  outputs_that_the_end_cuts_are_not_counted: [reason] += len(running.counts) -> [reason] += 0
+  reasons_begin_with_an_output: Counter(dict.fromkeys(_REASONS, 0)) -> Counter()
 absorbed_mla/serving/server/protocol.py
   completions_without_their_salt: return self.salted(tokens) -> return tokens
   chats_without_their_salt: self.salted(self.token_ids(llm)) -> self.token_ids(llm)
@@ -387,6 +412,8 @@ absorbed_mla/serving/structured_output/request_grammar.py
   one_matcher_for_equal_grammars: compiled.result().deep_copy() -> compiled.result()
 absorbed_mla/serving/structured_output/vocabulary.py
   special_tokens_are_text: b"" if token in without else find(token) -> find(token)
+absorbed_mla/serving/statistics.py
+  prefix_queries_are_misses: "prefix_queries": computed + found -> "prefix_queries": computed
 absorbed_mla/serving/tokenizers/detokenizer.py
   bytes_shown_while_they_may_change: _LONGEST_WAIT = 64 -> _LONGEST_WAIT = 4
   long_runs_that_are_no_text_are_shown_as_text: self._is_text = _begins_text(data) -> pass
