@@ -348,6 +348,15 @@ absorbed_mla/serving/server/app.py
   slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
   any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
   a_failure_is_an_answer: require_no_failure(done) ->
+absorbed_mla/serving/server/chat_answer.py
+  calls_end_as_texts: return "tool_calls" if calls and -> return "tool_calls" if False and
+  held_back_text_is_sent_as_nothing: if before and not is_news: -> if False:
+absorbed_mla/serving/server/chat_request.py
+  chats_without_their_salt: self.salted(self.token_ids(llm)) -> self.token_ids(llm)
+  special_marks_are_left_out: fields["skip_special_tokens"] = False -> pass
+  several_calls_where_one_is_asked_for: None if self.parallel_tool_calls else 1, -> None,
+absorbed_mla/serving/server/forced_calls.py
+  braces_in_strings_end_arguments: self._in_string = True -> pass
 absorbed_mla/serving/server/http_server.py
   new_requests_find_no_server: while self.server_state.tasks and -> while False and
 absorbed_mla/serving/server/limits.py
@@ -373,17 +382,30 @@ absorbed_mla/serving/server/metrics.py
   mistakes_of_the_server_are_not_counted: count(500) -> pass
   outputs_that_the_end_cuts_are_not_counted: [reason] += len(running.counts) -> [reason] += 0
   reasons_begin_with_an_output: Counter(dict.fromkeys(_REASONS, 0)) -> Counter()
+absorbed_mla/serving/server/message_parts.py
+  marks_in_two_pieces_are_text: if any(mark.startswith(text[begin:]) -> if any(False
+  calls_beyond_one_are_shown: if self._most_calls is not None: -> if False:
+  hidden_reasoning_is_shown: if not self._with_reasoning: -> if False:
 absorbed_mla/serving/server/protocol.py
   completions_without_their_salt: return self.salted(tokens) -> return tokens
-  chats_without_their_salt: self.salted(self.token_ids(llm)) -> self.token_ids(llm)
-  tokens_behind_an_echo_alone: not self._chat and body.max_tokens == 0 -> False
+  tokens_behind_an_echo_alone: isinstance(body, CompletionRequest) and body.max_tokens == 0 -> False
   log_probs_of_an_echo_alone: [first, *of_prompt, *logprobs] -> [first, *logprobs]
   stream_repeats_its_text: self._sent[index] = now -> pass
-  parameters_of_json_are_dropped: {name: getattr(self, name) for name in _SAMPLING} -> {}
+  parameters_of_json_are_dropped: {name: getattr(self, name) for name in SAMPLING_FIELDS} -> {}
+  numbers_are_made_of_texts: ConfigDict(extra="forbid", strict=True) -> ConfigDict(extra="forbid")
+absorbed_mla/serving/server/reasoning.py
+  thinking_that_the_template_began: if prompt_end.endswith(BEGIN): -> if False:
+  thinking_ends_at_its_mark_alone: self._ends = (END, *format.also_ends) -> self._ends = (END,)
+  the_mark_is_thought: end = place + len(mark) if mark == END else place -> end = place
 absorbed_mla/serving/server/response_format.py
   two_formats_together: if len(asked) > 1: -> if False:
   a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
     -> if False:
+absorbed_mla/serving/server/responses_answer.py
+  an_items_end_is_not_told: yield from self._end("completed") -> self._open = None
+  a_cut_response_is_complete: if now.finish_reason == "stop" else "incomplete" -> if True else ""
+absorbed_mla/serving/server/responses_request.py
+  thoughts_and_calls_are_messages_apart: if last is None or len(last.keys() & -> if True or len({} and
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends:
     - self.llm.abort(name)
@@ -396,8 +418,19 @@ absorbed_mla/serving/server/service.py
     -> for one in its:
     |                _call(loop, _put_all, [one])
   nobody_hears_of_the_death: self._on_death() ->
+absorbed_mla/serving/server/tool_calls.py
+  spaces_in_front_of_calls_are_text: self._raw, self._spaces, self._is_empty = "", "", True
+    -> self._raw, self._is_empty = "", True
+  what_is_no_call_is_lost: found.content += self._spaces + self._raw -> pass
+  texts_are_not_escaped: self._add(_dumped(text)[1:-1], found) -> self._add(text, found)
+  calls_without_arguments_have_none: self._add("{}" * self._is_empty, found) -> pass
+  schemas_types_are_not_looked_at: or _types(self._schema()) == {"string"} -> or False
+  deep_json_stops_the_server: SyntaxError, MemoryError, RecursionError -> SyntaxError
+absorbed_mla/serving/server/tool_parsers/kimi_k2.py
+  kimis_calls_get_other_ids: return header, name -> return new_call_id(), name
 absorbed_mla/serving/server/unsupported.py
-  what_is_unsupported_is_dropped: value is not None and value not in accepted -> False
+  what_is_unsupported_is_dropped: value is not None and value not in same -> False
+  zero_asks_for_nothing: if isinstance(one, bool) == isinstance(value, bool) -> if True
 absorbed_mla/serving/structured_output/bitmask.py
   masks_of_the_first_rows: index = [row for row, *_ in rows] -> index = [*range(len(rows))]
 absorbed_mla/serving/structured_output/grammar.py
@@ -433,6 +466,10 @@ absorbed_mla/serving/tokenizers/token_bytes.py
     -> bytes(table[c] for c in name if c in table)
   token_bytes_without_the_space_before: (twice[len(once) :] if twice.startswith(once) else once)
     -> once
+absorbed_mla/serving/tokenizers/tokenizers.py
+  templates_that_lack_tools_are_taken: if options.get("tools") and "tools" not in template:
+    -> if False:
+  templates_get_dicts_alone: except TypeError: -> except ZeroDivisionError:
 absorbed_mla/serving/weights/fused_residuals.py
   norm_of_another_sum: made[0] is x and self -> self
   norm_of_another_run: and self._run is this_run() ->
