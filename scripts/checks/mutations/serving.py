@@ -405,7 +405,8 @@ absorbed_mla/serving/server/responses_answer.py
   an_items_end_is_not_told: yield from self._end("completed") -> self._open = None
   a_cut_response_is_complete: if now.finish_reason == "stop" else "incomplete" -> if True else ""
 absorbed_mla/serving/server/responses_request.py
-  thoughts_and_calls_are_messages_apart: if last is None or len(last.keys() & -> if True or len({} and
+  thoughts_and_calls_are_messages_apart: if last is None or len(last.keys() &
+    -> if True or len({} and
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends:
     - self.llm.abort(name)
