@@ -45,7 +45,6 @@ def _run(argv: list[str] | None) -> None:
     require_writable(files={"--output": args.output})
     recording = asyncio.run(_record(args.url.rstrip("/"), args.api_key, args.seconds))
     draw(json.loads(args.board.read_text()), recording, args.output)
-    _reduce_colors(args.output)
     print(f"{args.output}: {len(recording.times)} scrapes")
 
 
@@ -113,15 +112,6 @@ def draw(board: dict[str, Any], recording: Recording, path: Path) -> None:
                 axes.legend(fontsize=7, loc="upper left", ncols=4, frameon=False)
         for axes in grid[-1]:
             axes.set_xlabel("seconds", fontsize=8)
-
-
-def _reduce_colors(path: Path) -> None:
-    """A third of the file: a palette, of which a plot needs few."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        reduced = image.convert("RGB").quantize(256)
-    reduced.save(path, optimize=True)
 
 
 def lines(panel: dict[str, Any], recording: Recording) -> dict[str, list[tuple[float, float]]]:
