@@ -136,7 +136,6 @@ PREFIX_CACHE_DIR = Need(
         CHECK_AVAILABILITY,
         DEREGISTER,
         *names(CONTEXT, "_find_kv_match_count is_hybrid_model params_dtype"),
-        RELEASE,
     ),
 )
 DRAFTS = Need(

@@ -305,4 +305,8 @@ def grouped_products(config: Config, draw: Draw, compare: Comparison) -> None:
     expert = draw.integer(0, config.experts - 1)
     own = slice(*drawn.bounds[expert : expert + 2])
     alone = matrix_product(drawn.rows[own], drawn.weights[expert].T)
-    compare.same("rows of an expert alone", found[own], alone)
+    if found.is_cuda:
+        compare.same("rows of an expert alone", found[own], alone)
+    else:
+        # The interpreter's products are NumPy's, which round by their shape on some CPUs.
+        compare.near("rows of an expert alone", found[own], alone, 0.01)
