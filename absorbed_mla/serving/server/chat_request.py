@@ -150,10 +150,6 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
                 raise ValueError(f"tool_choice {choice!r} needs tools")
         elif choice == "auto":
             parsers.require_tools()
-        elif self._is_forced and self._has_format:
-            raise ValueError(
-                f"tool_choice {choice!r} needs response_format and structured_outputs null"
-            )
         elif self.is_named and choice not in [tool.function.name for tool in self.tools]:
             raise ValueError(f"tool_choice must name one of the tools, got {choice!r}")
 
@@ -172,12 +168,6 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     @property
     def _is_forced(self) -> bool:
         return bool(self.tools) and (self.is_named or self._choice == "required")
-
-    @property
-    def _has_format(self) -> bool:
-        """Whether the text is to be something by itself."""
-        given = (self.response_format, self.structured_outputs)
-        return any(one not in (None, {"type": "text"}) for one in given)
 
     def message_parser(self, prompt_end: str) -> MessageParser:
         """What finds the parts of an output's message.
@@ -223,6 +213,8 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
             # Marks may be special tokens.
             fields["skip_special_tokens"] = False
         if self._is_forced:
+            if self.structured_outputs is not None:
+                raise ValueError("tool_choice and structured_outputs must not be given together")
             fields["structured_outputs"] = StructuredOutputsParams(json=self._schema_of_calls())
         params = self.sampling(**fields)
         self._is_structured = params.structured_outputs is not None

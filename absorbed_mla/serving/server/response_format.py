@@ -13,7 +13,7 @@ from absorbed_mla.serving.structured_output.parameters import StructuredOutputsP
 class JsonSchema(BaseModel):
     """A schema and its name; that it is strict is no matter of choice."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     description: str | None = None
@@ -24,7 +24,7 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's ``response_format``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -158,9 +158,13 @@ def test_tools_that_are_not_to_be_called():
 
 def test_forced_calls_exclude_other_formats():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    body = read(ChatRequest, tools=tools, tool_choice="required", structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="needs response_format and structured_outputs null"):
-        body.use(OutputParsers())
+    formats = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    for name, value in formats.items():
+        body = read(ChatRequest, tools=tools, tool_choice="required", **{name: value})
+        with pytest.raises(ValueError, match="must not be given together"):
+            body.params()
+    text = {"response_format": {"type": "text"}}
+    assert read(ChatRequest, tools=tools, tool_choice="required", **text).params()
 
 
 def test_reasoning_is_not_sought_in_structured_output():

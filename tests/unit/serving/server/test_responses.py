@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from absorbed_mla.registry import TOOL_PARSERS
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
+from absorbed_mla.serving.server.responses_request import ResponsesRequest
 from tests.support.llm import FAILING_PROMPT, FAILURE, serving
 from tests.unit.serving.server.test_tool_calls import SAYS, Recording
 from tests.unit.serving.server.test_tool_parsers import CALLS, TOOLS
@@ -169,6 +170,14 @@ def test_former_turns(client, tokenizer, says):
 def test_refused(client, fields, text):
     with pytest.raises(BadRequestError, match=text):
         create(client, **fields)
+
+
+def test_schema_of_the_text():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    body = {"input": "a", "text": {"format": form}}
+    params = ResponsesRequest.model_validate_json(json.dumps(body)).params()
+    assert params.structured_outputs.json == schema
 
 
 def test_values_that_ask_for_nothing(client):

@@ -18,6 +18,10 @@ from absorbed_mla.serving.server.message_parts import MessageParser
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
 from absorbed_mla.serving.server.tool_calls import converted
+from absorbed_mla.serving.structured_output.grammar import grammar_of, matcher_of
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
+from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 
 CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
 NOTE = {"text": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "tags": {"type": "array"}}
@@ -25,7 +29,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
     for name, properties in (("weather", CITY), ("note", NOTE), ("now", {}))
 ]
-OSLO, NOTED = {"city": "Oslo", "days": 3}, {"text": 'a "b"\n</c> \\ é', "tags": ["x", {"y": None}]}
+OSLO, NOTED = {"city": "Oslo", "days": 3}, {"text": 'a "b}"\n</c> \\ é', "tags": ["x", {"y": None}]}
 
 
 def dsml(name, *parameters):
@@ -114,6 +118,7 @@ class TestToolCalls:
     def test_whole(self, name):
         message, _ = read([f"I look.\n\n{TEXTS[name]}"], of_format(name))
         assert message.content == "I look." and calls_of(message) == CALLS
+        assert all(one.arguments[0] == "{" for one in message.calls.values())
         ids = [one.id for one in message.calls.values()]
         assert len(set(ids)) == 3
         if name == "kimi_k2":
@@ -151,6 +156,11 @@ class TestToolCalls:
             assert names == [name for name, _ in CALLS[: len(names)]]
             for i, call in enumerate(message.calls.values()):
                 assert expected[i].arguments.startswith(call.arguments)
+
+    def test_texts_are_shown_before_their_end(self, name):
+        begin, _, _ = TEXTS[name].partition("lo")
+        message, _ = read([begin], of_format(name))
+        assert message.calls[0].arguments.replace(" ", "") == '{"city":"Os'
 
     def test_one_call_alone(self, name):
         message, _ = read(list(TEXTS[name]), of_format(name, most_calls=1))
@@ -224,6 +234,7 @@ THOUGHTS = [
     ("deepseek_v3", "", {"thinking": True}, "why</think>so", "why", "so"),
     ("glm45", "", {}, "\n<think>why</think>\nso", "why", "\nso"),
     ("glm45", "", {}, "so <think>", "", "so <think>"),
+    ("glm45", "<think>\n", {}, "why</think>so", "why", "so"),
     ("glm45", "<think></think>\n", {}, "so", "", "so"),
     ("kimi_k2", "", {}, "why</think>so</think>", "why", "so</think>"),
     ("kimi_k2", "", {"thinking": False}, "so", "", "so"),
@@ -267,6 +278,23 @@ class TestForcedCalls:
         for pieces in splits(dumped(NOTED)):
             message, _ = read(pieces, MessageParser(None, NamedCall("note")))
             assert calls_of(message) == [("note", NOTED)]
+
+    def test_grammar(self):
+        """Structured output lets calls of the tools pass, their names first, and no others."""
+        pytest.importorskip("llguidance")
+        params = StructuredOutputsParams(json=schema_of_several(TOOLS, 1))
+        vocabulary = TokenVocabulary.of(ByteTokenizer(), 257).for_grammars()
+        good, bad = {"name": "weather", "parameters": OSLO}, {"name": "no", "parameters": {}}
+        turned = dict(reversed(good.items()))
+        for calls, passes in (
+            ([good], True),
+            ([bad], False),
+            ([good] * 2, False),
+            ([turned], False),
+        ):
+            text = dumped(calls).encode()
+            matcher = matcher_of(grammar_of(params), vocabulary)
+            assert (matcher.try_consume_tokens(list(text)) == len(text)) is passes, calls
 
     def test_schemas(self):
         definitions = {
