@@ -13,6 +13,8 @@ from typing import Any
 from uvicorn.config import LOGGING_CONFIG
 
 _logger = logging.getLogger(__name__)
+# Says which parsers are taken.
+_PARSERS = "absorbed_mla.serving.server.output_parsers"
 # Characters of a client's id of a request.
 _MOST_SHOWN = 200
 _ACCESS = ("client", "method", "path", "http_version", "status")
@@ -88,7 +90,7 @@ def log_config(form: str, *, requests: bool = True) -> dict[str, Any]:
     config = copy.deepcopy(LOGGING_CONFIG)
     level = "INFO" if requests else "WARNING"
     own = {"handlers": ["default"], "level": level, "propagate": False}
-    config["loggers"][_logger.name] = own
+    config["loggers"] |= {_logger.name: own, _PARSERS: {**own, "level": "INFO"}}
     if form == "json":
         lines = {"()": JsonLines}
         config["formatters"] = dict.fromkeys(config["formatters"], lines)

@@ -36,12 +36,12 @@ class OutputParsers:
             reasoning_parser: A name or None.
             template: Text of the model's chat template.
         """
-        found, refused = TOOL_PARSERS.examine(tool_call_parser, template)
+        found, _ = TOOL_PARSERS.examine(tool_call_parser, template)
         tools = found[0] if found else None
         if tool_call_parser != "auto":
             tools = TOOL_PARSERS[tool_call_parser]
         elif tools is None:
-            _logger.info("tool_call_parser: none, because %s", " and ".join(refused.values()))
+            _logger.info("tool_call_parser: none, because the chat template has no marks of one")
         else:
             marks = " and ".join(tools.marks)
             _logger.info("tool_call_parser: %s, because the template has %s", tools.name, marks)

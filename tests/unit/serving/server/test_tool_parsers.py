@@ -8,12 +8,14 @@ import random
 import pytest
 
 from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.server import output_parsers
 from absorbed_mla.serving.server.forced_calls import (
     ListedCalls,
     NamedCall,
     schema_of_one,
     schema_of_several,
 )
+from absorbed_mla.serving.server.logs import log_config
 from absorbed_mla.serving.server.message_parts import MessageParser
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
@@ -166,21 +168,27 @@ class TestToolCalls:
         message, _ = read(list(TEXTS[name]), of_format(name, most_calls=1))
         assert calls_of(message) == CALLS[:1]
 
-    def test_chosen_by_the_template(self, name, caplog):
+    def test_chosen_by_the_template(self, name, caplog, monkeypatch):
+        monkeypatch.setattr(output_parsers._logger, "propagate", True)
         entry = TOOL_PARSERS[name]
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", output_parsers.__name__):
             template = "".join(entry.marks)
             assert OutputParsers.chosen("auto", None, template).tools is entry
         assert f"tool_call_parser: {name}, because the template has {entry.marks[0]}" in caplog.text
         assert OutputParsers.chosen(name, None, "").tools is entry
 
 
-def test_no_parser(caplog):
-    with caplog.at_level("INFO"):
+def test_no_parser(caplog, monkeypatch):
+    monkeypatch.setattr(output_parsers._logger, "propagate", True)
+    with caplog.at_level("INFO", output_parsers.__name__):
         parsers = OutputParsers.chosen("auto", None, "{{ messages }}")
-    assert "tool_call_parser: none, because the chat template has no" in caplog.text
+    assert "tool_call_parser: none, because the chat template has no marks" in caplog.text
     with pytest.raises(ValueError, match="option tool_call_parser, one of deepseek_v3, "):
         parsers.require_tools()
+
+
+def test_the_choice_is_in_the_servers_log():
+    assert log_config("text")["loggers"][output_parsers.__name__]["level"] == "INFO"
 
 
 def test_text_that_is_no_call():
