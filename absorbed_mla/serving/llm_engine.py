@@ -30,10 +30,18 @@ _FEW_CHARACTERS = 2**16
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt that can run: its text, if it was given as one, token ids, and ``cache_salt``."""
+    """A prompt that can run.
+
+    Attributes:
+        text: If it was given as one.
+        tokens: Token ids.
+        of_engine: See :func:`of_output`.
+        cache_salt: Of the prompts that share cached blocks with it.
+    """
 
     text: str | None
     tokens: list[int]
+    of_engine: SamplingParams
     cache_salt: str | None = None
 
 
@@ -61,6 +69,8 @@ class LLMEngine:
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
         self._sizes = runner.options()
         self._requests = OutputProcessor(tokenizer)
+        # The parameters that were last given, and what the engine gets of them.
+        self._last_of_engine: tuple[SamplingParams, SamplingParams] | None = None
         self._grammars = GrammarChecks(tokenizer, self._sizes.vocab_size)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
@@ -135,7 +145,7 @@ class LLMEngine:
             raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
         assert sizes.vocab_size is not None
         try:
-            of_engine = of_output(params, self._ends(params), tokenizer)
+            of_engine = self._of_engine(params)
             if params.structured_outputs is not None:
                 self._grammars.check(params.structured_outputs)
         except ValueError as error:
@@ -143,7 +153,7 @@ class LLMEngine:
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens, salt)
+        return EncodedPrompt(text, tokens, of_engine, salt)
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, for any thread.
@@ -335,7 +345,17 @@ class LLMEngine:
         if params.structured_outputs is not None:
             self._requests.set_vocabulary(self._grammars.vocabulary)
         ends, salt = self._ends(params), prompt.cache_salt
-        return self._requests.add(prompt.text, prompt.tokens, params, name, ends, salt)
+        return self._requests.add(
+            prompt.text, prompt.tokens, params, name, ends, prompt.of_engine, salt
+        )
+
+    def _of_engine(self, params: SamplingParams) -> SamplingParams:
+        """Found once for the prompts of a call: the tokens of many texts take long."""
+        found = self._last_of_engine
+        if found is None or found[0] is not params:
+            found = params, of_output(params, self._ends(params), self.tokenizer)
+            self._last_of_engine = found
+        return found[1]
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """The model's end tokens, for a request that they end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from array import array
@@ -92,6 +91,7 @@ class OutputProcessor:
         params: SamplingParams,
         name: str | None,
         ends: Sequence[int],
+        of_engine: SamplingParams,
         cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
@@ -102,6 +102,7 @@ class OutputProcessor:
             params: As the user gave them.
             name: The id; None makes one.
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
+            of_engine: What :func:`of_output` makes of these.
             cache_salt: Of the prompts that share cached blocks with it.
 
         Raises:
@@ -114,13 +115,12 @@ class OutputProcessor:
         request = _Request(RequestOutput(name, prompt, tokens, []), params, left=params.n)
         # An array goes through a pipe in a fifth of a list's time.
         prompt_tokens = array("q", tokens)
-        of_first = of_output(params, ends, self._tokenizer)
         for index in range(params.n):
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            of_engine = _of_other_output(of_first, index)
-            self._commands.append(Add(prompt_tokens, of_engine, cache_salt))
+            own = _of_other_output(of_engine, index)
+            self._commands.append(Add(prompt_tokens, own, cache_salt))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)
@@ -363,10 +363,13 @@ def of_output(
     Raises:
         ValueError: If texts of ``bad_words`` have no tokenizer.
     """
-    stop = dict.fromkeys([*ends, *params.stop_token_ids])
-    of_text = {"n": 1, "stop": (), "truncate_prompt_tokens": None}
-    of_text["bad_words"] = _tokens_of_words(params.bad_words, tokenizer)
-    return params.replace(**of_text, stop_token_ids=tuple(stop))
+    return params.derived(
+        n=1,
+        stop=(),
+        truncate_prompt_tokens=None,
+        bad_words=_tokens_of_words(params.bad_words, tokenizer),
+        stop_token_ids=tuple(dict.fromkeys([*ends, *params.stop_token_ids])),
+    )
 
 
 def _of_other_output(of_first: SamplingParams, index: int) -> SamplingParams:
@@ -376,10 +379,7 @@ def _of_other_output(of_first: SamplingParams, index: int) -> SamplingParams:
     # It imports torch, which takes long.
     from absorbed_mla.serving.sampling.device_sampler import derive_seed
 
-    # Not checked again: that takes as long as the lists are, and there may be a thousand outputs.
-    made = copy.copy(of_first)
-    object.__setattr__(made, "seed", derive_seed(of_first.seed, index))
-    return made
+    return of_first.derived(seed=derive_seed(of_first.seed, index))
 
 
 def _tokens_of_words(

@@ -132,7 +132,7 @@ class Front:
         params = command.params
         if params.seed is None:
             # That of an engine alone, so that a rank's number decides nothing.
-            params = params.replace(
+            params = params.derived(
                 seed=derive_seed(derive_seed(self._options.seed, 0), self._num_seeds)
             )
             self._num_seeds += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,6 +217,16 @@ class SamplingParams(Options):
     def replace(self, **changes) -> SamplingParams:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def derived(self, **fields: Any) -> SamplingParams:
+        """A copy with fields that this package has found, which are not checked.
+
+        It takes no longer with long lists, and tokens of texts may be more than users may give.
+        """
+        made = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
 
     def clone(self) -> SamplingParams:
         """A copy, as vLLM's users make it."""

@@ -56,6 +56,24 @@ class _OneAtATime(FakeRunner):
         return found
 
 
+def test_tokens_of_bad_words_are_found_once():
+    """For all prompts of a call, and not by the thread that runs steps."""
+    texts = []
+
+    class Tokenizer(ChatBytes):
+        def encode(self, text, **options):
+            texts.append(text)
+            return super().encode(text, **options)
+
+    llm, params = fake_llm(tokenizer=Tokenizer()), SamplingParams(n=3, bad_words=["word"])
+    encoded = [llm.encode_prompt(prompt, params) for prompt in ("a", "b")]
+    assert texts == ["a", "word", " word", "b"]
+    for prompt in encoded:
+        llm.add_request(prompt, params)
+    assert len(texts) == 4
+    assert llm.encode_prompt("a", PARAMS).of_engine.bad_words == []
+
+
 class TestThreads:
     @pytest.mark.parametrize("awake", [True, False])
     def test_requests_run_together(self, awake):

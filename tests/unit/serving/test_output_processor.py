@@ -31,7 +31,12 @@ def test_bad_words():
     tokenizer = SimpleNamespace(encode=lambda text, begin: tokens[text])
     params = SamplingParams(bad_words=["a", "bc", [7, 8], "a"])
     found = of_output(params, (), tokenizer).bad_words
-    assert found == ((1,), (2,), (3, 4), (7, 8))
+    assert found == [(1,), (2,), (3, 4), (7, 8)]
+
+
+def test_bad_words_of_more_tokens_than_lists_may_have():
+    params = SamplingParams(bad_words=["\u4e2d" * 4096])
+    assert len(of_output(params, (), TOKENIZERS["byte_level"]).bad_words[0]) > 4096
 
 
 def grow(tokenizer, tokens: list[int], **params) -> CompletionOutput:
