@@ -48,6 +48,8 @@ from absorbed_mla.serving.server.service import (
 from absorbed_mla.serving.server.token_requests import DetokenizeRequest, TokenizeRequest
 
 _REQUEST_ID = "X-Request-Id"
+# Every event of a streamed answer has it.
+_LONGEST_ID = 200
 _NO_PARSERS = OutputParsers()
 # Fields that a refusal names.
 _MOST_PROBLEMS = 10
@@ -143,7 +145,7 @@ class _PathsAndIds:
         given = Headers(scope=scope).get(_REQUEST_ID)
         # That of the connection, which says there if it has refused the request.
         state = scope.setdefault("state", {})
-        state["request_id"] = uuid.uuid4().hex if given is None else given
+        state["request_id"] = given or uuid.uuid4().hex
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -224,7 +226,7 @@ class _Routes:
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._name):
-            raise HTTPException(404, f"the model is {self._name!r}, not {name!r}")
+            raise HTTPException(404, f"the model is {self._name!r}, not {name!r:.200}")
 
     async def _answer(
         self,
@@ -232,6 +234,8 @@ class _Routes:
         body: GenerationRequest | ResponsesRequest,
         kind: Callable[..., Answer | ResponsesAnswer],
     ) -> Response:
+        if len(request.state.request_id) > _LONGEST_ID:
+            raise HTTPException(400, f"{_REQUEST_ID} must have at most {_LONGEST_ID} characters")
         prompts, params = body.prompts(), body.params()
         self._require_model(body.model)
         if body.request_id is not None and _REQUEST_ID not in request.headers:

@@ -8,6 +8,7 @@ limits of its own only for heads that h11 parses.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from http import HTTPStatus
@@ -21,6 +22,7 @@ from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.protocol import error_body
 
 try:
+    import httptools
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:
     HttpToolsProtocol = None
@@ -172,12 +174,57 @@ class _H11(_Arriving, H11Protocol):
 
 if HttpToolsProtocol is not None:
 
+    class _Parser(httptools.HttpRequestParser):
+        """httptools' parser, but for requests to upgrade the connection, behind which that ends.
+
+        A server may ignore them (RFC 9110, 7.8). Java's client begins with one, for HTTP/2.
+        """
+
+        def __init__(self, protocol: _HttpTools) -> None:
+            super().__init__(protocol)
+            self._protocol = protocol
+            # As in uvicorn; older releases of httptools have no such method.
+            with contextlib.suppress(AttributeError):
+                self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+        def feed_data(self, data: bytes) -> None:
+            """See httptools."""
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as error:
+                if not self._protocol.asks_for_upgrade:
+                    raise
+                self._protocol.read_without_upgrade(data[error.args[0] :])
+
     class _HttpTools(_Arriving, HttpToolsProtocol):
         """httptools keeps a head of any length, and headers after a body."""
 
         is_arriving = True
+        # Whether the head that was read last does, and is read again without.
+        asks_for_upgrade = False
         # Bytes of the request that are not of its body's content.
         _besides = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """See asyncio."""
+            self.parser = _Parser(self)
+            super().connection_made(transport)
+
+        def read_without_upgrade(self, rest: bytes) -> None:
+            """Read a head again, as one that asks for no upgrade, and what comes behind it."""
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = _Parser(self)
+            self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
+        def on_headers_complete(self) -> None:
+            """See httptools."""
+            # uvicorn refuses a CONNECT.
+            asks = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+            self.asks_for_upgrade = asks
+            if not asks:
+                super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
             """See asyncio."""
@@ -198,8 +245,9 @@ if HttpToolsProtocol is not None:
 
         def on_message_complete(self) -> None:
             """See httptools."""
-            self.is_arriving, self._besides = False, 0
-            super().on_message_complete()
+            if not self.asks_for_upgrade:
+                self.is_arriving, self._besides = False, 0
+                super().on_message_complete()
 
 
 def limited_protocol(max_body_bytes: int, metrics: Metrics) -> type[asyncio.Protocol]:
@@ -227,14 +275,17 @@ class Bodies:
         """The body of a request, whose length ``state.body_bytes`` has then.
 
         Raises:
-            HTTPException: If it is no JSON by its type, too large, in too many parts, or too many
-                others are read.
+            HTTPException: If it is no JSON by its type, compressed, too large, in too many parts,
+                or too many others are read.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A web page of any origin may send others, and what has no type.
         if kind != "application/json" and not kind.endswith("+json"):
             raise HTTPException(415, f"Content-Type must be application/json, got {kind!r}")
         too_large = HTTPException(413, f"the body must have at most {self._most} bytes")
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise HTTPException(415, f"Content-Encoding must be identity, got {coding!r:.100}")
         # A number: the HTTP parser refuses others.
         if int(request.headers.get("content-length", 0)) > self._most:
             raise too_large

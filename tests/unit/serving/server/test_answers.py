@@ -424,6 +424,13 @@ class TestRequestId:
             complete(client, "ab", n=0, extra_headers=header)
         assert found.value.response.headers["x-request-id"] == "mine"
 
+    def test_lengths(self, client):
+        """None at all is none; one of thousands of characters would be in every event."""
+        assert complete(client, "a", extra_headers={"X-Request-Id": ""}).id != "cmpl-"
+        assert complete(client, "a", extra_headers={"X-Request-Id": "i" * 200}).id[5:] == "i" * 200
+        with pytest.raises(APIError, match="X-Request-Id must have at most 200 characters"):
+            complete(client, "a", extra_headers={"X-Request-Id": "i" * 201})
+
 
 class TestTokenize:
     def test_prompt(self, served):

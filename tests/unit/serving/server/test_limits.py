@@ -212,6 +212,27 @@ def test_content_type(kind):
         for good in ("application/json", "Application/JSON; charset=utf-8", "application/x+json"):
             headers = {"content-type": good}
             assert send(served, "POST", COMPLETIONS, {"prompt": "a"}, headers)[0] == 200
+        headers = {"content-encoding": "gzip"}
+        found = send(served, "POST", COMPLETIONS, {"prompt": "a"}, headers)
+        require_error(found, 415, "Content-Encoding must be identity, got 'gzip'")
+
+
+@pytest.mark.parametrize("cut", [40, 90, 1000])
+def test_upgrades_are_ignored(served, cut):
+    """Java's client asks for HTTP/2 with its first body; wherever that comes in two pieces."""
+    asks = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAM"]
+    content = b'{"prompt": "hello", "max_tokens": 2}'
+    asks += ["authorization: Bearer secret", f"content-length: {len(content)}"]
+    request = head(COMPLETIONS, *asks) + content
+    with connected(served) as raw:
+        for _ in range(2):
+            for piece in (request[:cut], request[cut:]):
+                raw.sendall(piece)
+                time.sleep(0.02)
+            answer = raw.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200") and b'"text":"ol"' in answer
+        raw.sendall(b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 40" in answer_of(raw)
 
 
 def test_large_bodies_are_paced(monkeypatch):

@@ -202,6 +202,8 @@ def test_other_models_and_routes(served):
     text = "the model is 'tiny', not 'other'"
     require_error(send(served, "POST", COMPLETIONS, body), 404, text)
     require_error(send(served, "GET", "/v1/models/other"), 404, text)
+    long = send(served, "POST", COMPLETIONS, {"model": "m" * 1_000_000, "prompt": "a"})
+    assert len(long[1]["error"]["message"]) < 300
     require_error(send(served, "POST", "/tokenize", body), 404, text)
     require_error(send(served, "GET", "/v1/embeddings"), 404, "Not Found")
     require_error(send(served, "GET", CHAT), 405, "Method Not Allowed")
