@@ -74,7 +74,9 @@ def growth(requests: Sequence[int], figures: Sequence[Mapping[str, float]]) -> l
     """What grows with the requests, after the first third of them, a line for each.
 
     It grows if its least value in the second half of the rest is above the largest in the first
-    half, and a line through all values rises, both by more than is flat.
+    half, and a line through all values rises, both by more than is flat; and if it rises from the
+    second to the last third of the rest by at least half of what it rose before: tables of what
+    can come rise ever less.
 
     Args:
         requests: That had ended when the figures were counted.
@@ -88,7 +90,7 @@ def growth(requests: Sequence[int], figures: Sequence[Mapping[str, float]]) -> l
     for name in sorted({name for one in figures for name in one}):
         values = [one.get(name, 0) for one in figures]
         most, slope = _FLAT[name.partition(", ")[2]]
-        if min(values[half:]) - max(values[:half]) <= most:
+        if min(values[half:]) - max(values[:half]) <= most or _saturates(values):
             continue
         rises = statistics.linear_regression(places, values).slope
         if rises > slope:
@@ -97,3 +99,12 @@ def growth(requests: Sequence[int], figures: Sequence[Mapping[str, float]]) -> l
                 f"requests, of which {slope:g} would be flat"
             )
     return lines
+
+
+def _saturates(values: Sequence[float]) -> bool:
+    third = len(values) // 3
+    if third == 0:
+        return False
+    first, last = (statistics.median(part) for part in (values[:third], values[-third:]))
+    middle = statistics.median(values[third:-third])
+    return last - middle < (middle - first) / 2

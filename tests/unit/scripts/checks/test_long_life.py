@@ -92,12 +92,17 @@ def test_a_step_that_raises(traffic, monkeypatch):
         ([1, 4, 9, 3, 9, 5], False),
         ([1, 4, 4, 4, 6, 6], False),
         ([0, 0, 0, 0, 3, 3], True),
+        # A table that fills, and one that goes on.
+        ([0, 0, 0, 4, 12, 18, 22, 24, 24], False),
+        ([0, 0, 0, 4, 12, 18, 22, 27, 31], True),
     ],
 )
 def test_growth(values, grows):
-    found = growth(range(60, 420, 60), [{"Engine.results": value} for value in values])
+    counts = range(60, 60 + 60 * len(values), 60)
+    found = growth(counts, [{"Engine.results": value} for value in values])
     assert bool(found) == grows
-    assert not grows or found[0].startswith(f"Engine.results: {values[2]}, ..., {values[-1]}: ")
+    first = values[len(values) // 3]
+    assert not grows or found[0].startswith(f"Engine.results: {first}, ..., {values[-1]}: ")
 
 
 def test_the_command(life, tmp_path, monkeypatch, capsys):
