@@ -13,6 +13,7 @@ CLIENTS=(
   'outlines outlines>=1.3,<2'
   'guidance guidance>=0.3.1,<0.4'
   'locust locust>=2.47,<3'
+  'guidellm guidellm>=0.8.1,<0.9'
   'lm_eval lm-eval[api]>=0.4.13,<0.5 accelerate'
 )
 
