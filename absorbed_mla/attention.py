@@ -335,10 +335,14 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         # Sparse attention only: the indexer's choice of keys.
         choose = self.core_attention.choose_cached_keys
         chosen = choose and choose(step, hidden_states, lambda: query_latent, *cos_sin)
-        weights = self.linear_k_up_proj(), self.linear_v_up_proj()
+        weights = self.linear_k_up_proj(), self.linear_v_up_proj(), self._sink
         query = step.pack_queries(query)
         core_out = self.cached_attention(step, query, kv, weights, cos_sin, chosen)
         return self.linear_proj(step.unpack(core_out.flatten(2)))
+
+    @property
+    def _sink(self) -> Tensor | None:
+        return self.core_attention.softmax_offset
 
     @property
     def _recomputes_up_proj(self) -> bool:
@@ -436,15 +440,15 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             Also the LSE [S, B, N], without gradient.
         """
 
-        def run(w_uk, w_uv, kv, *query):
-            out, lse = self.core_attention(plan, query, kv, w_uk, w_uv)
+        def run(w_uk, w_uv, sink, kv, *query):
+            out, lse = self.core_attention(plan, query, kv, w_uk, w_uv, sink)
             return out.flatten(2), lse.detach()
 
         if self.checkpoint_core_attention and self.training:
-            core_out, lse = checkpoint(run, False, w_uk, w_uv, kv, *query)
+            core_out, lse = checkpoint(run, False, w_uk, w_uv, self._sink, kv, *query)
             refuse_graph_of_gradients(core_out)
             return core_out, lse.detach()
-        return run(w_uk, w_uv, kv, *query)
+        return run(w_uk, w_uv, self._sink, kv, *query)
 
 
 def _call(function, *args):

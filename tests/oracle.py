@@ -36,6 +36,7 @@ class OracleMLA:
         w_dkv  [C + rope, hidden]              latent rows, then the rows of the rotary key
         w_uk   [H * nope, C],  w_uv [H * v, C],  w_o [hidden, H * v]
         q_norm [q_lora_rank],  kv_norm [C]     if latent_norm; q_norm only with q_lora_rank
+        sinks  [H]                             if sinks
     """
 
     hidden: int
@@ -46,6 +47,8 @@ class OracleMLA:
     rope: int
     v: int
     latent_norm: bool = True
+    # A score of each head that every token has beside those of keys, with value 0.
+    sinks: bool = False
     norm_eps: float = 1e-6
     rope_type: str = "rope"
     rotary_base: float = 10000.0
@@ -75,6 +78,8 @@ class OracleMLA:
             shapes["kv_norm"] = (self.kv_lora_rank,)
             if self.q_lora_rank is not None:
                 shapes["q_norm"] = (self.q_lora_rank,)
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
         return shapes
 
     def softmax_scale(self) -> float:
@@ -233,11 +238,20 @@ def attend(
 ) -> Tensor:
     """The layer on one sequence: [S, hidden] -> [S, hidden]. Rows that see nothing give zero."""
     scores, value = scores_and_values(mla, w, x, table)
-    sees_something = visible.any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~visible & sees_something, -torch.inf)
-    weights = torch.softmax(scores, dim=-1) * sees_something
+    weights = probabilities(scores, visible, w.get("sinks"))
     heads = torch.einsum("hij,jhv->ihv", weights.to(value.dtype), value)
     return heads.reshape(len(x), mla.heads * mla.v) @ w["w_o"].T
+
+
+def probabilities(scores: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax of scores [H, S, S] over visible keys and a sink [H]; 0 in rows that see nothing."""
+    keys = scores.shape[-1]
+    sees_something = visible.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~visible & sees_something, -torch.inf)
+    if sinks is not None:
+        column = at_least_float32(sinks)[:, None, None].expand(-1, len(visible), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :keys] * sees_something
 
 
 def max_logits(

@@ -25,6 +25,7 @@ from tests.oracle import (
     Table,
     TokenSequence,
     at_least_float32,
+    probabilities,
     rms_norm,
     scores_and_values,
 )
@@ -173,15 +174,9 @@ def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     return chosen
 
 
-def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over the keys that are seen; zeros in a row that sees none."""
-    some = seen.any(dim=-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(~seen & some, -torch.inf), dim=-1) * some
-
-
-def kl_of_rows(probabilities: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
+def kl_of_rows(of_heads: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
     """KL(p || softmax(I)) of every query [S]; p is the head sum of [H, S, S], L1-normalised."""
-    target = probabilities.sum(0)
+    target = of_heads.sum(0)
     target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
     some = seen.any(dim=-1, keepdim=True)
     logits = scores.masked_fill(~seen & some, -torch.inf)
@@ -248,12 +243,14 @@ def forward(
         selections.append(selection)
         logits, value = scores_and_values(mla, w, rows, table)
         seen = sequence.visible if dense else selection
-        heads = torch.einsum("hij,jhv->ihv", masked_softmax(logits, seen).to(value.dtype), value)
+        sinks = w.get("sinks")
+        weights = probabilities(logits, seen, sinks).to(value.dtype)
+        heads = torch.einsum("hij,jhv->ihv", weights, value)
         attended = heads.reshape(len(rows), mla.heads * mla.v) @ w["w_o"].T
         output = output.index_copy(0, sequence.rows, attended)
         if loss is not None:
             support = selection if loss.sparse else sequence.visible
-            target = masked_softmax(logits.detach(), support)
+            target = probabilities(logits, support, sinks).detach()
             divergences.append(kl_of_rows(target, scores, support))
     total = x.new_zeros(())
     if loss is not None:

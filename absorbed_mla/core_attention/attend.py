@@ -13,6 +13,7 @@ from absorbed_mla.core_attention.forms.base import BlockGradients, Form, Query
 from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.sink import lse_beside_sink, scale_by_sink, sink_gradient
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
 from absorbed_mla.once_differentiable import once_differentiable
 
@@ -41,7 +42,11 @@ class AttentionPlan:
 # torch.compile cannot trace tables made on the host, nor external kernels.
 @torch.compiler.disable
 def attend(
-    plan: AttentionPlan, query: Query, kv: Tensor, weights: tuple[Tensor, ...]
+    plan: AttentionPlan,
+    query: Query,
+    kv: Tensor,
+    weights: tuple[Tensor, ...],
+    sink: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention over all blocks of ``plan.keys``.
 
@@ -52,17 +57,24 @@ def attend(
         query: The form's query.
         kv: What ``plan.keys.start`` returned.
         weights: The up-projections that the form applies inside of the attention.
+        sink: Logit of each head beside its scores (``sink.py``), [N], or None.
 
     Returns:
-        Output [S, B, N, C or v] in the dtype of the query and LSE [S, B, N] in fp32 (fp64).
+        Output [S, B, N, C or v] in the dtype of the query and LSE [S, B, N] in fp32 (fp64), that
+        of the sink included.
     """
     if not torch.is_grad_enabled():
-        return _forward(plan, query, kv, weights, keep=False)
-    return AttentionOutput(*_Attention.apply(plan, len(query), *query, kv, *weights))
+        return _forward(plan, sink, query, kv, weights, keep=False)
+    return AttentionOutput(*_Attention.apply(plan, len(query), sink, *query, kv, *weights))
 
 
 def _forward(
-    plan: AttentionPlan, query: Query, kv: Tensor, weights: tuple[Tensor, ...], keep: bool
+    plan: AttentionPlan,
+    sink: Tensor | None,
+    query: Query,
+    kv: Tensor,
+    weights: tuple[Tensor, ...],
+    keep: bool,
 ) -> AttentionOutput:
     """Attention over all blocks, merged by their LSE; ``keep`` where a backward follows."""
     parts = (
@@ -74,23 +86,24 @@ def _forward(
         # Partial outputs are summed in the dtype of the LSE.
         out = out.to(lse.dtype)
     out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts, (out, lse))
-    return AttentionOutput(out.to(query[0].dtype), lse)
+    out = scale_by_sink(out, lse, sink)
+    return AttentionOutput(out.to(query[0].dtype), lse_beside_sink(lse, sink))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: AttentionPlan, num_query: int, *tensors: Tensor):
+    def forward(ctx, plan: AttentionPlan, num_query: int, sink: Tensor | None, *tensors: Tensor):
         ctx.plan, ctx.num_query = plan, num_query
-        output = _forward(plan, *_split(num_query, tensors), keep=True)
+        output = _forward(plan, sink, *_split(num_query, tensors), keep=True)
         # The gradient of an unused LSE stays None: some fused kernels take none.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *tensors)
+        ctx.save_for_backward(*output, sink, *tensors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        out, lse, *tensors = ctx.saved_tensors
+        out, lse, sink, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         plan: AttentionPlan = ctx.plan
@@ -113,7 +126,7 @@ class _Attention(torch.autograd.Function):
                     x.add_(y)
             return part.kv
 
-        if ctx.needs_input_grad[2 + ctx.num_query]:
+        if ctx.needs_input_grad[3 + ctx.num_query]:
             kv_grad = plan.keys.gradient(kv, block_gradient)  # type: ignore[attr-defined]
         else:
             kv_grad = None
@@ -122,7 +135,8 @@ class _Attention(torch.autograd.Function):
         assert total is not None, "there is a block of keys"
         query_grads = (g.to(x.dtype) for g, x in zip(total.query, query))
         weight_grads = (g.to(w.dtype) for g, w in zip(total.weights, weights))
-        return None, None, *query_grads, kv_grad, *weight_grads
+        sink_grad = sink_gradient(grad, output, sink) if ctx.needs_input_grad[2] else None
+        return None, None, sink_grad, *query_grads, kv_grad, *weight_grads
 
 
 def _split(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:

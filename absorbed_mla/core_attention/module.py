@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
 
 from absorbed_mla.caching import DerivedTables
@@ -33,6 +36,7 @@ from absorbed_mla.core_attention.selection import (
     fastest,
     invariant_name,
 )
+from absorbed_mla.core_attention.sink import NAME, add_softmax_offset
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
@@ -48,15 +52,18 @@ class LatentCoreAttention(nn.Module):
     It chooses the form: to absorb W_UK into the query, or to expand keys and values.
 
     Args:
-        config: Read for ``attention_dropout`` and, in every forward, for ``qk_clip``,
-            ``qk_clip_threshold`` and ``log_max_attention_logit``.
+        config: Read for ``attention_dropout``, ``softmax_type`` and, in every forward, for
+            ``qk_clip``, ``qk_clip_threshold`` and ``log_max_attention_logit``.
         dims: Dimensions of the layer on this rank.
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
         options: Form, backend and chunk sizes.
+        pg_collection: Process groups, of which ``tp`` is used; None for Megatron's global ones.
         _layer: What other kinds of core attention must know of their layer.
 
     Attributes:
+        softmax_offset: The sink's logits of this rank's heads, [N]; None with
+            ``softmax_type="vanilla"``. Megatron's name.
         current_max_attn_logits: The largest scaled score of each head of this rank over its tokens,
             in all training forwards since this was None: [N] fp32 (fp64). Megatron's name. None
             unless ``qk_clip`` or ``log_max_attention_logit`` asks for it. With ``qk_clip`` alone a
@@ -75,6 +82,8 @@ class LatentCoreAttention(nn.Module):
         attn_mask_type: AttnMaskType,
         softmax_scale: float,
         options: AbsorbedMLAOptions,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
         **_layer: Any,
     ) -> None:
         super().__init__()
@@ -86,6 +95,9 @@ class LatentCoreAttention(nn.Module):
         self.options = options
         self.current_max_attn_logits: Tensor | None = None
         self._config = config
+        tp_group = None if pg_collection is None else pg_collection.tp
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        add_softmax_offset(self, config, dims, self.tp_group)
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(options.expansion_chunk_size),
@@ -233,7 +245,13 @@ class LatentCoreAttention(nn.Module):
         return core_out
 
     def forward(
-        self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
+        self,
+        plan: AttentionPlan,
+        query: Query,
+        kv: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention and, in the absorbed form, the V up-projection of its output.
 
@@ -243,12 +261,24 @@ class LatentCoreAttention(nn.Module):
             kv: What ``plan.keys.start`` returned for [latent | k_rope].
             w_uk: [N, nope, C].
             w_uv: [N, v, C].
+            sink: ``softmax_offset``, an argument as the other weights are.
 
         Returns:
-            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
+            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs), of the sink, too.
         """
-        out, lse = attend(plan, query, kv, plan.form.weights(w_uk, w_uv))
+        out, lse = attend(plan, query, kv, plan.form.weights(w_uk, w_uv), sink)
         return plan.form.output(out, w_uv), lse
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Distributed-checkpoint entries; tensor-parallel ranks share out the sink's heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {NAME: 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def _check_mask(
         self,

@@ -103,12 +103,15 @@ class TiledReferenceBackend:
     backward = staticmethod(reference_backward)
 
     def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
-        """See ``reference_forward``; one key head, which is the value too."""
+        """See ``reference_forward``; one key head, which is the value too.
+
+        The output has the dtype of the query, as over a cache: a sink then scales equal bits.
+        """
         q_content, q_rope, k_content, k_rope, value = operands
         assert value is None and rules.attention_mask is None and not rules.dropout
         tokens, batch, _, width = q_content.shape
         compute = torch.promote_types(q_content.dtype, torch.float32)
-        out = torch.empty_like(q_content, dtype=compute, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
         lse = q_content.new_empty(q_content.shape[:3], dtype=compute)
         kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
         first, last = _key_ranges(rules.spans, tokens)

@@ -114,7 +114,8 @@ class SparseCoreAttention(LatentCoreAttention):
         causal = attn_mask_type in CAUSAL_MASKS
         refuse_unsupported_dsa(config, options, causal=causal, cp_comm_type=cp_comm_type)
         options = options.replace(form="absorbed")
-        super().__init__(config, dims, attn_mask_type, softmax_scale, options)
+        dense = config, dims, attn_mask_type, softmax_scale, options
+        super().__init__(*dense, pg_collection=pg_collection)
         self.dsa = DSAConfig.from_config(config)
         if is_mtp_layer:
             self.dsa = replace(self.dsa, topk_freq=1)

@@ -16,7 +16,7 @@ from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
 
 
 def tiled_sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
-    """``sparse_forward`` in parity mode; output and LSE in fp32 (fp64).
+    """``sparse_forward`` in parity mode; the output has the dtype of the query, as the dense one's.
 
     Args:
         inputs: In the absorbed form.
@@ -27,7 +27,7 @@ def tiled_sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) 
     assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
     compute = torch.promote_types(q_content.dtype, torch.float32)
     tokens, batch, _, width = q_content.shape
-    out = q_content.new_empty(q_content.shape, dtype=compute)
+    out = q_content.new_empty(q_content.shape)
     lse = q_content.new_empty(q_content.shape[:3], dtype=compute)
     for entry in range(batch):
         for start in range(0, tokens, CHUNK_TOKENS):

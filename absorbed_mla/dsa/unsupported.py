@@ -34,6 +34,13 @@ def refuse_unsupported_dsa(
             "experimental_attention_variant='dsa' needs a causal attn_mask_type: the indexer "
             "chooses among a token and those before it"
         )
+    sparse = getattr(config, "dsa_indexer_use_sparse_loss", False)
+    if config.softmax_type != "vanilla" and config.dsa_indexer_loss_coeff and not sparse:
+        raise ValueError(
+            "dsa_indexer_use_sparse_loss must be True, or dsa_indexer_loss_coeff 0, for "
+            f"softmax_type={config.softmax_type!r} with experimental_attention_variant='dsa', got "
+            "False: over keys that the attention left out, the sink is not part of the target"
+        )
     if cp_comm_type != "all_gather":
         raise ValueError(
             f"cp_comm_type must be all_gather for experimental_attention_variant='dsa', got "

@@ -18,6 +18,7 @@ from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose, invariant_name
+from absorbed_mla.core_attention.sink import scale_by_sink
 from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
@@ -113,7 +114,7 @@ class CachedAttention:
         step: InferenceStep,
         q: Tensor,
         kv: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor | None],
         cos_sin: tuple[Tensor, Tensor],
         over: PagedBackend | None = None,
     ) -> Tensor:
@@ -124,7 +125,7 @@ class CachedAttention:
             q: [q_nope | q_rope] [T, 1, N * (nope + R)], not rotated; overwritten. Where ranks
                 divide the new tokens, of this rank's.
             kv: [latent | k_rope] of the new tokens [T, 1, C + R].
-            weights: W_UK [N, nope, C] and W_UV [N, v, C].
+            weights: W_UK [N, nope, C], W_UV [N, v, C] and the sink [N], or None.
             cos_sin: Of the new tokens' positions, [T, R / 2] each.
             over: The backend of this call alone, which attends to the keys chosen for each token;
                 all rows then run absorbed. None: all keys.
@@ -160,7 +161,7 @@ class CachedAttention:
         prompts: WholePrompts,
         q: Tensor,
         kv: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor | None],
         cos_sin: tuple[Tensor, Tensor],
     ) -> Tensor:
         """:meth:`__call__` where whole prompts attend expanded, and all other rows absorbed."""
@@ -182,7 +183,7 @@ class CachedAttention:
         shares: TokenShares,
         q: Tensor,
         kv: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor | None],
         cos_sin: tuple[Tensor, Tensor],
     ) -> Tensor:
         """:meth:`__call__` where ranks divide the new tokens.
@@ -302,7 +303,7 @@ class CachedAttention:
 
     def _absorbed(self, over, step, segment, q, kv, weights, cos_sin, rows=None) -> Tensor:
         """Of a segment; ``rows`` are others with the same tokens, of a cache in one part."""
-        w_uk, w_uv = weights
+        w_uk, w_uv, sink = weights
         query = self.absorbed.query_in_inference(q, w_uk, *cos_sin)
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
@@ -328,7 +329,7 @@ class CachedAttention:
                 out, lse = total
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
-        out = total[0].to(q.dtype)
+        out = scale_by_sink(*total, sink).to(q.dtype)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:
@@ -368,7 +369,8 @@ class CachedAttention:
         assert backend is not None
         plan = AttentionPlan(self.expanded, backend, keys, rules)
         query = self.expanded.query(q, weights[0], *cos_sin)
-        out, _ = attend(plan, query, kv, self.expanded.weights(*weights))
+        *projections, sink = weights
+        out, _ = attend(plan, query, kv, self.expanded.weights(*projections), sink)
         return out
 
 

@@ -34,6 +34,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
     "w_o": (("linear_proj.weight",), 1),
     "q_norm": (("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"), None),
     "kv_norm": (("kv_layernorm.weight",), None),
+    "sinks": (("core_attention.softmax_offset",), 0),
     # Of an indexer (tests.oracle_dsa).
     "i_wq": (("core_attention.indexer.linear_wq_b.weight",), None),
     "i_wk": (("core_attention.indexer.linear_wk.weight",), None),

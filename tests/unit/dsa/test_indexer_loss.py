@@ -15,7 +15,8 @@ from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.key_subset import KeySubset, chosen_keys, visible_keys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.sequences import SequenceLayout
-from tests.oracle_dsa import kl_of_rows, masked_softmax
+from tests.oracle import probabilities
+from tests.oracle_dsa import kl_of_rows
 from tests.support import needs, world
 from tests.support.memory import PeakMemory
 from tests.support.numerics import relative_error
@@ -60,7 +61,7 @@ def truth(index: IndexVectors, inputs: AttentionInputs, seen: Tensor, relu: bool
     predicted = torch.einsum("qbh,bhqk->bqk", index.weights, products)
     total = predicted.new_zeros(())
     for b in range(BATCH):
-        probs = masked_softmax(scores[b], seen[b].expand(scores[b].shape))
+        probs = probabilities(scores[b], seen[b].expand(scores[b].shape))
         total = total + kl_of_rows(probs, predicted[b], seen[b]).sum()
     return FACTOR * total
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from absorbed_mla.dsa import key_subset, sparse_reference
 from absorbed_mla.dsa.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
-from tests.oracle_dsa import masked_softmax
+from tests.oracle import probabilities
 from tests.support import needs
 from tests.support.dsa import sparse_attention
 from tests.support.numerics import relative_error
@@ -42,7 +42,7 @@ def dense(q_content, q_rope, kv, chosen):
     """Output and LSE from whole scores [B, N, S_q, S_k], by autograd."""
     scores = torch.einsum("qbnd,kbd->bnqk", torch.cat((q_content, q_rope), -1), kv) * SCALE
     seen = mask_of(chosen, len(kv))[:, None].expand(scores.shape)
-    out = torch.einsum("bnqk,kbc->qbnc", masked_softmax(scores, seen), kv[..., :LATENT])
+    out = torch.einsum("bnqk,kbc->qbnc", probabilities(scores, seen), kv[..., :LATENT])
     lse = torch.logsumexp(scores.masked_fill(~seen, -torch.inf), -1).permute(2, 0, 1)
     return out, lse
 

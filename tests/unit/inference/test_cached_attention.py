@@ -62,7 +62,7 @@ def tensors(lengths: RowLengths, padding: int = 0, seed: int = 0) -> dict:
     made = {
         "q": random(tokens, 1, heads * DIMS.qk_head_dim),
         "kv": random(tokens, 1, width),
-        "weights": (random(heads, 6, 16), random(heads, 5, 16)),
+        "weights": (random(heads, 6, 16), random(heads, 5, 16), None),
         "cached": [random(k - q, width) for q, k in zip(lengths.queries, lengths.keys)],
     }
     positions = [p for q, k in zip(lengths.queries, lengths.keys) for p in range(k - q, k)]
@@ -84,7 +84,7 @@ def attend(lengths: RowLengths, options: AbsorbedMLAOptions, made: dict, **step)
 
 def naive(lengths: RowLengths, made: dict) -> torch.Tensor:
     """Row by row, keys and values written out."""
-    w_uk, w_uv = made["weights"]
+    w_uk, w_uv, _ = made["weights"]
     q = made["q"].unflatten(-1, (DIMS.num_heads_per_rank, -1))
     q = torch.cat((q[..., :6], apply_rope(q[..., 6:], *made["cos_sin"])), -1)[:, 0]
     outputs, token = [], 0

@@ -1,0 +1,92 @@
+"""Attention sinks: a logit of each head that takes part in the softmax and has no value.
+
+Megatron's ``softmax_type``: ``"learnable"`` trains the logits (gpt-oss, arXiv:2508.10925),
+``"off-by-one"`` leaves them 0. With s, the LSE over the keys and the output over them, ::
+
+    lse' = log(exp(lse) + exp(s)),   out' = out exp(lse - lse')
+
+and a backend's backward, given out' and lse', computes exp(score - lse'), which are the
+probabilities beside the sink, and delta = out' . dout', so the gradients of query and keys are
+right as they stand. The kernels need not know of it. That of s is -exp(s - lse') delta.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+
+from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
+from absorbed_mla.dims import MLADims
+
+# As Megatron's core attention names it in checkpoints.
+NAME = "softmax_offset"
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+# Elements of the output at a time whose products are held.
+_CHUNK = 2**24
+
+
+def add_softmax_offset(
+    module: nn.Module, config: MLATransformerConfig, dims: MLADims, tp_group: dist.ProcessGroup
+) -> None:
+    """Give a core attention its logits ``softmax_offset`` [N] of this rank's heads, or None.
+
+    They have Megatron's dtype, that of the parameters, and are used in fp32 (fp64).
+    """
+    if config.softmax_type == "vanilla":
+        module.softmax_offset = None
+        return
+    if config.softmax_type == "off-by-one":
+        zeros = torch.zeros(dims.num_heads_per_rank, dtype=config.params_dtype, device=_on(config))
+        module.register_buffer(NAME, zeros, persistent=False)
+        return
+    whole = torch.empty(dims.num_heads, dtype=config.params_dtype, device=_on(config))
+    if config.perform_initialization:
+        # PyTorch's default generator has the same state on all tensor-parallel ranks.
+        config.init_method(whole)
+    own = nn.Parameter(whole.view(tp_group.size(), -1)[tp_group.rank()].clone())
+    set_tensor_model_parallel_attributes(own, is_parallel=True, dim=0, stride=1)
+    module.register_parameter(NAME, own)
+
+
+def _on(config: MLATransformerConfig) -> str | int:
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def scale_by_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """``out`` beside the sink, in its own memory; itself if there is none.
+
+    Args:
+        out: Attention over all keys, [..., N, V]; 0 for a token that sees none.
+        lse: Over all keys, [..., N], fp32 (fp64); -inf for a token that sees none.
+        sink: [N], or None.
+    """
+    if sink is None:
+        return out
+    # Not sigmoid: on a CPU its bits depend on a number's place in the tensor.
+    share = 1 / (1 + torch.exp(sink.to(lse.dtype) - lse))
+    return out.mul_(share[..., None])
+
+
+def lse_beside_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """The LSE of keys and sink; ``lse`` itself if there is none."""
+    return lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
+
+
+def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -> Tensor:
+    """Gradient of the sink [N], in its dtype, given ``output`` beside it and that one's gradient.
+
+    Of the tokens of this rank: context-parallel ranks sum it as any parameter's.
+    """
+    out, lse = output
+    total = torch.zeros_like(sink, dtype=lse.dtype)
+    rows = max(1, _CHUNK // max(1, out[:1].numel()))
+    for first in range(0, len(out), rows):
+        part = slice(first, first + rows)
+        delta = (out[part].to(lse.dtype) * grad.out[part]).sum(-1)
+        if grad.lse is not None:
+            delta = delta - grad.lse[part]
+        total -= (torch.exp(sink.to(lse.dtype) - lse[part]) * delta).sum((0, 1))
+    return total.to(sink.dtype)

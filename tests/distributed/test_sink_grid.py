@@ -1,0 +1,77 @@
+"""Attention sinks against the float64 oracle, in training and over cached latents.
+
+Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2, 4: every way of
+making N of TP and CP. Outputs and the gradients of the input and of every parameter, the sinks'
+included, are compared as whole tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed import test_inference_grid
+from tests.distributed.test_oracle_grid import FORM, RECOMPUTE
+from tests.distributed.test_sparse_grid import STAGES
+from tests.support import dsa_layer, needs, world
+from tests.support.cases import TINY
+from tests.support.combinations import grid
+from tests.support.dsa import TINY_DSA
+from tests.support.execution import execute
+from tests.support.harness import Setup
+from tests.support.layouts import LAYOUTS, cut_layout
+
+pytestmark = needs.processes(1, 2, 4)
+# Tensor- and context-parallel size, sequence parallelism and the exchange of latents.
+SIZES = {
+    1: [(1, 1, False, None)],
+    2: [(2, 1, True, None), (1, 2, False, "p2p"), (1, 2, False, "all_gather")],
+    4: [(2, 2, True, "p2p"), (2, 2, False, "all_gather"), (1, 4, False, "p2p")],
+}.get(world.size(), [])
+SINKS = replace(TINY, sinks=True)
+
+
+@grid(
+    2,
+    {
+        "sizes": {"-".join(map(str, size)): size for size in SIZES},
+        "layout": LAYOUTS,
+        "form": FORM,
+        "recompute": RECOMPUTE,
+    },
+)
+def test_training(sizes, layout, form, recompute, error_table):
+    """If this fails, the named tensor is wrong in that combination: training there is wrong."""
+    tp, cp, sequence_parallel, exchange = sizes
+    with world.parallel(tp=tp, cp=cp):
+        setup = Setup(
+            sequence_parallel=sequence_parallel,
+            form=form,
+            recompute=recompute,
+            cp_comm_type=exchange,
+        )
+        execution = execute(SINKS, setup, cut_layout(layout, max(cp, 2)))
+        execution.check(error_table, "sinks", layout)
+
+
+@needs.processes(1, 2)
+@pytest.mark.parametrize("resident", [None, 5])
+@pytest.mark.parametrize("form", FORM)
+def test_cache(form, resident, error_table):
+    """Prefill in chunks and decode; with a cache in parts, too."""
+    setup = Setup(form=form, latent_cache_tokens=resident)
+    test_inference_grid.check(SINKS, setup, "tokens", error_table, "sinks")
+
+
+@grid(1, {"sizes": {"-".join(map(str, s)): s for s in SIZES if s[3] != "p2p"}, "dense": [0, 1]})
+def test_sparse(sizes, dense):
+    """Beside keys that an indexer chose, whose loss has the attention's probabilities as target."""
+    tp, cp, sequence_parallel, _ = sizes
+    variant = replace(TINY_DSA, mla=SINKS, topk=64 if dense else TINY_DSA.topk)
+    with world.parallel(tp=tp, cp=cp):
+        setup = Setup(sequence_parallel=sequence_parallel, form="auto")
+        more = {"context_parallel_size": cp, "cp_comm_type": "allgather"}
+        dsa_layer.check(
+            variant, setup, cut_layout("thd_padded", max(cp, 2)), STAGES["sparse"], **more
+        )
