@@ -78,7 +78,7 @@ _ONLY: dict[str, object] = {
     "rotary_interleaved": False, "mtp_use_repeated_layer": False, "moe_shared_expert_gate": False,
     "moe_latent_size": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
-    "attention_output_gate": False,
+    "attention_output_gate": False, "softmax_type": "vanilla", "window_size": None,
 }
 # fmt: on
 

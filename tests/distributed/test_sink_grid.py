@@ -1,4 +1,4 @@
-"""Attention sinks against the float64 oracle, in training and over cached latents.
+"""Attention sinks against the float64 oracle, in training and over cached latents; checkpoints.
 
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2, 4: every way of
 making N of TP and CP. Outputs and the gradients of the input and of every parameter, the sinks'
@@ -10,17 +10,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.checkpoint.distributed import load_model_weights, save_model_weights
 from tests.distributed import test_inference_grid
+from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_same
 from tests.distributed.test_oracle_grid import FORM, RECOMPUTE
 from tests.distributed.test_sparse_grid import STAGES
+from tests.distributed.whole import whole_tensors
 from tests.support import dsa_layer, needs, world
 from tests.support.cases import TINY
 from tests.support.combinations import grid
 from tests.support.dsa import TINY_DSA
+from tests.support.engine import engine_of, generate, generating_model
 from tests.support.execution import execute
 from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, cut_layout
+from tests.support.models import gpt_model
 
 pytestmark = needs.processes(1, 2, 4)
 # Tensor- and context-parallel size, sequence parallelism and the exchange of latents.
@@ -75,3 +82,42 @@ def test_sparse(sizes, dense):
         dsa_layer.check(
             variant, setup, cut_layout("thd_padded", max(cp, 2)), STAGES["sparse"], **more
         )
+
+
+@needs.processes(1, 2)
+@pytest.mark.parametrize("form", FORM)
+def test_engine(form):
+    """Chunks, shared prefixes and eviction; two ranks share the cache."""
+    found = generate(
+        engine_of(
+            generating_model(AbsorbedMLAOptions(form=form), softmax_type="learnable"),
+            **CROWDED,
+            decode_context_parallel=world.size() == 2,
+        ),
+        REQUESTS,
+        log_probs=True,
+    )
+    assert_same(found.results, alone(softmax_type="learnable").results)
+    plain = alone().results
+    assert any(one.tokens != other.tokens for one, other in zip(found.results, plain))
+
+
+@needs.processes(2)
+def test_checkpoint(folder):
+    """Saved by two tensor-parallel ranks, each with the sinks of its heads, and read by one."""
+    fields = {"num_layers": 2, "softmax_type": "learnable", "init_method_std": 0.5}
+
+    def made(tp: int, seed: int) -> dict[str, torch.Tensor]:
+        with world.parallel(tp=tp):
+            model = gpt_model(seed=seed, **fields, **world.tp_fields())
+            if seed:
+                load_model_weights(model, folder)
+            else:
+                save_model_weights(model, folder)
+            named = model.named_parameters()
+            return whole_tensors((n, p) for n, p in named if n.endswith("softmax_offset"))
+
+    saved = made(2, 0)
+    assert len(saved) == 2 and all(len(x.unique()) == TINY.heads for x in saved.values())
+    for tp in (1, 2):
+        assert all(torch.equal(x, saved[name]) for name, x in made(tp, 1).items())

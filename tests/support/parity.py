@@ -25,6 +25,7 @@ LAYERS: dict[str, dict] = {
     "dense": {"num_layers": 2, "ffn_hidden_size": 44},
     "mixed": {
         **MIXED,
+        "softmax_type": "learnable",
         "ffn_hidden_size": 44,
         "moe_ffn_hidden_size": 20,
         # More than two scores are added up.

@@ -122,7 +122,7 @@ UNSUPPORTED = {
     "apply_query_key_layer_scaling": (True, "False"),
     "qk_l2_norm": (True, "False"),
     "window_size": ((128, 0), "None"),
-    "softmax_type": ("learnable", "'vanilla'"),
+    "softmax_type": ("sigmoid", "'vanilla'"),
     "softmax_scale": (0.1, "None"),
     "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
     "normalization": ("LayerNorm", "'RMSNorm'"),
