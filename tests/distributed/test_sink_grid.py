@@ -20,13 +20,14 @@ from tests.distributed.test_oracle_grid import FORM, RECOMPUTE
 from tests.distributed.test_sparse_grid import STAGES
 from tests.distributed.whole import whole_tensors
 from tests.support import dsa_layer, needs, world
+from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import TINY
-from tests.support.combinations import grid
+from tests.support.combinations import few_ranks, grid
 from tests.support.dsa import TINY_DSA
 from tests.support.engine import engine_of, generate, generating_model
 from tests.support.execution import execute
 from tests.support.harness import Setup
-from tests.support.layouts import LAYOUTS, cut_layout
+from tests.support.layouts import LAYOUTS, cut_layout, grid_layout
 from tests.support.models import gpt_model
 
 pytestmark = needs.processes(1, 2, 4)
@@ -60,6 +61,16 @@ def test_training(sizes, layout, form, recompute, error_table):
         )
         execution = execute(SINKS, setup, cut_layout(layout, max(cp, 2)))
         execution.check(error_table, "sinks", layout)
+
+
+@few_ranks
+@grid(1, {"case": {str(case): case for case in kernel_cases()}})
+def test_kernels(case, error_table):
+    """What a kernel makes of the LSE of keys and sink."""
+    with kernels_running(case):
+        layout = grid_layout(case.layout, divisible=False)
+        execution = execute(replace(case.mla, sinks=True), case.setup(), layout)
+    execution.check(error_table, "sinks", case.layout)
 
 
 @needs.processes(1, 2)
