@@ -20,6 +20,7 @@ from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
 from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
+from absorbed_mla.core_attention.window import window_of
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
 from absorbed_mla.graph_capture import (
@@ -124,7 +125,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         self.is_mtp_layer = is_mtp_layer
         self.options = options
         self.down_layers = down
-        whole = config.experimental_attention_variant is not None
+        window = window_of(config, layer_number, causal=attn_mask_type in CAUSAL_MASKS)
+        whole = config.experimental_attention_variant is not None or window is not None
         cp_group = getattr(pg_collection, "cp", None)
         self.context_parallel = ContextParallel(cp_group, cp_comm_type, dims, whole)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
@@ -149,7 +151,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             name=f"{name}.core_attention" if name is not None else None,
         )
         refuse_other_variant(config, self.core_attention)
-        self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
+        self.cached_attention = CachedAttention(dims, self.softmax_scale, options, window)
         self.latent_writer = LatentWriter(dims, self.cached_attention)
         register_load_hooks(self, dims)
         keep_parameter_marks(self)

@@ -24,7 +24,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
-    "window_size": ((None,), "attention is not windowed"),
     "softmax_type": (SOFTMAX_TYPES, "a sink is 0 or learned"),
     "softmax_scale": ((None,), "MLA's scale follows from its head dim and mscale_all_dim"),
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),

@@ -49,6 +49,8 @@ class OracleMLA:
     latent_norm: bool = True
     # A score of each head that every token has beside those of keys, with value 0.
     sinks: bool = False
+    # Tokens that a token sees at most, itself included.
+    window: int | None = None
     norm_eps: float = 1e-6
     rope_type: str = "rope"
     rotary_base: float = 10000.0
@@ -238,6 +240,8 @@ def attend(
 ) -> Tensor:
     """The layer on one sequence: [S, hidden] -> [S, hidden]. Rows that see nothing give zero."""
     scores, value = scores_and_values(mla, w, x, table)
+    if mla.window is not None:
+        visible = visible & torch.ones_like(visible).triu(1 - mla.window)
     weights = probabilities(scores, visible, w.get("sinks"))
     heads = torch.einsum("hij,jhv->ihv", weights.to(value.dtype), value)
     return heads.reshape(len(x), mla.heads * mla.v) @ w["w_o"].T

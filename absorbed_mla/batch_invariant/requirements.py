@@ -23,6 +23,7 @@ _OPTIONS: dict[str, tuple[tuple, str]] = {
 # Field of the config -> the same.
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "context_parallel_size": ((1,), "ranks would sum up parts of the keys"),
+    "window_size": ((None,), "what a token sees would be summed up in two parts"),
     "moe_expert_capacity_factor": ((None,), "which tokens are dropped depends on the batch"),
     "moe_input_jitter_eps": ((None,), "it is random"),
     "fp8": ((None, False), "the scale of a token's values depends on the batch"),

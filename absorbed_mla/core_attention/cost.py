@@ -31,7 +31,13 @@ class Work:
 
     @classmethod
     def of(
-        cls, layout: SequenceLayout, batch: int, cp_size: int, causal: bool, training: bool
+        cls,
+        layout: SequenceLayout,
+        batch: int,
+        cp_size: int,
+        causal: bool,
+        training: bool,
+        window: int | None = None,
     ) -> Work:
         """Self-attention over whole sequences, cut evenly over ``cp_size`` ranks.
 
@@ -42,7 +48,8 @@ class Work:
         for length in layout.lengths:
             share = -(-length // cp_size)
             queries, keys = queries + share, keys + length
-            pairs += share * (length + 1) // 2 if causal else share * length
+            seen = share * (length + 1) // 2 if causal else share * length
+            pairs += seen if window is None else min(seen, share * window)
         return cls(batch * queries, batch * keys, batch * pairs, training)
 
 

@@ -37,6 +37,7 @@ from absorbed_mla.core_attention.selection import (
     invariant_name,
 )
 from absorbed_mla.core_attention.sink import NAME, add_softmax_offset
+from absorbed_mla.core_attention.window import WindowedBackend, refuse_ring, window_of
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
@@ -52,18 +53,21 @@ class LatentCoreAttention(nn.Module):
     It chooses the form: to absorb W_UK into the query, or to expand keys and values.
 
     Args:
-        config: Read for ``attention_dropout``, ``softmax_type`` and, in every forward, for
-            ``qk_clip``, ``qk_clip_threshold`` and ``log_max_attention_logit``.
+        config: Read for ``attention_dropout``, ``softmax_type``, ``window_size`` and, in every
+            forward, for ``qk_clip``, ``qk_clip_threshold`` and ``log_max_attention_logit``.
         dims: Dimensions of the layer on this rank.
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
         options: Form, backend and chunk sizes.
+        layer_number: Of the layer in the model, from 1, which says whether it has a window.
+        cp_comm_type: How context-parallel ranks exchange latents.
         pg_collection: Process groups, of which ``tp`` is used; None for Megatron's global ones.
         _layer: What other kinds of core attention must know of their layer.
 
     Attributes:
         softmax_offset: The sink's logits of this rank's heads, [N]; None with
             ``softmax_type="vanilla"``. Megatron's name.
+        window: Keys that a token sees, itself included; None for all before it.
         current_max_attn_logits: The largest scaled score of each head of this rank over its tokens,
             in all training forwards since this was None: [N] fp32 (fp64). Megatron's name. None
             unless ``qk_clip`` or ``log_max_attention_logit`` asks for it. With ``qk_clip`` alone a
@@ -83,6 +87,8 @@ class LatentCoreAttention(nn.Module):
         softmax_scale: float,
         options: AbsorbedMLAOptions,
         *,
+        layer_number: int | None = None,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_layer: Any,
     ) -> None:
@@ -97,6 +103,9 @@ class LatentCoreAttention(nn.Module):
         self._config = config
         tp_group = None if pg_collection is None else pg_collection.tp
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.window = window_of(config, layer_number, causal=self.causal)
+        if self.window is not None and config.context_parallel_size > 1:
+            refuse_ring(cp_comm_type)
         add_softmax_offset(self, config, dims, self.tp_group)
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
@@ -160,6 +169,10 @@ class LatentCoreAttention(nn.Module):
             (layout, batch, cp_size, self.training, empty, *request.values()),
             lambda: self._choose(keys, layout, batch, cp_size, empty, request),
         )
+        if self.window is not None:
+            if keys.num_blocks > 1:
+                refuse_ring("p2p")
+            backend = WindowedBackend(backend, self.window)
         return AttentionPlan(form, backend, keys, rules)
 
     def _max_logits(self, hidden_states: Tensor) -> MaxLogits | None:
@@ -199,8 +212,8 @@ class LatentCoreAttention(nn.Module):
         # By ``training``, not by whether gradients are enabled: recomputation runs the first
         # forward without them, and must get the same choice.
         work = layout.tables.get(
-            ("work", batch, cp_size, self.causal, self.training),
-            lambda: Work.of(layout, batch, cp_size, self.causal, self.training),
+            ("work", batch, cp_size, self.causal, self.training, self.window),
+            lambda: Work.of(layout, batch, cp_size, self.causal, self.training, self.window),
         )
         able = self._candidates.get(
             (backend, *requests.values()), lambda: candidates(requests, backend)

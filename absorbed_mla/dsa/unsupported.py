@@ -13,6 +13,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
         ("none",),
         "it names Megatron's own kernels; see AbsorbedMLAOptions.sparse_attention_backend",
     ),
+    "window_size": ((None,), "the indexer chooses among all keys before a token"),
     "attention_dropout": ((0.0,), "probabilities of chosen keys are not dropped"),
     "fp8": ((None, False), "an indexer in FP8 was not tested"),
     "qk_clip": ((False,), "the largest scores are not recorded"),

@@ -19,6 +19,7 @@ from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose, invariant_name
 from absorbed_mla.core_attention.sink import scale_by_sink
+from absorbed_mla.core_attention.window import WindowedBackend
 from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
@@ -37,6 +38,7 @@ from absorbed_mla.inference.row_groups import (
 )
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
+from absorbed_mla.inference.window import BLOCK_SIZE, WindowedPagedBackend
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.rope import RotaryTable
@@ -64,15 +66,23 @@ class CachedAttention:
         dims: Dimensions of the layer on this rank.
         softmax_scale: Multiplies the scores.
         options: Form, backends and chunk sizes.
+        window: Keys that a token sees, itself included; None for all before it.
 
     Attributes:
         fp8: Makes the rows of the cache; None if they are latents as the model computed them.
     """
 
-    def __init__(self, dims: MLADims, softmax_scale: float, options: AbsorbedMLAOptions) -> None:
+    def __init__(
+        self,
+        dims: MLADims,
+        softmax_scale: float,
+        options: AbsorbedMLAOptions,
+        window: int | None = None,
+    ) -> None:
         self.dims = dims
         self.softmax_scale = softmax_scale
         self.options = options
+        self.window = window
         widths = dims.kv_lora_rank, dims.qk_rope_head_dim
         self.fp8 = Fp8Latents.of(options.latent_cache_dtype, *widths)
         self.absorbed = AbsorbedForm()
@@ -89,7 +99,13 @@ class CachedAttention:
             self._cache_choice = type(context), choose_cache(context)
         cache = self._cache_choice[1]
         rows = kv if self.fp8 is None else self.fp8.like(kv)
-        return cache.open(context, layer_number, layer_offset, rows, self.options, owner=self)
+        step = cache.open(context, layer_number, layer_offset, rows, self.options, owner=self)
+        if self.window is not None and step.ranks is not None:
+            raise ValueError(
+                "decode_context_parallel must be False for a model with a window_size, got True: "
+                "ranks would share the few keys of a window"
+            )
+        return step
 
     def rows(self, kv: Tensor) -> Tensor:
         """What a step writes of [latent | k_rope] [T, 1, C + R]."""
@@ -137,7 +153,7 @@ class CachedAttention:
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
         if step.shares is not None:
             return self._divided(step, step.shares, q, kv, weights, cos_sin)
-        if over is None and step.whole_prompts is not None:
+        if over is None and step.whole_prompts is not None and self.window is None:
             return self._apart(step, step.whole_prompts, q, kv, weights, cos_sin)
         outputs = []
         for segment in self._segments(step, q) if over is None else (ALL_ABSORBED,):
@@ -240,8 +256,10 @@ class CachedAttention:
         if expanded is None:
             return (ALL_ABSORBED,)
         costs = self.dims, self._paged_backend(step, q), expanded, machine_name(q.device)
-        make = partial(segments, step.lengths, partial(is_cheaper_expanded, *costs))
-        return step.tables.get(("segments", *costs), make)
+        make = partial(
+            segments, step.lengths, partial(is_cheaper_expanded, *costs, window=self.window)
+        )
+        return step.tables.get(("segments", *costs, self.window), make)
 
     def _paged_backend(self, step: InferenceStep, q: Tensor) -> PagedBackend:
         """The backend of the absorbed form."""
@@ -251,9 +269,9 @@ class CachedAttention:
             num_heads=self.dims.num_heads_per_rank * (step.ranks.parts if step.ranks else 1),
             kv_lora_rank=self.dims.kv_lora_rank,
             qk_rope_head_dim=self.dims.qk_rope_head_dim,
-            block_size=step.block_size,
+            block_size=step.block_size if self.window is None else BLOCK_SIZE,
             batch_invariant=self.options.batch_invariant,
-            windowed=step.windowed,
+            windowed=step.windowed and self.window is None,
             latent_cache_dtype=self.options.latent_cache_dtype,
         )
         if self._paged_choice is None or self._paged_choice[0] != request:
@@ -307,6 +325,8 @@ class CachedAttention:
         query = self.absorbed.query_in_inference(q, w_uk, *cos_sin)
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
+        if self.window is not None:
+            backend = WindowedPagedBackend(backend, self.window)
         if step.ranks is not None:
             backend = DecodeContextParallelAttention(backend, step.ranks)
         for part in step.parts():
@@ -359,6 +379,7 @@ class CachedAttention:
             self.fp8,
             runs,
             step.tables,
+            self.window,
         )
 
     def _attend_expanded(self, keys, q, kv, weights, cos_sin, backend=None) -> Tensor:
@@ -367,6 +388,8 @@ class CachedAttention:
         )
         backend = backend or self._expanded_backend(q.device, q.dtype)
         assert backend is not None
+        if self.window is not None:
+            backend = WindowedBackend(backend, self.window)
         plan = AttentionPlan(self.expanded, backend, keys, rules)
         query = self.expanded.query(q, weights[0], *cos_sin)
         *projections, sink = weights

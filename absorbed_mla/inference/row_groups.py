@@ -45,7 +45,12 @@ ALL_ABSORBED = Segment("absorbed", slice(None), slice(None))
 
 
 def is_cheaper_expanded(
-    dims: MLADims, absorbed: Rated, expanded: Rated, machine: str, lengths: tuple[int, int]
+    dims: MLADims,
+    absorbed: Rated,
+    expanded: Rated,
+    machine: str,
+    lengths: tuple[int, int],
+    window: int | None = None,
 ) -> bool:
     """Whether a row takes less time expanded than absorbed, by the cost model.
 
@@ -55,9 +60,12 @@ def is_cheaper_expanded(
         expanded: Backend of the expanded form.
         machine: See ``cost.seconds``.
         lengths: New tokens and keys of the row.
+        window: Keys that a token sees; None for all before it.
     """
     queries, keys = lengths
     pairs = queries * keys - queries * (queries - 1) // 2
+    if window is not None:
+        keys, pairs = min(keys, queries + window - 1), min(pairs, queries * window)
     work = Work(query_tokens=queries, key_tokens=keys, pairs=pairs, training=False)
     return seconds("expanded", expanded, dims, work, machine) < seconds(
         "absorbed", absorbed, dims, work, machine
@@ -153,6 +161,7 @@ class ChunkedContext:
         runs: Which of the rows' new tokens there are queries of, one after the other on the query
             axis; None: all. Chunks of context are the same for any runs.
         tables: For spans of gathered keys, shared by layers of the same lengths and runs.
+        window: Keys that a token sees, itself included; older context is not gathered.
     """
 
     def __init__(
@@ -166,7 +175,9 @@ class ChunkedContext:
         fp8: Fp8Latents | None = None,
         runs: Sequence[slice] | None = None,
         tables: DerivedTables | None = None,
+        window: int | None = None,
     ) -> None:
+        self.window = window
         self.tables = DerivedTables() if tables is None else tables
         self.first_row = first_row
         self.fp8 = fp8
@@ -175,35 +186,39 @@ class ChunkedContext:
         queries = lengths.queries
         self.layout = SequenceLayout.pack(queries)
         self.context = tuple(k - q for q, k in zip(queries, lengths.keys))
+        # The first key that a new token sees.
+        self.first = tuple(0 if window is None else max(0, c - window + 1) for c in self.context)
         self.keys = lengths.keys
+        self.num_keys = sum(self.keys) - sum(self.first)
         self.whole = runs is None
         all_tokens = [slice(0, sum(queries))]
         self.runs = tuple(_runs_by_row(self.layout, all_tokens if runs is None else runs))
-        self.joined = not windowed and any(self.context) and sum(self.keys) <= max_joined
+        self.joined = not windowed and any(self.context) and self.num_keys <= max_joined
 
     @property
     def num_blocks(self) -> int:
         """The new tokens, and at least one chunk where anything was cached; or all together."""
         if self.joined:
             return 1
-        return 1 + -(-sum(self.context) // self.chunk_size)
+        return 1 + -(-(sum(self.context) - sum(self.first)) // self.chunk_size)
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
         """See :class:`KeySource`; the memory of a block is reused for the next one."""
         if self.joined:
-            workspace = self._workspace(kv, sum(self.keys))
-            ranges = [KeyRange(row, 0, keys) for row, keys in enumerate(self.keys)]
+            workspace = self._workspace(kv, self.num_keys)
+            keys = zip(self.first, self.keys)
+            ranges = [KeyRange(row, *both) for row, both in enumerate(keys)]
             part = next(self.parts(max(self.keys)))
             yield self._gathered(part, ranges, workspace, kv.dtype, causal=True)
             return
         own = kv if self.fp8 is None else self.fp8.rounded(kv)
         yield self._own_block(own)
-        if not any(self.context):
+        if self.context == self.first:
             return
-        chunk = min(self.chunk_size, sum(self.context))
+        chunk = min(self.chunk_size, sum(self.context) - sum(self.first))
         workspace = self._workspace(kv, chunk)
         for part in self.parts(max(self.context)):
-            for ranges in chunks(self.context, part.start, part.end, self.chunk_size):
+            for ranges in chunks(self.context, part.start, part.end, self.chunk_size, self.first):
                 block = self._gathered(part, ranges, workspace, kv.dtype)
                 if block.spans:
                     yield block
@@ -243,6 +258,7 @@ class ChunkedContext:
         if self.fp8 is not None:
             found = self.fp8.decode(found, dtype)
         # Other layers find it, and with it the tables that kernels read.
+        causal |= self.window is not None
         key = "gathered", self.first_row, causal, *ranges
         return self._block(found, self.tables.get(key, partial(self._spans, ranges, causal)))
 
@@ -252,7 +268,7 @@ class ChunkedContext:
         for keys in ranges:
             first = used
             used += keys.end - keys.start
-            offset = self.context[keys.row] if causal else None
+            offset = self.context[keys.row] - keys.start if causal else None
             runs = [run for run in self.runs if run.row == keys.row]
             spans += [run.over(first, used, offset) for run in runs]
         return Spans(spans)
@@ -274,7 +290,11 @@ def _runs_by_row(layout: SequenceLayout, runs: Sequence[slice]) -> Iterator[Quer
 
 
 def chunks(
-    context: tuple[int, ...], start: int, end: int | None, chunk_size: int
+    context: tuple[int, ...],
+    start: int,
+    end: int | None,
+    chunk_size: int,
+    oldest: Sequence[int] | None = None,
 ) -> Iterator[list[KeyRange]]:
     """Cut the context of all rows between two positions into chunks.
 
@@ -283,6 +303,7 @@ def chunks(
         start: First position.
         end: One past the last, or None.
         chunk_size: Most tokens of a chunk.
+        oldest: First position of each row; None: 0.
 
     Yields:
         The ranges of a chunk: at least one, and no two of the same row.
@@ -290,7 +311,8 @@ def chunks(
     ranges: list[KeyRange] = []
     room = chunk_size
     for row, length in enumerate(context):
-        first, last = start, length if end is None else min(length, end)
+        first = start if oldest is None else max(start, oldest[row])
+        last = length if end is None else min(length, end)
         while first < last:
             taken = min(room, last - first)
             ranges.append(KeyRange(row, first, first + taken))

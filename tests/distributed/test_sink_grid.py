@@ -1,4 +1,4 @@
-"""Attention sinks against the float64 oracle, in training and over cached latents; checkpoints.
+"""Attention sinks and sliding windows against the float64 oracle, in training and over caches.
 
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2, 4: every way of
 making N of TP and CP. Outputs and the gradients of the input and of every parameter, the sinks'
@@ -38,6 +38,8 @@ SIZES = {
     4: [(2, 2, True, "p2p"), (2, 2, False, "all_gather"), (1, 4, False, "p2p")],
 }.get(world.size(), [])
 SINKS = replace(TINY, sinks=True)
+# Several windows in a sequence; shorter than a chunk of context parallelism, and longer.
+SHAPES = {"sinks": SINKS, "window": replace(TINY, window=3), "both": replace(SINKS, window=5)}
 
 
 @grid(
@@ -47,9 +49,12 @@ SINKS = replace(TINY, sinks=True)
         "layout": LAYOUTS,
         "form": FORM,
         "recompute": RECOMPUTE,
+        "shape": SHAPES,
     },
+    # Refused: tests/unit/core_attention/test_window.py
+    unless=lambda row: row["sizes"][3] == "p2p" and row["shape"].window,
 )
-def test_training(sizes, layout, form, recompute, error_table):
+def test_training(sizes, shape, layout, form, recompute, error_table):
     """If this fails, the named tensor is wrong in that combination: training there is wrong."""
     tp, cp, sequence_parallel, exchange = sizes
     with world.parallel(tp=tp, cp=cp):
@@ -59,8 +64,8 @@ def test_training(sizes, layout, form, recompute, error_table):
             recompute=recompute,
             cp_comm_type=exchange,
         )
-        execution = execute(SINKS, setup, cut_layout(layout, max(cp, 2)))
-        execution.check(error_table, "sinks", layout)
+        execution = execute(shape, setup, cut_layout(layout, max(cp, 2)))
+        execution.check(error_table, "sinks and windows", layout)
 
 
 @few_ranks
@@ -69,17 +74,17 @@ def test_kernels(case, error_table):
     """What a kernel makes of the LSE of keys and sink."""
     with kernels_running(case):
         layout = grid_layout(case.layout, divisible=False)
-        execution = execute(replace(case.mla, sinks=True), case.setup(), layout)
-    execution.check(error_table, "sinks", case.layout)
+        mla = replace(case.mla, sinks=True, window=4)
+        execution = execute(mla, case.setup(), layout)
+    execution.check(error_table, "sinks and windows", case.layout)
 
 
 @needs.processes(1, 2)
-@pytest.mark.parametrize("resident", [None, 5])
-@pytest.mark.parametrize("form", FORM)
-def test_cache(form, resident, error_table):
+@grid(2, {"shape": SHAPES, "form": FORM, "resident": (None, 5), "cuts": ("tokens", "decode")})
+def test_cache(shape, form, resident, cuts, error_table):
     """Prefill in chunks and decode; with a cache in parts, too."""
     setup = Setup(form=form, latent_cache_tokens=resident)
-    test_inference_grid.check(SINKS, setup, "tokens", error_table, "sinks")
+    test_inference_grid.check(shape, setup, cuts, error_table, "sinks and windows")
 
 
 @grid(1, {"sizes": {"-".join(map(str, s)): s for s in SIZES if s[3] != "p2p"}, "dense": [0, 1]})

@@ -91,6 +91,7 @@ def config_for(
         "qk_pos_emb_head_dim": mla.rope,
         "v_head_dim": mla.v,
         "qk_layernorm": mla.latent_norm,
+        "window_size": None if mla.window is None else (mla.window - 1, 0),
         "softmax_type": "learnable" if mla.sinks else "vanilla",
         "rope_type": mla.rope_type,
         "rotary_base": mla.rotary_base,
