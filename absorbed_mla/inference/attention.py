@@ -25,6 +25,7 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
+from absorbed_mla.inference.decode_context_parallel.support import require_shareable
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
 from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.inference.prefill_context_parallel import TokenShares
@@ -100,11 +101,8 @@ class CachedAttention:
         cache = self._cache_choice[1]
         rows = kv if self.fp8 is None else self.fp8.like(kv)
         step = cache.open(context, layer_number, layer_offset, rows, self.options, owner=self)
-        if self.window is not None and step.ranks is not None:
-            raise ValueError(
-                "decode_context_parallel must be False for a model with a window_size, got True: "
-                "ranks would share the few keys of a window"
-            )
+        if step.ranks is not None:
+            require_shareable(self.options, self.window)
         return step
 
     def rows(self, kv: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def require_shared_cache(model: GPTModel, num_drafts: int) -> None:
         )
     layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
     for layer in layers:
-        require_shareable(layer.options)
+        require_shareable(layer.options, layer.cached_attention.window)
     if indexers(model):
         raise ValueError(
             "decode_context_parallel=True does not go with sparse attention "

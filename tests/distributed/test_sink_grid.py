@@ -29,6 +29,7 @@ from tests.support.execution import execute
 from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, cut_layout, grid_layout
 from tests.support.models import gpt_model
+from tests.support.refusal import refusal
 
 pytestmark = needs.processes(1, 2, 4)
 # Tensor- and context-parallel size, sequence parallelism and the exchange of latents.
@@ -116,6 +117,12 @@ def test_engine(form):
     assert_same(found.results, alone(softmax_type="learnable").results)
     plain = alone().results
     assert any(one.tokens != other.tokens for one, other in zip(found.results, plain))
+
+
+@needs.processes(2)
+def test_windows_over_a_shared_cache_are_refused():
+    with refusal("decode_context_parallel=True", "window_size=(5, 0)"):
+        engine_of(generating_model(window_size=(5, 0)), decode_context_parallel=True)
 
 
 @needs.processes(2)

@@ -24,8 +24,8 @@ def require_shares(ranks: int, block_size: int) -> None:
         )
 
 
-def require_shareable(options: AbsorbedMLAOptions) -> None:
-    """Check that a layer's options hold where ranks share the cache.
+def require_shareable(options: AbsorbedMLAOptions, window: int | None = None) -> None:
+    """Check that a layer's options, and its window, hold where ranks share the cache.
 
     Raises:
         ValueError: Naming the option that does not.
@@ -34,4 +34,9 @@ def require_shareable(options: AbsorbedMLAOptions) -> None:
         raise ValueError(
             "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
             "ranks sum up their parts of the keys, which training sums up in order"
+        )
+    if window is not None:
+        raise ValueError(
+            f"decode_context_parallel=True does not go with window_size=({window - 1}, 0): ranks "
+            "see all of the keys that they share"
         )

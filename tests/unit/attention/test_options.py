@@ -121,7 +121,6 @@ UNSUPPORTED = {
     "attention_output_gate": (True, "False"),
     "apply_query_key_layer_scaling": (True, "False"),
     "qk_l2_norm": (True, "False"),
-    "window_size": ((128, 0), "None"),
     "softmax_type": ("sigmoid", "'vanilla'"),
     "softmax_scale": (0.1, "None"),
     "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),

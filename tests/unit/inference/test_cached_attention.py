@@ -120,7 +120,7 @@ class TestValues:
         module = "absorbed_mla.inference.attention.is_cheaper_expanded"
         for chosen in itertools.product((False, True), repeat=3):
             answers = itertools.cycle(chosen)
-            monkeypatch.setattr(module, lambda *args, answers=answers: next(answers))
+            monkeypatch.setattr(module, lambda *_, answers=answers, **__: next(answers))
             out = attend(MIXED, AbsorbedMLAOptions(context_chunk_size=4), made)
             torch.testing.assert_close(out[:, 0], want, atol=1e-12, rtol=0)
 
