@@ -47,6 +47,8 @@ class WindowedPagedBackend:
         """See ``backends.reference.paged_reference``."""
         assert not batch_invariant, "parity mode refuses windows"
         tokens, block_size = len(q_content), cache.shape[1]
+        if not tokens:
+            return self.backend.forward(q_content, q_rope, cache, rows, scale)
         pieces = rows.tables.get(
             ("window", self.window, tokens, block_size, key_start, key_end),
             lambda: self._pieces(rows, tokens, block_size, key_start, key_end),

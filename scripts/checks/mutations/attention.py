@@ -75,6 +75,12 @@ absorbed_mla/core_attention/sink.py
     -> torch.sigmoid(sink.to(lse.dtype) - lse[part]) * delta
 absorbed_mla/core_attention/tiled_reference.py
   rows_off_cache_lines: return F.pad(x, (0, missing)) if missing else x -> return x
+absorbed_mla/core_attention/window.py
+  window_without_the_token: return before + 1 -> return before
+  older_keys_have_no_gradient: total.add_(_turn(part)) -> pass
+  window_mask_not_turned: mask = mask.flip((2, 3)) -> pass
+  oldest_keys_of_a_window: seen = window - 1 - (own - newest) - (end - start)
+    -> seen = window - (own - newest) - (end - start)
 absorbed_mla/dsa/aux_loss.py
   indexer_without_a_loss_unseen: if held and torch.is_grad_enabled() -> if False
 absorbed_mla/dsa/cached_attention.py
@@ -165,7 +171,11 @@ absorbed_mla/inference/prefill_context_parallel.py
   runs_of_a_rank_begin_at_zero: before += own.stop - own.start -> before += 0
   divided_prompt_tokens_by_rank: return parts.transpose(0, 1).flatten -> return parts.flatten
   divided_prompt_places_on_rank: here = before + first - own.start -> here = before
+absorbed_mla/inference/window.py
+  window_in_a_part_of_a_cache: .clamp(min=key_start) -> .clamp(min=0)
+  copied_keys_of_another_row: rows.block_table[row[piece]] -> rows.block_table[row[piece] * 0]
 absorbed_mla/inference/row_groups.py
+  window_over_gathered_keys: self.context[keys.row] - keys.start if -> self.context[keys.row] if
   fp8_own_tokens_not_rounded: own = kv if self.fp8 is None else self.fp8.rounded(kv) -> own = kv
   context_chunk_dropped: ranges, room = [], chunk_size -> return
   context_of_another_row: part.gather(self.first_row + keys.row, -> part.gather(keys.row,

@@ -74,15 +74,21 @@ def tensors(lengths: RowLengths, padding: int = 0, seed: int = 0) -> dict:
     return made
 
 
-def attend(lengths: RowLengths, options: AbsorbedMLAOptions, made: dict, **step) -> torch.Tensor:
+def attend(
+    lengths: RowLengths,
+    options: AbsorbedMLAOptions,
+    made: dict,
+    window: int | None = None,
+    **step,
+) -> torch.Tensor:
     step = PagedStep(lengths, made["cached"], **step)
     step.write(made["kv"])
-    attention = CachedAttention(DIMS, SCALE, options)
+    attention = CachedAttention(DIMS, SCALE, options, window)
     with torch.no_grad():
         return attention(step, made["q"].clone(), made["kv"], made["weights"], made["cos_sin"])
 
 
-def naive(lengths: RowLengths, made: dict) -> torch.Tensor:
+def naive(lengths: RowLengths, made: dict, window: int | None = None) -> torch.Tensor:
     """Row by row, keys and values written out."""
     w_uk, w_uv, _ = made["weights"]
     q = made["q"].unflatten(-1, (DIMS.num_heads_per_rank, -1))
@@ -95,6 +101,8 @@ def naive(lengths: RowLengths, made: dict) -> torch.Tensor:
         v = torch.einsum("kc,nvc->knv", kv[:, :16], w_uv)
         scores = torch.einsum("qnd,knd->nqk", q[token : token + new], k) * SCALE
         hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(total - new - window)
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("nqk,knv->qnv", probs, v))
         token += new
@@ -105,13 +113,15 @@ class TestValues:
     @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
     @pytest.mark.parametrize("context_chunk_size", [1, 5, 1000])
     @pytest.mark.parametrize("step", [{}, {"block_size": 1}, {"block_size": 3, "part_keys": 6}])
-    def test_mixed_rows(self, form, context_chunk_size, step):
+    @pytest.mark.parametrize("window", [None, 1, 4])
+    def test_mixed_rows(self, form, context_chunk_size, step, window):
         """Rows of every kind in one step; the host's padding holds NaN and comes out zero."""
         options = AbsorbedMLAOptions(form=form, context_chunk_size=context_chunk_size)
         made = tensors(MIXED, padding=4)
-        out = attend(MIXED, options, made, **step)
+        out = attend(MIXED, options, made, window, **step)
         tokens = sum(MIXED.queries)
-        torch.testing.assert_close(out[:tokens, 0], naive(MIXED, made), atol=1e-12, rtol=0)
+        expected = naive(MIXED, made, window)
+        torch.testing.assert_close(out[:tokens, 0], expected, atol=1e-12, rtol=0)
         assert out[tokens:].eq(0).all()
 
     def test_both_forms_in_one_step(self, monkeypatch):

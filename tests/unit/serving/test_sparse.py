@@ -196,7 +196,7 @@ class TestParity:
     def test_bits(self, dtype, topk, cache):
         """Parts of the text are shorter than top-k: on a CPU such forwards choose nothing."""
         fields = {**dsa_fields(PARITY), "dsa_indexer_topk": topk, "num_layers": 4}
-        more = {"options": cache, "dsa_indexer_topk_freq": 2}
+        more = {"options": cache, "dsa_indexer_topk_freq": 2, "softmax_type": "learnable"}
         model = parity_model(dtype, mla=PARITY.mla, **more, **fields)
         tokens = tokens_of()
         expected = trained(model, tokens)
