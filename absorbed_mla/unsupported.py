@@ -10,7 +10,6 @@ from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.core_attention.sink import SOFTMAX_TYPES
 from absorbed_mla.dims import MLADims
 
 # Config field -> (supported values, what holds or what to do instead).
@@ -24,7 +23,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
-    "softmax_type": (SOFTMAX_TYPES, "a sink is 0 or learned"),
+    "softmax_type": (("vanilla", "off-by-one", "learnable"), "a sink is 0 or learned"),
     "softmax_scale": ((None,), "MLA's scale follows from its head dim and mscale_all_dim"),
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),

@@ -86,8 +86,9 @@ def _forward(
         # Partial outputs are summed in the dtype of the LSE.
         out = out.to(lse.dtype)
     out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts, (out, lse))
-    out = scale_by_sink(out, lse, sink)
-    return AttentionOutput(out.to(query[0].dtype), lse_beside_sink(lse, sink))
+    if sink is not None:
+        out, lse = scale_by_sink(out, lse, sink), lse_beside_sink(lse, sink)
+    return AttentionOutput(out.to(query[0].dtype), lse)
 
 
 class _Attention(torch.autograd.Function):

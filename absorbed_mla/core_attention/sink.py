@@ -23,7 +23,6 @@ from absorbed_mla.dims import MLADims
 
 # As Megatron's core attention names it in checkpoints.
 NAME = "softmax_offset"
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 # Elements of the output at a time whose products are held.
 _CHUNK = 2**24
 
@@ -55,24 +54,22 @@ def _on(config: MLATransformerConfig) -> str | int:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def scale_by_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """``out`` beside the sink, in its own memory; itself if there is none.
+def scale_by_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """``out`` beside the sink, in its own memory.
 
     Args:
         out: Attention over all keys, [..., N, V]; 0 for a token that sees none.
         lse: Over all keys, [..., N], fp32 (fp64); -inf for a token that sees none.
-        sink: [N], or None.
+        sink: [N].
     """
-    if sink is None:
-        return out
     # Not sigmoid: on a CPU its bits depend on a number's place in the tensor.
     share = 1 / (1 + torch.exp(sink.to(lse.dtype) - lse))
     return out.mul_(share[..., None])
 
 
-def lse_beside_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
-    """The LSE of keys and sink; ``lse`` itself if there is none."""
-    return lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
+def lse_beside_sink(lse: Tensor, sink: Tensor) -> Tensor:
+    """The LSE of keys and sink, in place of that of keys alone."""
+    return torch.logaddexp(lse, sink.to(lse.dtype))
 
 
 def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -> Tensor:

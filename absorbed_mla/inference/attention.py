@@ -347,7 +347,7 @@ class CachedAttention:
                 out, lse = total
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
-        out = scale_by_sink(*total, sink).to(q.dtype)
+        out = (total[0] if sink is None else scale_by_sink(*total, sink)).to(q.dtype)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:

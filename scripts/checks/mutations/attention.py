@@ -68,8 +68,7 @@ absorbed_mla/core_attention/module.py
 absorbed_mla/core_attention/selection.py
   slowest_form: form, chosen = min(found.able, -> form, chosen = max(found.able,
 absorbed_mla/core_attention/sink.py
-  backward_beside_no_sink: return lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
-    -> return lse
+  backward_beside_no_sink: return torch.logaddexp(lse, sink.to(lse.dtype)) -> return lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()
   sink_gradient_of_the_lse_over_keys: torch.exp(sink.to(lse.dtype) - lse[part]) * delta
     -> torch.sigmoid(sink.to(lse.dtype) - lse[part]) * delta
