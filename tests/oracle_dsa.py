@@ -28,6 +28,7 @@ from tests.oracle import (
     rms_norm,
     scores_and_values,
 )
+from tests.oracle import output as layer_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +250,7 @@ def forward(
         logits, value = scores_and_values(mla, w, rows, table)
         seen = sequence.visible if dense else selection
         heads = torch.einsum("hij,jhv->ihv", masked_softmax(logits, seen).to(value.dtype), value)
-        attended = heads.reshape(len(rows), mla.heads * mla.v) @ w["w_o"].T
-        output = output.index_copy(0, sequence.rows, attended)
+        output = output.index_copy(0, sequence.rows, layer_output(mla, w, rows, heads))
         if loss is not None:
             support = selection if loss.sparse else sequence.visible
             target = masked_softmax(logits.detach(), support)
