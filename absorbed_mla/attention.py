@@ -356,7 +356,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
         query = step.pack_queries(query)
         if self.query_scaling is not None:
-            query = scale_queries(query, self.query_scaling.factors_in(step, query))
+            query = self.query_scaling.in_step(step, query)
         core_out = self.cached_attention(step, query, kv, weights, rotation, chosen)
         return self._project_output(step.unpack(core_out.flatten(2)), hidden_states)
 
@@ -427,7 +427,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         if self.options.train_on_cached_latents:
             kv = self.cached_attention.rounded(kv)
         kv = plan.keys.start(kv)
-        query = scale_queries(self._query(self._query_latent(q_down)), factors)
+        query = self._query(self._query_latent(q_down))
+        if factors is not None:
+            query = scale_queries(query, factors)
         return kv, *plan.form.query(query, w_uk, cos, sin)
 
     def _query(self, query_latent: Tensor) -> Tensor:

@@ -74,10 +74,10 @@ class QueryScaling:
         )
         return table[:max_position] if positions is None else table[positions]
 
-    def factors_in(self, step: InferenceStep, query: Tensor) -> Tensor | None:
-        """Those of ``query`` [T, 1, width], the tokens of a step over a cache; see :meth:`factors`.
+    def in_step(self, step: InferenceStep, query: Tensor) -> Tensor:
+        """``query`` [T, 1, width] of a step over a cache, scaled in place without gradient.
 
-        Of this rank's tokens where ranks divide them.
+        It has this rank's tokens where ranks divide them.
         """
         where = query.device, query.dtype
 
@@ -87,7 +87,8 @@ class QueryScaling:
                 return found
             return torch.cat([found[own] for own in step.shares.own])
 
-        return step.tables.get((self, *where), make)
+        factors = step.tables.get((self, *where), make)
+        return query if factors is None else query.mul_(factors)
 
     def _table(self, size: int) -> Tensor:
         # Not an inference tensor: a table made during generation is used in training as well.
@@ -105,18 +106,16 @@ def _tables_of(scaling: QueryScaling) -> DerivedTables:
 
 # torch.compile cannot trace an in-place write that autograd learns of by ctx.mark_dirty.
 @torch.compiler.disable
-def scale_queries(query: Tensor, factors: Tensor | None) -> Tensor:
+def scale_queries(query: Tensor, factors: Tensor) -> Tensor:
     """Multiply the queries of all heads by the factor of their token, in place.
 
     Args:
         query: [S, B, width]. It is overwritten, and backward overwrites the gradient of the result.
-        factors: From :meth:`QueryScaling.factors`; None leaves the query as it is.
+        factors: From :meth:`QueryScaling.factors`.
 
     Returns:
         ``query``; with gradients on, a scaled copy if ``query`` is a view.
     """
-    if factors is None:
-        return query
     if not torch.is_grad_enabled():
         return query.mul_(factors)
     return _Scaled.apply(query.clone() if query._is_view() else query, factors)

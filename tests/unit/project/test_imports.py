@@ -215,11 +215,11 @@ LEVELS = [
     {"packed_router", "deepseek_router"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
-        *("qk_clip", "fp8_latents"),
+        *("qk_clip", "fp8_latents", "output_gate"),
     },
     {"unsupported", "checkpoint"},
     {"core_attention"},
-    {"context_parallel", "inference"},
+    {"context_parallel", "inference", "query_scaling"},
     {"dsa"},
     {"megatron_interface"},
     {"attention"},
