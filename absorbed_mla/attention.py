@@ -286,7 +286,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         positions = plan.keys.positions(hidden_states.device)
         where = plan.keys.max_position, positions, hidden_states.device
         cos, sin = self.rotary.rows(*where)
-        factors = self.query_scaling and self.query_scaling.factors(*where, hidden_states.dtype)
+        factors = None
+        if self.query_scaling is not None:
+            factors = self.query_scaling.factors(*where, hidden_states.dtype)
         # mla_up_proj: backward computes kv and query again instead of keeping them.
         up_project = None
         if self._recomputes_up_proj:

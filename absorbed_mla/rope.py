@@ -35,7 +35,7 @@ def rotates(config: MLATransformerConfig, layer_number: int) -> bool:
     Raises:
         ValueError: If that is no list of zeros and ones, or does not say what MTP layers do.
     """
-    pattern = config.no_rope_freq
+    pattern = getattr(config, "no_rope_freq", None)
     if not pattern:
         return True
     layers = config.num_layers
