@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.heterogeneous_config import HeterogeneousMLAConfig
 from tests.oracle import OracleMLA
 from tests.oracle_dsa import OracleDSA
 
@@ -131,7 +132,8 @@ def config_for(
         **_host_fields(),
         **changes,
     }
-    return MLATransformerConfig(**fields)
+    heterogeneous = "per_layer_config" in changes
+    return (HeterogeneousMLAConfig if heterogeneous else MLATransformerConfig)(**fields)
 
 
 def _host_fields() -> dict[str, object]:

@@ -208,7 +208,7 @@ LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
         *("offloading", "graph_capture", "recomputed_outputs", "muon"),
-        *("own_packages", "megatron_names"),
+        *("own_packages", "megatron_names", "heterogeneous_config"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
