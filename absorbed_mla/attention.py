@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkp
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
 from absorbed_mla.checkpoint.hooks import register_load_hooks
@@ -40,13 +40,15 @@ from absorbed_mla.norm import has_few_rows
 from absorbed_mla.offloading import StageOffloading, on_device
 from absorbed_mla.once_differentiable import refuse_graph_of_gradients
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.output_gate import gate_width, gated
 from absorbed_mla.projections import (
     AbsorbedMLASelfAttentionSubmodules,
     ProjectionBuilder,
     down_layers,
 )
+from absorbed_mla.query_scaling import QueryScaling, scale_queries
 from absorbed_mla.recomputed_outputs import SameLayout
-from absorbed_mla.rope import RotaryTable, rotate_tail
+from absorbed_mla.rope import RotaryTable, rotate_tail, rotates
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
@@ -63,7 +65,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
     """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     hidden_states -> projections -> absorb -> rope -> [context parallel] -> core attention
-    -> V up-projection -> linear_proj. The form decides where the K and V up-projections multiply.
+    -> V up-projection -> [gate] -> linear_proj. The form decides where the K and V up-projections
+    multiply.
 
     The signature is the host's; ``options`` says how to execute.
 
@@ -137,6 +140,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         self.offloading = StageOffloading.of(config, self.parameters)
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
+        self.rotates = rotates(config, layer_number)
+        self.query_scaling = QueryScaling.of(options, config)
         self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))
         self.core_attention = build_module(
             submodules.core_attention,
@@ -172,6 +177,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             )
         self._add_down_projection(build, -1)
         self.kv_layernorm = build.norm("kv_layernorm", dims.kv_lora_rank)
+        self.k_rope_layernorm: nn.Module | None = None
+        if self.options.k_rope_layernorm:
+            self.k_rope_layernorm = build.norm("k_rope_layernorm", dims.qk_rope_head_dim)
         self.linear_k_up_proj = build.linear(
             "linear_k_up_proj",
             dims.kv_lora_rank,
@@ -186,6 +194,12 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         )
         choice = KVUp(self.options.muon_kv_up, (dims.qk_nope_head_dim, dims.v_head_dim))
         mark_kv_up(self.linear_k_up_proj.weight, self.linear_v_up_proj.weight, choice)
+        self.linear_gate: nn.Module | None = None
+        gate = gate_width(self.options, config, dims)
+        if gate is not None:
+            self.linear_gate = build.linear(
+                "linear_gate", dims.hidden_size, gate, gather_output=False
+            )
         self.linear_proj = build.linear(
             "linear_proj",
             dims.num_heads * dims.v_head_dim,
@@ -197,7 +211,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         )
         refuse_unsupported_fp8(config, self.linear_proj)
         # The expanded form keeps its output for backward, unless that is recomputed.
-        kept = self.options.form != "absorbed" and not self.checkpoint_core_attention
+        kept = self.options.form != "absorbed" and not self.checkpoint_core_attention and not gate
         if kept and config.fp8 and config.fp8_recipe != "delayed":
             keep_original_input(self.linear_proj)
 
@@ -272,7 +286,11 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         # their hooks; the weights are arguments below, so that checkpoints return their gradients.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
         positions = plan.keys.positions(hidden_states.device)
-        cos, sin = self.rotary.rows(plan.keys.max_position, positions, hidden_states.device)
+        where = plan.keys.max_position, positions, hidden_states.device
+        cos, sin = self.rotary.rows(*where)
+        factors = None
+        if self.query_scaling is not None:
+            factors = self.query_scaling.factors(*where, hidden_states.dtype)
         # mla_up_proj: backward computes kv and query again instead of keeping them.
         up_project = None
         if self._recomputes_up_proj:
@@ -283,9 +301,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
 
         def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
             q_down, kv_down = self._down_project(hidden_states)
-            stage = partial(self._up_project, plan)
-            found = run(SameLayout(stage) if up_project else stage, q_down, kv_down, w_uk, cos, sin)
-            return *found, q_down
+            stage = partial(self._up_project, plan, factors)
+            args = q_down, kv_down, w_uk, *self._rotation(cos, sin)
+            return *run(SameLayout(stage) if up_project else stage, *args), q_down
 
         offload = self.offloading.run if self.offloading else _on_device_stage
         kv, *query, q_down = offload("qkv_linear", project, hidden_states)
@@ -300,7 +318,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         if up_project:
             up_project.discard_output_and_register_recompute(core_out)
             refuse_graph_of_gradients(core_out)
-        return offload("attn_proj", self.linear_proj, core_out)
+        return offload("attn_proj", self._project_output, core_out, hidden_states)
 
     def _infer(
         self, hidden_states: Tensor, attention_mask: Tensor | None, context: Any, packed: Any
@@ -319,6 +337,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         norms = self._modules.get("q_layernorm"), self.kv_layernorm
         # Under sequence parallelism, which Megatron switches off at times, a rank has some tokens.
         few = has_few_rows(kv_down) and not self.sequence_parallel
+        few &= self.rotates and self.k_rope_layernorm is None
         at_once = few and self.latent_writer.may_run(*norms, kv_down)
         kv = kv_down if at_once else self._latent(kv_down)
         layer_offset = getattr(self, PP_LAYER_OFFSET.name, None)
@@ -326,11 +345,12 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             GENERATION.require({ATTENTION: self})
         step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
         cos_sin = self.cached_attention.cos_sin(step, self.rotary, kv.device)
+        rotation = self._rotation(*cos_sin)
         kv = step.pack(kv)
         if at_once:
-            query_latent, kv = self.latent_writer.write(step, *norms, q_down, kv, cos_sin)
+            query_latent, kv = self.latent_writer.write(step, *norms, q_down, kv, rotation)
         else:
-            kv = rotate_tail(kv, *cos_sin, num_heads=1)
+            kv = rotate_tail(kv, *rotation, num_heads=1)
             step.write(self.cached_attention.rows(kv))
             query_latent = self._query_latent(q_down)
         query = self._query(query_latent)
@@ -339,8 +359,10 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         chosen = choose and choose(step, hidden_states, lambda: query_latent, *cos_sin)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj(), self._sink
         query = step.pack_queries(query)
-        core_out = self.cached_attention(step, query, kv, weights, cos_sin, chosen)
-        return self.linear_proj(step.unpack(core_out.flatten(2)))
+        if self.query_scaling is not None:
+            query = self.query_scaling.in_step(step, query)
+        core_out = self.cached_attention(step, query, kv, weights, rotation, chosen)
+        return self._project_output(step.unpack(core_out.flatten(2)), hidden_states)
 
     @property
     def _sink(self) -> Tensor | None:
@@ -387,13 +409,15 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             # inputs needs one, which is not so where all layers before this one are frozen.
             q_down, kv_down = _requiring_grad(q_down), _requiring_grad(kv_down)
             names = ("linear_q_proj", "q_layernorm", "linear_q_up_proj", "kv_layernorm")
-            recomputed = [self._modules[name] for name in names if name in self._modules]
+            names = (*names, "k_rope_layernorm")
+            recomputed = [self._modules[name] for name in names if self._modules.get(name)]
             q_down, kv_down = attach_recomputed_parameters(recomputed, self.config, q_down, kv_down)
         return q_down, kv_down
 
     def _up_project(
         self,
         plan: AttentionPlan,
+        factors: Tensor | None,
         q_down: Tensor,
         kv_down: Tensor,
         w_uk: Tensor,
@@ -412,6 +436,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             kv = self.cached_attention.rounded(kv)
         kv = plan.keys.start(kv)
         query = self._query(self._query_latent(q_down))
+        if factors is not None:
+            query = scale_queries(query, factors)
         return kv, *plan.form.query(query, w_uk, cos, sin)
 
     def _query(self, query_latent: Tensor) -> Tensor:
@@ -430,8 +456,22 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         """[latent | k_rope] [S, B, C + R] of all tokens, normalised and not rotated."""
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
+        if self.k_rope_layernorm is not None:
+            k_rope = self.k_rope_layernorm(k_rope)
         kv = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
         return enter_head_parallel(kv, self.tp_group, self.sequence_parallel)
+
+    def _rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the attention's own channels: of none where the layer does not rotate them."""
+        return (cos, sin) if self.rotates else (cos[:, :0], sin[:, :0])
+
+    def _project_output(
+        self, core_out: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """``linear_proj`` of the output of the attention [S, B, N * v], gated by the input."""
+        if self.linear_gate is not None:
+            core_out = gated(core_out, self.linear_gate(hidden_states)[0])
+        return self.linear_proj(core_out)
 
     def _core_attention(
         self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, kv: Tensor, *query: Tensor

@@ -87,13 +87,15 @@ class MegatronInterface(Attention):
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Megatron's interface for FP8 with a recomputed input norm, whose output is then kept."""
-        names = [*self.down_layers, *(["linear_q_proj"] if self.dims.q_lora_rank is None else [])]
-        keep_original_input(*(getattr(self, name) for name in names))
+        names = [*self.down_layers, "linear_q_proj", "linear_gate"]
+        found = (self._modules.get(name) for name in names)
+        keep_original_input(*(layer for layer in found if layer is not None))
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""
         query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
-        for name in (query, *self.down_layers, "linear_proj"):
+        gate = () if self._modules.get("linear_gate") is None else ("linear_gate",)
+        for name in (query, *self.down_layers, *gate, "linear_proj"):
             getattr(self, name).backward_dw()
 
 

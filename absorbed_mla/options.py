@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from absorbed_mla.registry import (
@@ -15,6 +16,7 @@ from absorbed_mla.registry import (
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
+OUTPUT_GATES = (None, "headwise", "elementwise")
 MUON_KV_UP = ("auto", "combined", "split", "per_head")
 LATENT_CACHE_DTYPES = ("model", "fp8")
 # Of the files that are there; a program may register more.
@@ -31,8 +33,9 @@ _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size"
 class AbsorbedMLAOptions:
     """How to execute an MLA layer, and what of the model Megatron's config cannot say.
 
-    ``latent_norm_eps`` and the two of the router belong to the model. Every choice of the others
-    computes the same function of the same weights.
+    ``latent_norm_eps``, ``attention_output_gate``, ``k_rope_layernorm``, ``llama_4_scaling_beta``
+    and the two of the router belong to the model. Every choice of the others computes the same
+    function of the same weights.
 
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
@@ -41,8 +44,17 @@ class AbsorbedMLAOptions:
             fp16 the absorbed query, a product of two weights, may pass 65504 where keys do not.
         down_projection: ``"duplicated"`` keeps the whole Q and KV down-projections on every
             tensor-parallel rank, ``"column_parallel"`` shards their rows.
-        latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
-            ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
+        latent_norm_eps: Epsilon of ``q_layernorm``, ``kv_layernorm`` and ``k_rope_layernorm``; None
+            takes the config's ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6
+            whatever the model's.
+        attention_output_gate: Multiply the attention's output by the sigmoid of a projection of the
+            layer's input, ``linear_gate``: ``"headwise"`` a number for each head (Ling 3, dots3),
+            ``"elementwise"`` one for each channel of it (Kimi-K3, Hy4). None: no gate, unless the
+            config's field of this name asks for the head-wise one.
+        k_rope_layernorm: Whether ``k_rope`` passes an RMSNorm of its own before it is rotated
+            (dots3's ``k_rope_only_layernorm``).
+        llama_4_scaling_beta: Multiply a query at position p by 1 + beta * log(1 + floor(p / the
+            config's ``original_max_position_embeddings``)) (Mistral Small 4). None: no scaling.
         core_attention_backend: The implementation of the attention, one of the files in
             ``core_attention/backends``; docs/support.md says what each needs. All but
             ``"reference"`` (plain PyTorch, either form) compute one form, in fp16 and bf16 on a
@@ -92,6 +104,9 @@ class AbsorbedMLAOptions:
     form: str = "auto"
     down_projection: str = "duplicated"
     latent_norm_eps: float | None = None
+    attention_output_gate: str | None = None
+    k_rope_layernorm: bool = False
+    llama_4_scaling_beta: float | None = None
     core_attention_backend: str = "auto"
     query_chunk_size: int = 256
     expansion_chunk_size: int = 2**20
@@ -110,6 +125,7 @@ class AbsorbedMLAOptions:
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
         _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
+        _require_one_of("attention_output_gate", self.attention_output_gate, OUTPUT_GATES)
         _require_one_of("muon_kv_up", self.muon_kv_up, MUON_KV_UP)
         _require_one_of("latent_cache_dtype", self.latent_cache_dtype, LATENT_CACHE_DTYPES)
         ATTENTION_BACKENDS.require(self.core_attention_backend, "auto")
@@ -120,6 +136,9 @@ class AbsorbedMLAOptions:
         eps = self.latent_norm_eps
         if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):
             raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")
+        beta = self.llama_4_scaling_beta
+        if beta is not None and not (isinstance(beta, (int, float)) and 0 < beta < math.inf):
+            raise ValueError(f"llama_4_scaling_beta must be None or above 0, got {beta!r}")
         for name in _CHUNK_SIZES:
             chunk = getattr(self, name)
             if not _is_count(chunk):
@@ -133,7 +152,7 @@ class AbsorbedMLAOptions:
             raise ValueError(
                 f"moe_router_norm_topk_prob must be None, True or False, got {normalised!r}"
             )
-        for name in ("batch_invariant", "train_on_cached_latents"):
+        for name in ("batch_invariant", "train_on_cached_latents", "k_rope_layernorm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.train_on_cached_latents and self.latent_cache_dtype == "model":
@@ -178,6 +197,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _require_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+def _require_one_of(name: str, value: object, accepted: tuple[str | None, ...]) -> None:
     if value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}; got {value!r}")

@@ -22,7 +22,8 @@ class AbsorbedMLASelfAttentionSubmodules:
 
     ``linear_q_proj`` is built when ``q_lora_rank`` is None, else ``linear_q_down_proj`` and
     ``linear_q_up_proj``. With ``mla_down_proj_fusion``, ``linear_qkv_down_proj`` takes the place of
-    both down-projections. The norms are identities when ``qk_layernorm`` is off.
+    both down-projections. The norms are identities when ``qk_layernorm`` is off, but for
+    ``k_rope_layernorm``, which like ``linear_gate`` is built where the options ask for it.
     """
 
     linear_kv_down_proj: ModuleSpec | type
@@ -36,6 +37,8 @@ class AbsorbedMLASelfAttentionSubmodules:
     linear_q_down_proj: ModuleSpec | type | None = None
     linear_q_up_proj: ModuleSpec | type | None = None
     linear_qkv_down_proj: ModuleSpec | type | None = None
+    linear_gate: ModuleSpec | type | None = None
+    k_rope_layernorm: ModuleSpec | type | None = None
 
 
 def down_layers(config: MLATransformerConfig, dims: MLADims) -> dict[str, tuple[int, ...]]:
@@ -99,7 +102,7 @@ class ProjectionBuilder:
     ) -> Any:
         """A linear layer; ``extra`` is passed on to its class."""
         return build_module(
-            getattr(self.submodules, child),
+            self._spec(child),
             inputs,
             outputs,
             config=self.config,
@@ -138,10 +141,16 @@ class ProjectionBuilder:
         return module
 
     def norm(self, child: str, width: int) -> nn.Module:
-        """The norm of a latent."""
+        """The norm of a latent, or of ``k_rope``.
+
+        Raises:
+            ValueError: If there is nothing to normalise.
+        """
+        if not width:
+            raise ValueError(f"{child}=True needs qk_pos_emb_head_dim above 0, got {width}")
         eps = self.options.latent_norm_eps
         norm: nn.Module = build_module(
-            getattr(self.submodules, child),
+            self._spec(child),
             config=self.config,
             hidden_size=width,
             eps=self.config.layernorm_epsilon if eps is None else eps,
@@ -153,3 +162,9 @@ class ProjectionBuilder:
             for parameter in norm.parameters():
                 mark_parameter(parameter, average_gradients_across_tp_domain=True)
         return norm
+
+    def _spec(self, child: str) -> ModuleSpec | type:
+        spec = getattr(self.submodules, child)
+        if spec is None:
+            raise ValueError(f"the spec has no {child}; build it with the same config and options")
+        return spec

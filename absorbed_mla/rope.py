@@ -23,6 +23,36 @@ from absorbed_mla.once_differentiable import once_differentiable
 ROPE_TYPES = ("rope", "yarn")
 
 
+def rotates(config: MLATransformerConfig, layer_number: int) -> bool:
+    """Whether a layer rotates its rope channels: not where ``no_rope_freq`` has a 1 for it.
+
+    Such a layer (NoPE) has the channels all the same, as in Kimi Linear's ``mla_use_nope``.
+
+    Args:
+        config: Megatron's, whose constructor has made a list of ``no_rope_freq``.
+        layer_number: From 1, over all pipeline stages.
+
+    Raises:
+        ValueError: If that is no list of zeros and ones, or does not say what MTP layers do.
+    """
+    pattern = getattr(config, "no_rope_freq", None)
+    if not pattern:
+        return True
+    layers = config.num_layers
+    if not (isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}):
+        raise ValueError(
+            f"no_rope_freq must be None or a list of num_layers={layers} zeros (rotated) and ones "
+            f"(not rotated), got {pattern!r}"
+        )
+    if config.mtp_num_layers and len(set(pattern)) > 1:
+        raise ValueError(
+            f"no_rope_freq must be alike for all layers with mtp_num_layers="
+            f"{config.mtp_num_layers}, which it says nothing of; got {pattern!r}"
+        )
+    # Layers of multi-token prediction have numbers of their own, from 1.
+    return not pattern[layer_number - 1]
+
+
 class RotaryTable:
     """Table of the cosines and sines of RoPE's angles for positions 0, 1, ...
 

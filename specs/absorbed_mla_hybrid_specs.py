@@ -61,6 +61,7 @@ class AbsorbedMLAHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **host: Any,
     ) -> None:
+        _refuse_layers_of_their_own(config)
         if config.mtp_num_layers:
             require_packed_roll()
         if parts.backend == "local":
@@ -97,6 +98,7 @@ def get_absorbed_mla_hybrid_stack_spec(
         ValueError: If the backend, the options or the config are not usable.
     """
     refuse_unsupported_config(config)
+    _refuse_layers_of_their_own(config)
     parts = LayerParts(backend, options)
     parts.require_experts(config)
     return _stack_spec(parts)
@@ -149,6 +151,15 @@ def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:
         ),
         "mtp_block_spec": ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp),
     }
+
+
+def _refuse_layers_of_their_own(config: MLATransformerConfig) -> None:
+    """Refuse a config with others for some layers, which Megatron's stack would not ask for."""
+    if config.heterogeneous_block_specs:
+        raise ValueError(
+            "a HybridModel has one config for all layers, got a "
+            f"{type(config).__name__} (per_layer_config); use a GPTModel"
+        )
 
 
 def _refuse_layers_of_transformer_engine(symbols: list[str]) -> None:

@@ -156,9 +156,11 @@ class LayerParts:
                 linear_kv_down_proj=down,
                 linear_qkv_down_proj=down,
                 kv_layernorm=latent_norm,
+                k_rope_layernorm=rms_norm,
                 linear_k_up_proj=HeadwiseUpProjection,
                 linear_v_up_proj=HeadwiseUpProjection,
                 core_attention=core_attention,
+                linear_gate=column,
                 linear_proj=self.provider.row_parallel_linear(),
             ),
         )

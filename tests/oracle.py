@@ -37,6 +37,8 @@ class OracleMLA:
         w_uk   [H * nope, C],  w_uv [H * v, C],  w_o [hidden, H * v]
         q_norm [q_lora_rank],  kv_norm [C]     if latent_norm; q_norm only with q_lora_rank
         sinks  [H]                             if sinks
+        k_rope_norm [rope]                     if k_rope_norm
+        w_gate [H, hidden] or [H * v, hidden]  if gate is "headwise" or "elementwise"
     """
 
     hidden: int
@@ -60,6 +62,11 @@ class OracleMLA:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    # Peculiarities of some models.
+    gate: str | None = None
+    k_rope_norm: bool = False
+    rotated: bool = True
+    query_scaling_beta: float | None = None
     # Applied to the keys' latents [S, C] and rotated k_rope [S, rope]: what a cache makes of them.
     cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -82,6 +89,11 @@ class OracleMLA:
                 shapes["q_norm"] = (self.q_lora_rank,)
         if self.sinks:
             shapes["sinks"] = (self.heads,)
+        if self.k_rope_norm:
+            shapes["k_rope_norm"] = (self.rope,)
+        if self.gate:
+            gates = {"headwise": 1, "elementwise": self.v}[self.gate]
+            shapes["w_gate"] = (self.heads * gates, self.hidden)
         return shapes
 
     def softmax_scale(self) -> float:
@@ -221,7 +233,9 @@ def scores_and_values(
     latent, k_rope = (x @ w["w_dkv"].T).split([mla.kv_lora_rank, mla.rope], dim=-1)
     if mla.latent_norm:
         latent = rms_norm(latent, w["kv_norm"], mla.norm_eps)
-    if mla.rope:
+    if mla.k_rope_norm:
+        k_rope = rms_norm(k_rope, w["k_rope_norm"], mla.norm_eps)
+    if mla.rope and mla.rotated:
         q_rope = rotate(q_rope, table)
         k_rope = rotate(k_rope[:, None], table)[:, 0]
     if mla.cached is not None:
@@ -232,7 +246,21 @@ def scores_and_values(
     key = torch.cat((k_nope, k_rope[:, None].expand(-1, mla.heads, -1)), dim=-1)
     query = torch.cat((q_nope, q_rope), dim=-1)
     scores = at_least_float32(torch.einsum("ihd,jhd->hij", query, key)) * mla.softmax_scale()
+    if mla.query_scaling_beta is not None:
+        # Mistral Small 4: a query is the stronger, the more often its context has been extended.
+        extended = torch.arange(length).div(mla.original_context, rounding_mode="floor")
+        factors = 1 + mla.query_scaling_beta * torch.log(1 + extended.double())
+        scores = scores * factors[:, None].to(scores.dtype)
     return scores, value
+
+
+def output(mla: OracleMLA, w: dict[str, Tensor], x: Tensor, heads: Tensor) -> Tensor:
+    """What the layer makes of the attended values [S, H, v] of its input [S, hidden]."""
+    if mla.gate is not None:
+        gates = len(w["w_gate"]) // mla.heads
+        logits = at_least_float32((x @ w["w_gate"].T).view(len(x), mla.heads, gates))
+        heads = (heads / (1 + torch.exp(-logits))).to(x.dtype)
+    return heads.reshape(len(x), mla.heads * mla.v) @ w["w_o"].T
 
 
 def attend(
@@ -243,8 +271,7 @@ def attend(
     if mla.window is not None:
         visible = visible & torch.ones_like(visible).triu(1 - mla.window)
     weights = probabilities(scores, visible, w.get("sinks"))
-    heads = torch.einsum("hij,jhv->ihv", weights.to(value.dtype), value)
-    return heads.reshape(len(x), mla.heads * mla.v) @ w["w_o"].T
+    return output(mla, w, x, torch.einsum("hij,jhv->ihv", weights.to(value.dtype), value))
 
 
 def probabilities(scores: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:

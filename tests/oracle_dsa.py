@@ -29,6 +29,7 @@ from tests.oracle import (
     rms_norm,
     scores_and_values,
 )
+from tests.oracle import output as layer_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +247,7 @@ def forward(
         sinks = w.get("sinks")
         weights = probabilities(logits, seen, sinks).to(value.dtype)
         heads = torch.einsum("hij,jhv->ihv", weights, value)
-        attended = heads.reshape(len(rows), mla.heads * mla.v) @ w["w_o"].T
-        output = output.index_copy(0, sequence.rows, attended)
+        output = output.index_copy(0, sequence.rows, layer_output(mla, w, rows, heads))
         if loss is not None:
             support = selection if loss.sparse else sequence.visible
             target = probabilities(logits, support, sinks).detach()

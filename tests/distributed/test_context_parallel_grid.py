@@ -14,6 +14,7 @@ import torch
 from tests.distributed.test_oracle_grid import FORM, RECOMPUTE, backends, precision_shapes
 from tests.support import needs, world
 from tests.support.backends import kernel_cases, kernels_running
+from tests.support.cases import VARIANTS
 from tests.support.combinations import grid
 from tests.support.execution import execute
 from tests.support.harness import Setup
@@ -81,6 +82,30 @@ def test_fp64_column_parallel(sizes, sequence_parallel, layout, cp_comm_type, fo
         cp_comm_type=cp_comm_type,
     )
     check(setup, layout, error_table)
+
+
+@cp_grid(
+    2,
+    {
+        "variant": VARIANTS,
+        "sequence_parallel": SEQUENCE_PARALLEL,
+        "layout": LAYOUTS,
+        "form": FORM,
+        "recompute": ("none", "both"),
+    },
+)
+def test_fp64_variants(
+    sizes, variant, sequence_parallel, layout, cp_comm_type, form, recompute, error_table
+):
+    """Output gates, a norm of k_rope, channels that are not rotated, scaled queries."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel,
+        form=form,
+        recompute=RECOMPUTE[recompute],
+        cp_comm_type=cp_comm_type,
+    )
+    execution = execute(variant, setup, cut_layout(layout, world.cp_size()))
+    execution.check(error_table, "variants", layout)
 
 
 def precision_sizes() -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from absorbed_mla.serving.megatron_engine.allocator import pool_of
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE
 from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_crowded, assert_same
 from tests.support import needs, world
+from tests.support.cases import VARIANTS, model_options
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import KEPT, Request, engine_of, generate, generating_model, prompt
 from tests.support.models import MIXED
@@ -281,15 +282,18 @@ def test_prompts_divided_over_context_parallel_ranks(sizes, form, sp, monkeypatc
     monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
     parts = sizes["cp"] * (sizes.get("tp", 1) if sp else 1)
+    # A layer whose queries are scaled by their positions.
+    mla = {"mla": VARIANTS["all_variants"]} if form == "auto" else {}
+    own = model_options(**mla) if mla else {}
     # What was cached is gathered in pieces, or together with the new tokens.
     both = form == "expanded" and (sp or world.size() == 2)
     for chunk in (48, 4096)[: 1 + both]:
         with world.parallel(**sizes):
-            options = AbsorbedMLAOptions(form=form, context_chunk_size=chunk)
-            model = generating_model(options, **fields)
+            options = AbsorbedMLAOptions(form=form, context_chunk_size=chunk, **own)
+            model = generating_model(options, **fields, **mla)
             layer = Counting(model.decoder.layers[1].mlp)
             found = generated(model)
-        assert_same(found.results, alone().results)
+        assert_same(found.results, alone(**mla).results)
         assert layer.tokens.count(64 // parts) >= found.statistics.chunks > 4
         assert max(layer.tokens) == 64 // parts
 

@@ -23,7 +23,7 @@ from absorbed_mla.checkpoint.distributed import (
 from tests.distributed.whole import optimizer_states, whole_tensors
 from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import TINY
+from tests.support.cases import TINY, VARIANTS
 from tests.support.models import MIXED, gpt_model, logits, with_own_norms
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
@@ -102,6 +102,24 @@ def test_every_size_and_attention_reads_it(kind, size, folder):
             target = model(reader, seed=1)
             with pytest.raises(AssertionError):
                 expected.check(target)
+            load_model_weights(target, folder)
+            expected.check(target)
+
+
+@at_every_size
+def test_parameters_that_the_standard_lacks(size, folder):
+    """A gate, and the norm of k_rope, under the names that they have in the layer."""
+    mla = VARIANTS["all_variants"]
+    with world.parallel(tp=size):
+        source = model(layers=DENSE, mla=mla)
+        expected = Content.of(source)
+        save_model_weights(source, folder, norm_names="transformer_engine")
+    keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+    for name in ("linear_gate", "k_rope_layernorm"):
+        assert f"decoder.layers.1.self_attention.{name}.weight" in keys
+    for loaded_at in other_sizes(size):
+        with world.parallel(tp=loaded_at):
+            target = model(layers=DENSE, mla=mla, seed=1)
             load_model_weights(target, folder)
             expected.check(target)
 

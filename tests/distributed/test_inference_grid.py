@@ -12,7 +12,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests import oracle
 from tests.support import world
-from tests.support.cases import TINY, random_weights, shapes
+from tests.support.cases import TINY, VARIANTS, random_weights, shapes
 from tests.support.combinations import few_ranks, grid
 from tests.support.harness import (
     Setup,
@@ -72,9 +72,12 @@ def test_fp64(cuts, form, down_projection, sequence_parallel, error_table):
     check(TINY, setup, cuts, error_table, "tiny")
 
 
-@grid(1, {"shape": [*shapes(world.size())], "form": ("absorbed", "expanded")})
+SHAPES = {**shapes(world.size()), **VARIANTS}
+
+
+@grid(1, {"shape": [*SHAPES], "form": ("absorbed", "expanded")})
 def test_fp64_shapes(shape, form, error_table):
-    check(shapes(world.size())[shape], Setup(form=form), "tokens", error_table, shape)
+    check(SHAPES[shape], Setup(form=form), "tokens", error_table, shape)
 
 
 @few_ranks

@@ -20,7 +20,7 @@ import torch
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
-from tests.support.cases import FUSED, TINY, shapes
+from tests.support.cases import FUSED, TINY, VARIANTS, shapes
 from tests.support.combinations import few_ranks, grid
 from tests.support.execution import execute
 from tests.support.harness import Setup
@@ -87,6 +87,40 @@ def test_fp64_shapes(shape, layout, sequence_parallel, down_projection, form, er
     """Dimensions that the grid's shape hides: no query compression, no rotary channels, ..."""
     setup = Setup(sequence_parallel=sequence_parallel, down_projection=down_projection, form=form)
     check_fp64(shapes(world.size())[shape], setup, layout, error_table, shape)
+
+
+@grid(
+    2,
+    {
+        "variant": VARIANTS,
+        "layout": LAYOUTS,
+        "sequence_parallel": SEQUENCE_PARALLEL,
+        "down_projection": DOWN_PROJECTION,
+        "form": FORM,
+        "recompute": RECOMPUTE,
+    },
+)
+def test_fp64_variants(
+    variant, layout, sequence_parallel, down_projection, form, recompute, error_table
+):
+    """Output gates, a norm of k_rope, channels that are not rotated, scaled queries."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel,
+        down_projection=down_projection,
+        form=form,
+        recompute=recompute,
+    )
+    check_fp64(variant, setup, layout, error_table, "variants")
+
+
+@few_ranks
+@grid(
+    1, {"variant": VARIANTS, "form": FORM, "dtype": {"bf16": torch.bfloat16, "fp32": torch.float32}}
+)
+def test_precision_of_variants(variant, form, dtype, error_table):
+    """Rounds no worse than the same equations at the same precision."""
+    setup, tokens = Setup(form=form, dtype=dtype), grid_layout("sbhd", divisible=False)
+    execute(variant, setup, tokens).check(error_table, "variants", "sbhd")
 
 
 def backends() -> list[str]:

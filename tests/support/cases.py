@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.heterogeneous_config import HeterogeneousMLAConfig
 from tests.oracle import OracleMLA
 from tests.oracle_dsa import OracleDSA
 
@@ -41,6 +42,20 @@ WIDE = replace(TINY, kv_lora_rank=256, nope=64, rope=64, v=128)
 # Widths that Triton's kernels accept and that its interpreter computes quickly.
 INTERPRETED = replace(TINY, kv_lora_rank=32, rope=16)
 
+# What single models have: each alone in some, all that go together in others.
+VARIANTS = {
+    "gate_headwise": replace(TINY, gate="headwise", k_rope_norm=True),
+    "gate_elementwise": replace(TINY, gate="elementwise", rotated=False),
+    # The factor of a query takes four values within a dozen tokens.
+    "query_scaling": replace(TINY, query_scaling_beta=0.7, original_context=3),
+    "gate_no_rope": replace(
+        TINY, q_lora_rank=None, gate="headwise", rope=0, rope_type="rope", mscale_all_dim=0.0
+    ),
+    "all_variants": replace(
+        TINY, gate="elementwise", k_rope_norm=True, query_scaling_beta=0.7, original_context=5
+    ),
+}
+
 _SHAPES = {
     "q_lora_none": replace(TINY, q_lora_rank=None),
     "no_rope": replace(TINY, rope=0, rope_type="rope", kv_lora_rank=20),
@@ -73,6 +88,15 @@ def random_weights(layer: OracleMLA | OracleDSA, seed: int = 0) -> dict[str, Ten
     return weights
 
 
+def model_options(mla: OracleMLA) -> dict[str, object]:
+    """What of the layer's function is an option, but for the epsilon."""
+    return {
+        "attention_output_gate": mla.gate,
+        "k_rope_layernorm": mla.k_rope_norm,
+        "llama_4_scaling_beta": mla.query_scaling_beta,
+    }
+
+
 def config_for(
     mla: OracleMLA, dtype: torch.dtype = torch.float64, **changes
 ) -> MLATransformerConfig:
@@ -102,13 +126,16 @@ def config_for(
         "mscale": mla.mscale,
         "mscale_all_dim": mla.mscale_all_dim,
         "layernorm_epsilon": 1e-5,
+        # An integer N: every N-th layer has its rope channels as they are.
+        "no_rope_freq": None if mla.rotated else 1,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         **_host_fields(),
         **changes,
     }
-    return MLATransformerConfig(**fields)
+    heterogeneous = "per_layer_config" in changes
+    return (HeterogeneousMLAConfig if heterogeneous else MLATransformerConfig)(**fields)
 
 
 def _host_fields() -> dict[str, object]:

@@ -27,6 +27,7 @@ from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
 from tests.support import world
 from tests.support.cases import TINY, config_for
+from tests.support.cases import VARIANTS as MLA_VARIANTS
 from tests.support.cases import random_weights as random_weights
 
 # Names of the indexer's weights in the oracle, and of its parameters, which are Megatron's.
@@ -47,6 +48,7 @@ VARIANTS = {
     "q_lora_none": replace(TINY_DSA, mla=replace(TINY, q_lora_rank=None)),
     "no_rope": replace(TINY_DSA, mla=replace(TINY, rope=0, rope_type="rope", mscale_all_dim=0.0)),
     "topk_above": replace(TINY_DSA, topk=64),
+    "gated": replace(TINY_DSA, mla=replace(MLA_VARIANTS["all_variants"], rotated=False)),
 }
 
 

@@ -23,7 +23,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import TINY, config_for
+from tests.support.cases import TINY, config_for, model_options
 from tests.support.models import VOCAB, gpt_model, whole_logits
 
 enable_cpu_inference()
@@ -122,6 +122,7 @@ def generating_model(
     }
     fields |= config_changes
     config = config_for(mla, dtype, **fields)
+    options = options or AbsorbedMLAOptions(**model_options(mla))
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
     mtp = None
     if config.mtp_num_layers:

@@ -18,7 +18,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult, Table
 from tests.support import world
-from tests.support.cases import config_for, random_weights
+from tests.support.cases import config_for, model_options, random_weights
 from tests.support.layouts import Layout, cut_tokens
 from tests.support.numerics import Deviation
 
@@ -35,6 +35,8 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
     "q_norm": (("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"), None),
     "kv_norm": (("kv_layernorm.weight",), None),
     "sinks": (("core_attention.softmax_offset",), 0),
+    "k_rope_norm": (("k_rope_layernorm.weight",), None),
+    "w_gate": (("linear_gate.weight",), 0),
     # Of an indexer (tests.oracle_dsa).
     "i_wq": (("core_attention.indexer.linear_wq_b.weight",), None),
     "i_wk": (("core_attention.indexer.linear_wk.weight",), None),
@@ -98,7 +100,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
     config = config_for(mla, setup.dtype, **changes)
     of_layer = {field.name for field in dataclasses.fields(AbsorbedMLAOptions)}
     chosen = {name: value for name, value in vars(setup).items() if name in of_layer}
-    options = AbsorbedMLAOptions(latent_norm_eps=mla.norm_eps, **chosen)
+    options = AbsorbedMLAOptions(latent_norm_eps=mla.norm_eps, **model_options(mla), **chosen)
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention
     spec = dataclasses.replace(spec, params={**spec.params, "attn_mask_type": setup.mask_type})

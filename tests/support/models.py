@@ -7,11 +7,12 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import TINY, config_for
+from tests.support.cases import TINY, config_for, model_options
 
 VOCAB, TOKENS, BATCH = 64, 16, 2
 BLOCK_SPECS = {
@@ -41,7 +42,11 @@ def gpt_model(
 ) -> GPTModel:
     """A model on this process's device; ``seed`` determines its weights."""
     config = config_for(mla, dtype, **config_changes)
-    spec = spec or BLOCK_SPECS[kind](config, backend=config.transformer_impl)
+    if spec is None:
+        of_model = (
+            {} if kind == "standard" else {"options": AbsorbedMLAOptions(**model_options(mla))}
+        )
+        spec = BLOCK_SPECS[kind](config, backend=config.transformer_impl, **of_model)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     model = GPTModel(

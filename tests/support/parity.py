@@ -15,7 +15,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.cases import INTERPRETED, TINY, config_for, model_options
 from tests.support.generation import without_sequence_parallelism
 from tests.support.layouts import packed
 from tests.support.models import MIXED, VOCAB, gpt_model, whole_logits
@@ -50,7 +50,9 @@ def parity_model(
     """A model whose logits depend strongly on the attention."""
     # The kernels for GPUs need other widths.
     mla = mla or (INTERPRETED if torch.cuda.is_available() else TINY)
-    options = AbsorbedMLAOptions(batch_invariant=batch_invariant, **(options or {}))
+    options = AbsorbedMLAOptions(
+        batch_invariant=batch_invariant, **(model_options(mla) | (options or {}))
+    )
     config = {"init_method_std": 0.3, **config}
     spec = get_absorbed_mla_decoder_block_spec(
         config_for(mla, dtype, **config), backend="local", options=options

@@ -155,7 +155,8 @@ class DynamicStep:
             raise ValueError(
                 f"DynamicInferenceContext must hold {wanted} bytes of a token, got {held}: make it "
                 "from absorbed_mla.inference.context_config.context_config(config, options) with "
-                "the layers' latent_cache_dtype"
+                "the layers' latent_cache_dtype (layers of different widths, of a "
+                "per_layer_config, need a StaticInferenceContext)"
             )
         self.row_dtype = rows.dtype
 

@@ -21,6 +21,7 @@ absorbed_mla/attention.py
   whole_iterations_trained: refuse_full_iterations(self.config) ->
   offloaded_inputs_that_are_recomputed: recomputed = (kv, *query) if up_project else ()
     -> recomputed = ()
+  cached_keys_are_rotated_in_any_layer: rotation = self._rotation(*cos_sin) -> rotation = cos_sin
 absorbed_mla/batch_invariant/megatron_operators.py
   operators_of_the_host_stay: megatron.disable_batch_invariant_mode()
     |        for name, operator
@@ -79,6 +80,9 @@ absorbed_mla/offloading.py
     -> return function(*args)
 absorbed_mla/once_differentiable.py
   second_derivatives_pruned: (found, (*grads, *ctx.saved_tensors)) -> (found, grads)
+absorbed_mla/output_gate.py
+  gate_gradient_of_another_function: gate * (1 - gate) -> gate * gate
+  gate_rounded_before_the_product: .sigmoid().unsqueeze(-1) -> .sigmoid().bfloat16().unsqueeze(-1)
 absorbed_mla/own_packages.py
   hidden_package_passes: if not any(_same(own, place) for place in found): -> if not found:
 absorbed_mla/packed_roll.py
@@ -92,6 +96,10 @@ absorbed_mla/packed_router.py
   router_of_mtp_counts_padding: getattr(layer.submodules, "mtp_model_layer", layer) -> layer
 absorbed_mla/projections.py
   q_norm_summed_by_host: average_gradients_across_tp_domain=True ->
+absorbed_mla/query_scaling.py
+  scaled_queries_with_the_gradient_of_others: return grad.mul_(ctx.saved_tensors[0]) -> return grad
+  factors_of_tokens_of_other_ranks: [found[own] for own in step.shares.own]
+    -> [found[: len(query)]]
 absorbed_mla/recomputed_outputs.py
   recomputed_outputs_of_any_layout: assert layout == self._layout -> assert layout
   recomputed_outputs_without_their_strides: x.storage_offset(), *walked -> (x.storage_offset(),)
@@ -103,6 +111,7 @@ absorbed_mla/rope.py
   angles_in_fp32: torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())
     -> torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())
   yarn_clamped_to_pairs: qk_pos_emb_head_dim - 1 -> qk_pos_emb_head_dim // 2 - 1
+  layer_of_another_number: pattern[layer_number - 1] -> pattern[0]
 absorbed_mla/sequences.py
   boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
 absorbed_mla/standard_mla.py

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import needs, world
-from tests.support.cases import TINY
+from tests.support.cases import TINY, VARIANTS
 from tests.support.harness import Setup, build_attention
 
 V3_HEADS = replace(TINY, heads=4, kv_lora_rank=128, nope=128, rope=64, v=128)
@@ -31,10 +31,10 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_layer(form):
+@pytest.mark.parametrize("form, mla", zip(FORMS, (TINY, VARIANTS["all_variants"])))
+def test_compiled_layer(form, mla):
     """What the compiler cannot follow it leaves alone; nothing changes but rounding."""
-    layer = build_attention(TINY, Setup(form=form, dtype=torch.float32))
+    layer = build_attention(mla, Setup(form=form, dtype=torch.float32))
     x = torch.randn(12, 2, TINY.hidden, device=world.device(), requires_grad=True)
     graphs: list[object] = []
     compiled = torch.compile(layer, backend=lambda module, _: graphs.append(module) or module)

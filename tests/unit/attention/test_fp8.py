@@ -43,14 +43,15 @@ def test_an_error_does_not_leave_it_off():
 @pytest.mark.parametrize("q_lora_rank", [None, 16])
 def test_layers_of_a_recomputed_input_norm(q_lora_rank):
     """All that multiply hidden states, and no others, keep them instead of a copy in FP8."""
-    attention = build_attention(replace(TINY, q_lora_rank=q_lora_rank), Setup())
+    mla = replace(TINY, q_lora_rank=q_lora_rank, gate="headwise")
+    attention = build_attention(mla, Setup())
     layers = {name: m for name, m in attention.named_children() if name.startswith("linear")}
     for layer in layers.values():
         layer.save_original_input = False
     attention.set_for_recompute_input_layernorm()
     of_query = "linear_q_proj" if q_lora_rank is None else "linear_q_down_proj"
     kept = {name for name, layer in layers.items() if layer.save_original_input}
-    assert kept == {of_query, "linear_kv_down_proj"}
+    assert kept == {of_query, "linear_kv_down_proj", "linear_gate"}
 
 
 def test_plain_weights_are_what_they_are():

@@ -36,7 +36,8 @@ def model(form: str, offload=(), recompute=(), **more):
     if recompute:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     config = config_for(TINY, torch.float32, **fields)
-    options = AbsorbedMLAOptions(form=form)
+    gate = "elementwise" if form == "expanded" else None
+    options = AbsorbedMLAOptions(form=form, attention_output_gate=gate)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
     return gpt_model(spec=spec, **fields)
 
@@ -47,13 +48,13 @@ def gradients(model, seed: int) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def require_equal(model, plain, host: OffloadingOnACPU, steps: int = 3) -> None:
+def require_equal(model, plain, host: OffloadingOnACPU, steps: int = 3, rounding=0.0) -> None:
     """Megatron learns in the first step what it sends in the next ones."""
     for step in range(steps):
         host.begin_step()
         found, expected = gradients(model, step), gradients(plain, step)
         for name, gradient in expected.items():
-            assert torch.equal(found[name], gradient), (step, name)
+            torch.testing.assert_close(found[name], gradient, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids="+".join)
@@ -64,7 +65,9 @@ def test_gradients(kind, recompute, host):
     if kind == "sparse":
         form, fields = "absorbed", {**dsa_fields(TINY_DSA), "dsa_indexer_loss_coeff": 0.5}
     offloading = model(form, (*STAGES, "attn_norm"), recompute, **fields)
-    require_equal(offloading, model(form, (), recompute, **fields), host)
+    # Three gradients of a gated layer's input are added up in another order.
+    rounding = 1e-6 if form == "expanded" else 0.0
+    require_equal(offloading, model(form, (), recompute, **fields), host, rounding=rounding)
     expected = {*STAGES, "attn_norm"}
     if recompute == RECOMPUTE[-1]:
         # The inputs, which are all that it saves, are recomputed.

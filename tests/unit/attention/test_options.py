@@ -60,6 +60,9 @@ class TestOptions:
             ("sparse_attention_backend", ["hpoper"], "auto, hopper, reference, triton"),
             ("indexer_backend", ["hpoper"], "auto, hopper, reference, reference_fp8"),
             ("latent_norm_eps", [0.0, 1.0, -1e-6, math.nan, "1e-6"], "None or between 0 and 1"),
+            ("attention_output_gate", ["per_head", True], "None, headwise, elementwise"),
+            ("k_rope_layernorm", [None, 1], "True or False"),
+            ("llama_4_scaling_beta", [0, -0.1, math.inf, "0.1"], "None or above 0"),
             ("query_chunk_size", [0, -64, 64.0, True], "at least 1"),
             ("expansion_chunk_size", [0, 1.5], "at least 1"),
         ],
@@ -118,7 +121,6 @@ UNSUPPORTED = {
     "fp4": ("e2m1", "None"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("gated_delta_net", "None"),
-    "attention_output_gate": (True, "False"),
     "apply_query_key_layer_scaling": (True, "False"),
     "qk_l2_norm": (True, "False"),
     "softmax_type": ("sigmoid", "'vanilla'"),
@@ -126,7 +128,6 @@ UNSUPPORTED = {
     "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
     "normalization": ("LayerNorm", "'RMSNorm'"),
     "transformer_impl": ("inference_optimized", "'local'"),
-    "no_rope_freq": ([0, 1], "None"),
     "mrope_section": ([2, 1, 1], "None"),
     "add_qkv_bias": (True, "False"),
     "quant_recipe": ("recipe", "None"),
@@ -145,6 +146,12 @@ REFUSED = [
     ({"num_query_groups": 2}, ("num_query_groups", "num_attention_heads=4", "got 2")),
     ({"fp8": "hybrid"}, ("fp8='hybrid'", "backend='transformer_engine'", "got RowParallelLinear")),
     ({"fp8": "hybrid", "fp8_param": True}, ("fp8_param=True", "use_cpu_initialization=False")),
+    ({"no_rope_freq": [0, 1]}, ("no_rope_freq", "list of num_layers=1 zeros", "got [0, 1]")),
+    ({"no_rope_freq": 4}, ("no_rope_freq", "list of num_layers=1 zeros", "got 4")),
+    (
+        {"no_rope_freq": [0, 1], "num_layers": 2, "mtp_num_layers": 1},
+        ("no_rope_freq", "alike", "mtp_num_layers=1", "got [0, 1]"),
+    ),
     ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
     ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
     ({"rotary_scaling_factor": 0}, ("rotary_scaling_factor", "positive", "got 0")),
@@ -188,6 +195,60 @@ class TestConfig:
     def test_norm(self):
         with refusal("normalization='LayerNorm'", "RMSNorm only"):
             RMSNorm(config_with(normalization="LayerNorm"), 8)
+
+
+# What of a model is asked for -> fields of the config that do not go with it, and the message.
+VARIANTS_REFUSED = {
+    "k_rope_layernorm": (
+        True,
+        {"qk_pos_emb_head_dim": 0},
+        ("qk_pos_emb_head_dim above 0", "got 0"),
+    ),
+    "llama_4_scaling_beta": (
+        0.1,
+        {"rope_type": "rope", "original_max_position_embeddings": 0},
+        ("original_max_position_embeddings", "at least 1", "got 0"),
+    ),
+    "attention_output_gate": (
+        "elementwise",
+        {"attention_output_gate": True},
+        ("head-wise", "'elementwise'", "set one"),
+    ),
+}
+
+
+class TestVariants:
+    @pytest.mark.parametrize("name", VARIANTS_REFUSED)
+    def test_refused(self, name):
+        value, fields, parts = VARIANTS_REFUSED[name]
+        spec, options = attention_spec(config_for(TINY)), AbsorbedMLAOptions(**{name: value})
+        with refusal(name, *parts):
+            AbsorbedMLASelfAttention(config_with(**fields), spec.submodules, 1, options=options)
+
+    def test_rows_that_fp8_cannot_multiply(self):
+        options = AbsorbedMLAOptions(attention_output_gate="headwise")
+        with refusal("attention_output_gate='headwise'", "fp8='hybrid'", "16 rows", "got 4"):
+            build(config_with(fp8="hybrid"), options=options)
+
+    def test_spec_without_the_layer(self):
+        """One that a program made before there were gates."""
+        spec, config = attention_spec(config_for(TINY)), config_for(TINY)
+        submodules = dataclasses.replace(spec.submodules, linear_gate=None)
+        options = AbsorbedMLAOptions(attention_output_gate="headwise")
+        with refusal("no linear_gate", "same config and options"):
+            AbsorbedMLASelfAttention(config, submodules, 1, options=options)
+
+    def test_gate_of_the_config(self):
+        """Megatron's branch dev has a field for the head-wise one."""
+        built = build(config_with(attention_output_gate=True))
+        assert built.linear_gate.weight.shape == (TINY.heads, TINY.hidden)
+
+    def test_layers_that_do_not_rotate(self):
+        """By their numbers in the model."""
+        config = config_for(TINY, num_layers=4, no_rope_freq=4)
+        spec = attention_spec(config)
+        layers = [AbsorbedMLASelfAttention(config, spec.submodules, i + 1) for i in range(4)]
+        assert [layer.rotates for layer in layers] == [True, True, True, False]
 
 
 class HalfOfTheRows(ColumnParallelLinear):

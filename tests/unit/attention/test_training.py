@@ -12,7 +12,7 @@ from megatron.core import tensor_parallel
 from absorbed_mla.core_attention.forms import absorbed
 from absorbed_mla.recomputed_outputs import SameLayout
 from tests.support import world
-from tests.support.cases import TINY
+from tests.support.cases import TINY, VARIANTS
 from tests.support.harness import Setup, build_attention, random_attention, run
 from tests.support.layouts import dense
 from tests.support.models import MIXED, call, gpt_model, token_batch
@@ -154,17 +154,17 @@ def test_training_after_evaluation_in_inference_mode():
 
 
 @pytest.mark.parametrize(
-    "q_lora_rank, query",
+    "mla, query",
     [
-        (TINY.q_lora_rank, {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj"}),
-        (TINY.q_lora_rank, {"linear_q_up_proj", "linear_qkv_down_proj"}),
-        (None, {"linear_q_proj", "linear_kv_down_proj"}),
+        (TINY, {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj"}),
+        (TINY, {"linear_q_up_proj", "linear_qkv_down_proj"}),
+        (VARIANTS["gate_no_rope"], {"linear_q_proj", "linear_kv_down_proj", "linear_gate"}),
     ],
+    ids=["separate", "fused", "no_q_lora"],
 )
-def test_delayed_weight_gradients_of(q_lora_rank, query):
+def test_delayed_weight_gradients_of(mla, query):
     """Megatron asks for them after backward; every layer that is applied must be asked once."""
     fused = "linear_qkv_down_proj" in query
-    mla = replace(TINY, q_lora_rank=q_lora_rank)
     attention = build_attention(mla, Setup(), mla_down_proj_fusion=fused)
     asked = []
     for name, child in attention.named_children():

@@ -48,7 +48,9 @@ def model_fields(form: str, recompute: tuple[str, ...], mla=TINY, **fields) -> d
     if recompute:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     config = config_for(mla, torch.bfloat16, num_layers=2, **fields)
-    options = AbsorbedMLAOptions(form=form)
+    # A gate in one of the forms.
+    gate = "headwise" if form == "expanded" else None
+    options = AbsorbedMLAOptions(form=form, attention_output_gate=gate)
     spec = get_absorbed_mla_decoder_block_spec(
         config, backend=config.transformer_impl, options=options
     )

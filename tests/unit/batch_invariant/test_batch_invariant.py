@@ -29,7 +29,7 @@ from tests.support.backends import (
     multiply_in_one_order,
     triton_interpreter,
 )
-from tests.support.cases import INTERPRETED, TINY, WIDE, config_for
+from tests.support.cases import INTERPRETED, TINY, VARIANTS, WIDE, config_for
 from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
 from tests.support.models import token_batch
@@ -99,6 +99,11 @@ class TestBits:
         """Without the mode: the comparison can fail, and decode is among what differs."""
         found = differences(parity_model(dtype, batch_invariant=False, **LAYERS["mixed"]))
         assert "again" not in found and {"decode", "decode, one row"} <= set(found)
+
+    @needs.no_gpu  # whose kernels need other widths
+    def test_of_gates_and_scaled_queries(self, _on):
+        model = parity_model(torch.bfloat16, mla=VARIANTS["all_variants"], **LAYERS["dense"])
+        assert differences(model) == []
 
     @layers
     @dtypes

@@ -15,7 +15,7 @@ import torch
 
 from absorbed_mla import MLADims, to_absorbed_state_dict, to_standard_state_dict
 from tests.support import world
-from tests.support.cases import TINY, config_for, random_weights
+from tests.support.cases import TINY, VARIANTS, config_for, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.models import MIXED, gpt_model, logits
 from tests.support.refusal import refusal
@@ -111,9 +111,14 @@ class TestRoundTrip:
             assert_same(to_standard_state_dict(source.state_dict(), DIMS, **options), state)
 
     @pytest.mark.parametrize(
-        "mla", [replace(TINY, q_lora_rank=None), replace(TINY, latent_norm=False)]
+        "mla",
+        [
+            replace(TINY, q_lora_rank=None),
+            replace(TINY, latent_norm=False),
+            VARIANTS["all_variants"],
+        ],
     )
-    def test_layers_that_lack_parts(self, mla):
+    def test_layers_of_other_parts(self, mla):
         source, target = (attention_with_weights(seed, mla) for seed in (0, 1))
         state = in_layout(source.state_dict(), "combined", "separate", "separate")
         target.load_state_dict(state)

@@ -17,7 +17,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from tests.support import world
-from tests.support.cases import TINY
+from tests.support.cases import TINY, VARIANTS
 from tests.support.engine import (
     CHUNKED,
     KEPT,
@@ -135,6 +135,7 @@ MODELS = {
     "no-q-lora": {"mla": replace(TINY, q_lora_rank=None)},
     "no-rope": {"mla": replace(TINY, rope=0, rope_type="rope", kv_lora_rank=20)},
     "no-latent-norm": {"mla": replace(TINY, latent_norm=False)},
+    **{name: {"mla": VARIANTS[name]} for name in ("all_variants", "gate_elementwise")},
     "experts": EXPERTS,
 }
 
