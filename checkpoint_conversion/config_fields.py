@@ -71,6 +71,10 @@ class Fields:
         """What the dictionary calls a field."""
         return self._names.get(name, name)
 
+    def names(self) -> list[str]:
+        """Of all fields, as the dictionary has them."""
+        return list(map(str, self._values))
+
     def raw(self, name: str) -> object:
         """The value as it is; None if there is none."""
         return self._values.get(self.name(name))

@@ -320,12 +320,18 @@ def test_config_json_is_kept_as_it_was():
 def test_quantisation():
     config = ModelConfig.from_hugging_face(DEEPSEEK_V3)
     plain = config.without_quantisation()
-    assert (config.fp8_scales, plain.fp8_scales) == ("float", None)
+    assert (config.quantisation, plain.quantisation) == (
+        "FP8 in blocks of 128 x 128, float scales",
+        None,
+    )
     assert plain.hugging_face == _without(DEEPSEEK_V3, "quantization_config")
     assert plain.with_quantisation("float").hugging_face == DEEPSEEK_V3
     ue8m0 = plain.with_quantisation("ue8m0")
     assert ue8m0.hugging_face["quantization_config"]["scale_fmt"] == "ue8m0"
-    assert ModelConfig.from_hugging_face(ue8m0.hugging_face).fp8_scales == "ue8m0"
+    assert (
+        ModelConfig.from_hugging_face(ue8m0.hugging_face).quantisation
+        == "FP8 in blocks of 128 x 128, ue8m0 scales"
+    )
 
 
 def test_dtype_is_written_under_the_name_it_had():
