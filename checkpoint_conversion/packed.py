@@ -29,9 +29,6 @@ PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 # Values that are converted at a time, and memory for each: codes, bf16 and float32 temporaries.
 _SLAB, _SLAB_BYTES = 1 << 18, 20
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The largest float32 that is rounded to each value; halfway, to the even code.
-_BELOW = 1 - 2**-24
-_BOUNDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 
 
 class Packing(NamedTuple):
@@ -365,8 +362,12 @@ def _encode(packing: Packing, values: Tensor, scales: Tensor) -> Tensor:
     if packing is INT4:
         codes = units.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     else:
-        codes = torch.bucketize(units.abs(), torch.tensor(_BOUNDS)).to(torch.uint8)
-        codes += units.signbit() * torch.tensor(8, dtype=torch.uint8)
+        # Steps are 1/2 up to 2, 1 up to 4, and 2 up to 6: of the three, the coarsest that fits is
+        # the smallest code.
+        size = units.abs()
+        codes = torch.minimum((size * 2).round_(), size.round() + 2)
+        codes = torch.minimum(codes, (size / 2).round_() + 4).clamp_(max=7).to(torch.uint8)
+        codes |= units.signbit().to(torch.uint8) << 3
     codes = codes.view(len(values), -1)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
