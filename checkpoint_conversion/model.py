@@ -303,7 +303,7 @@ def _dimensions(fields: Fields) -> dict:
 
 def _mixture_of_experts(fields: Fields, model: ModelType, layers: int) -> dict:
     dense: dict = {"moe_layers": (False,) * layers}
-    if fields.null("n_routed_experts"):
+    if not model.experts or fields.null("n_routed_experts"):
         return dense
     moe_layers = _moe_layers(fields, model, layers)
     if not any(moe_layers):

@@ -136,7 +136,10 @@ _REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ({"rope_interleave": False}, "rope_interleave must be True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
+    (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quant_method must be 'fp8' or 'compressed-tensors', got 'awq'",
+    ),
     (
         {"quantization_config": {**_FP8, "weight_block_size": [64, 64]}},
         "quantization_config.weight_block_size must be [128, 128], got [64, 64]",
@@ -190,7 +193,7 @@ _REFUSED = [
     ),
     (
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
-        ("quantization_config.quant_method must be 'fp8'", "compressed-tensors"),
+        ("quantization_config.config_groups.group_0.weights.group_size must be 32",),
     ),
     (
         _MISTRAL4 | _POSITIONS,
