@@ -106,6 +106,21 @@ OTHERS = {
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
 }
+# By model type, the model that is trained and generates; its logits are compared in test_logits.py.
+# The table of docs/support.md is made of it.
+WHOLE = {
+    "deepseek_v2": Architecture("v2", q_lora=True, moe=True, rope="yarn"),
+    "deepseek_v3": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
+    "deepseek_v32": SPARSE["v32"],
+    "glm4_moe_lite": OTHERS["glm4_moe_lite"],
+    "glm_moe_dsa": SPARSE["glm5"],
+    # Transformers has it by the name of DeepSeek-V3.
+    "kimi_k2": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
+    "kimi_k25": KIMI_K25,
+    "mistral4": OTHERS["mistral4"],
+    "sarvam_mla": OTHERS["sarvam_mla"],
+    "youtu": OTHERS["youtu"],
+}
 
 
 def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
