@@ -83,6 +83,11 @@ def _known(config: Mapping[str, object]) -> ModelType:
         fields.problems.append(f"model_type {found!r} has {model.has}")
     elif isinstance(model, TextAndImages):
         fields.wrong("text_config", "an object")
+    elif isinstance(text, dict) and isinstance(
+        refused := find_model_type(text.get("model_type")), Refused
+    ):
+        inner = shown(text.get("model_type"))
+        fields.problems.append(f"text_config.model_type {inner} has {refused.has}")
     elif isinstance(text, dict):
         inner = shown(text.get("model_type"))
         fields.problems.append(

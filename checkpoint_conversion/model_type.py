@@ -172,18 +172,29 @@ class Refused:
 
     Attributes:
         name: As config.json has it; the name of the file.
-        has: What it has that Megatron's multi-latent attention lacks, for the error.
+        lacking: What it has that Megatron-Core lacks.
+        unmapped: What it has that the converter has no place for; None: nothing more.
+        also: Model types of whole models that it is the text model of, or its own in one.
         released: Checkpoints of it.
     """
 
     name: str
-    has: str
+    lacking: str
+    unmapped: str | None = None
+    also: tuple[str, ...] = ()
     released: tuple[str, ...] = ()
+
+    @property
+    def has(self) -> str:
+        """Why it is refused, for the error."""
+        more = f"; and {self.unmapped}, which the converter has no place for"
+        return f"{self.lacking}, which Megatron-Core lacks{more if self.unmapped else ''}"
 
     @property
     def summary(self) -> str:
         """For the table of models in the documentation."""
-        return f"refused: {self.has}"
+        more = f"; in the converter, {self.unmapped}" if self.unmapped else ""
+        return f"refused, missing in Megatron-Core: {self.lacking}{more}"
 
 
 MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
@@ -193,7 +204,9 @@ MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
 
 def find_model_type(name: object) -> ModelType | TextAndImages | Refused | None:
     """The declaration of a model type; None if there is none of that name."""
-    return MODELS[name] if isinstance(name, str) and name in MODELS.names() else None
+    if isinstance(name, str) and name in MODELS.names():
+        return MODELS[name]
+    return next((one for one in MODELS if isinstance(one, Refused) and name in one.also), None)
 
 
 def convertible() -> dict[str, ModelType]:

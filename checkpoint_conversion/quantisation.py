@@ -61,6 +61,8 @@ def _check_packed(section: Fields) -> None:
         if inner is not None:
             inner.only(name, value, None if value else "left out")
     groups = section.section("config_groups")
+    if groups is None or not groups.names():
+        section.wrong("config_groups", "an object with a group")
     for name in groups.names() if groups else ():
         group = groups and groups.section(name)
         if group is None:

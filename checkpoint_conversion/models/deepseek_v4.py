@@ -6,6 +6,9 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="deepseek_v4",
-    has="compressed attention (deepseek_v4), which is no multi-latent attention",
+    lacking=(
+        "compressed attention (no multi-latent attention), hyper-connections and hashed experts"
+    ),
+    also=("deepseek_v41",),
     released=("DeepSeek-V4",),
 )

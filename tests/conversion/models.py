@@ -106,8 +106,13 @@ OTHERS = {
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
 }
-# By model type, the model that is trained and generates; its logits are compared in test_logits.py.
-# The table of docs/support.md is made of it.
+# Whose logits and round trip test_logits.py compares.
+EVALUATED = {
+    **{one.name.replace(" ", "-"): one for one in ARCHITECTURES},
+    **OTHERS,
+    **{name: SPARSE[name] for name in ("v32", "glm5", "glm5-dense")},
+}
+# By model type, what test_whole_models.py trains and generates with.
 WHOLE = {
     "deepseek_v2": Architecture("v2", q_lora=True, moe=True, rope="yarn"),
     "deepseek_v3": Architecture("v3", q_lora=True, moe=True, rope="yarn"),

@@ -35,9 +35,9 @@ from tests.conversion.converted import loaded_logits
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.models import (
     ARCHITECTURES,
+    EVALUATED,
     KIMI_K25,
     ORIGINAL_CONTEXT,
-    OTHERS,
     SPARSE,
     Architecture,
     logits_of,
@@ -59,8 +59,7 @@ V2_MOE = Architecture("v2", q_lora=True, moe=True, rope="yarn")
 V3_MOE = Architecture("v3", q_lora=True, moe=True, rope="yarn")
 V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
 DENSE_ATTENTION = {one.name.replace(" ", "-"): one for one in ARCHITECTURES}
-SPARSE_ATTENTION = {name: SPARSE[name] for name in ("v32", "glm5", "glm5-dense")}
-MODELS = {**DENSE_ATTENTION, **OTHERS, **SPARSE_ATTENTION}
+SPARSE_ATTENTION = {name: one for name, one in EVALUATED.items() if one in SPARSE.values()}
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ class Case:
         return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=EVALUATED)
 def case(request, tmp_path_factory) -> Case:
-    return Case.of(MODELS[request.param], tmp_path_factory.mktemp("model") / "hf")
+    return Case.of(EVALUATED[request.param], tmp_path_factory.mktemp("model") / "hf")
 
 
 dense_attention = pytest.mark.parametrize("case", DENSE_ATTENTION, indirect=True, scope="module")

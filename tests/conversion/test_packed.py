@@ -377,6 +377,7 @@ def test_refused_schemes(case):
         ({"quantization_status": "frozen"}, "quantization_status must be 'compressed'"),
         ({"transform_config": {"config_groups": {"a": 1}}}, "config_groups must be left out"),
         ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "input_activations"),
+        ({"config_groups": {}}, "config_groups must be an object with a group, got {}"),
         ({"config_groups": {"a": {}}}, "config_groups.a.weights is missing"),
         ({"config_groups": {"a": 5}}, "config_groups.a must be an object, got 5"),
     ],
