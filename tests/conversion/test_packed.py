@@ -247,7 +247,12 @@ def packed_folder(folder: Path, packing: Packing, prefix: str = "") -> tuple[Pat
             stored |= {f"{prefix}{name}_packed": codes, f"{prefix}{name}_scale": scale}
             if packing is INT4:
                 stored[f"{prefix}{name}_shape"] = torch.tensor(tensor.shape, dtype=torch.int32)
-    return write_hugging_face(folder, config, stored), stored, plain
+    write_hugging_face(folder, config, stored)
+    if prefix:
+        # As Kimi-K2.5: config.json of a model of images has the section in that of the text model.
+        whole = {"model_type": "kimi_k25", "text_config": config.hugging_face}
+        (folder / "config.json").write_text(json.dumps(whole))
+    return folder, stored, plain
 
 
 def files(folder: Path) -> dict[str, Tensor]:
@@ -323,6 +328,15 @@ class TestFolders:
                 "hf",
                 options,
             )
+
+
+def test_inside_of_a_model_of_images(tmp_path):
+    folder, stored, plain = packed_folder(tmp_path / "hf", INT4, "language_model.")
+    convert(folder, tmp_path / "absorbed", "absorbed")
+    assert_same_tensors(read(tmp_path / "absorbed"), plain)
+    convert(tmp_path / "absorbed", tmp_path / "back", "hf", TargetOptions(quantised_like=folder))
+    alone = {name.removeprefix("language_model."): tensor for name, tensor in stored.items()}
+    assert_same_tensors(files(tmp_path / "back"), alone)
 
 
 def test_sizes_that_are_not_those_of_the_codes(tmp_path):
