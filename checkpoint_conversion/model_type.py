@@ -193,8 +193,7 @@ class Refused:
     @property
     def summary(self) -> str:
         """For the table of models in the documentation."""
-        more = f"; in the converter, {self.unmapped}" if self.unmapped else ""
-        return f"refused, missing in Megatron-Core: {self.lacking}{more}"
+        return f"refused: {self.lacking}"
 
 
 MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(

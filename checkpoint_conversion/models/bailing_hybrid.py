@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="bailing_hybrid",
-    lacking="linear attention (KDA in Ling 3, Lightning before) in most layers",
+    lacking="linear attention in most layers (KDA, Lightning)",
     unmapped="output gates",
     released=("Ling-2.5", "2.6", "3.0", "Ring"),
 )

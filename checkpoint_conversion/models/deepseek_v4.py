@@ -6,9 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="deepseek_v4",
-    lacking=(
-        "compressed attention (no multi-latent attention), hyper-connections and hashed experts"
-    ),
+    lacking="compressed attention, which is no MLA, and hyper-connections",
     also=("deepseek_v41",),
     released=("DeepSeek-V4",),
 )

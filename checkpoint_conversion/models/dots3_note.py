@@ -6,11 +6,8 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="dots3_note",
-    lacking=(
-        "two kinds of multi-latent attention by layer, with other heads and ranks, and scaled "
-        "latents"
-    ),
-    unmapped="output gates, windows and a norm of k_rope",
+    lacking="two kinds of MLA by layer",
+    unmapped="scaled latents, output gates, windows and a norm of k_rope",
     also=("dots3_note_text",),
     released=("dots3-note",),
 )

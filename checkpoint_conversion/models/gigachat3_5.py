@@ -6,7 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="gigachat3_5",
-    lacking="zero-centred norms with gates, norms on both sides of every sublayer",
+    lacking="gated norms, on both sides of sublayers",
     unmapped="gated delta net in most layers, output gates and scaled latents",
     released=("GigaChat-3.5",),
 )

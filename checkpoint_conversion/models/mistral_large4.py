@@ -6,10 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="mistral_large4",
-    lacking=(
-        "latents that later layers reuse (kv_source_layers), learned rotary frequencies and "
-        "query scales, and a soft cap of logits"
-    ),
+    lacking="latents that later layers reuse, learned frequencies and query scales, soft caps",
     unmapped="layers without RoPE",
     also=("mistral_large4_text",),
     released=("Mistral-Large-4",),

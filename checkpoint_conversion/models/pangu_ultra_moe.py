@@ -6,6 +6,6 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="pangu_ultra_moe",
-    lacking="norms on both sides of every sublayer",
+    lacking="norms on both sides of sublayers",
     released=("openPangu-Ultra-MoE",),
 )
