@@ -282,27 +282,27 @@ def quantise(
     largest = worst = squares = squared_errors = 0.0
     for part in _slabs(*tensor.shape):
         values = tensor[part].float()
-        if not values.isfinite().all():
+        # NaN is larger than any number here.
+        largest = max(largest_here := values.abs().max().item(), largest)
+        if not math.isfinite(largest_here):
             raise CheckpointError(
                 f"{name} holds values that are not finite numbers; it cannot be quantised"
             )
-        before = _scaled(packing, packed[part], scales[part])
-        same = values.bfloat16() == before.bfloat16()
+        squares += values.norm().item() ** 2
+        same = _scaled(packing, packed[part], scales[part]).bfloat16() == tensor[part].bfloat16()
         kept = same.view(len(values), -1, GROUP).all(-1)
-        if not kept.all():
-            fresh = _fresh_scales(packing, values, scale.dtype)
-            fresh = torch.where(kept, scale[part].view(_bits(scale)), fresh.view(_bits(scale)))
-            new_scale[part] = fresh.view(scale.dtype)
-            encoded = _encode(packing, values, _scales(new_scale[part], name))
-            old = packed[part].contiguous().view(torch.uint8)
-            keep = kept.repeat_interleave(GROUP // 2, dim=1)
-            codes[part] = torch.where(keep, old, encoded).view(packing.dtype)
-        largest = max(largest, values.abs().max().item())
-        squares += values.square().sum(dtype=torch.float64).item()
-        after = _scaled(packing, codes[part], _scales(new_scale[part], name))
-        difference = torch.where(same, 0.0, after - values)
+        if kept.all():
+            continue
+        bits = _bits(scale)
+        fresh = _fresh_scales(packing, values, scale.dtype).view(bits)
+        new_scale[part] = torch.where(kept, scale[part].view(bits), fresh).view(scale.dtype)
+        used = _scales(new_scale[part], name)
+        keep = kept.repeat_interleave(GROUP // 2, dim=1)
+        old = packed[part].contiguous().view(torch.uint8)
+        codes[part] = torch.where(keep, old, _encode(packing, values, used)).view(packing.dtype)
+        difference = _scaled(packing, codes[part], used).sub_(values).masked_fill_(same, 0)
         worst = max(worst, difference.abs().max().item())
-        squared_errors += difference.square().sum(dtype=torch.float64).item()
+        squared_errors += difference.norm().item() ** 2
     rms = math.sqrt(squared_errors / squares) if squares else 0.0
     return codes, new_scale, QuantisationError(worst / largest if largest else 0.0, rms)
 
