@@ -220,6 +220,8 @@ def unpacked(
         for suffix in (PACKED, SCALE, SHAPE):
             result.pop(name + suffix, None)
         found = list(weight.problems())
+        if name in stored:
+            found.append(f"{name} is stored as it is and in four bits")
         problems += found
         # A placeholder, so that its shape is still checked.
         result[name] = zeros(weight.shape, dtype) if found else weight.values(dtype)

@@ -147,6 +147,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         problems = [problem for one in weights.values() for problem in one.problems()]
         if not weights:
             problems.append(f"it holds {self.config.quantisation or 'no quantised weights'}")
+        elif self.config.quantisation is None:
+            problems.append(f"{CONFIG} has no quantization_config")
         raise_problems(f"{self.path} must hold four-bit weights:", problems)
         return weights
 

@@ -27,6 +27,7 @@ from checkpoint_conversion.packed import (
 from tests.conversion.support import (
     PeakMemory,
     assert_same_tensors,
+    change_json,
     hugging_face_config,
     lazy,
     load_all,
@@ -313,11 +314,14 @@ class TestFolders:
         first, second = (f"model.layers.{i}.mlp.experts.0.down_proj.weight" for i in (1, 2))
         stored[f"{first}_scale"] = stored[f"{first}_scale"][:1]
         del stored[f"{second}_scale"]
+        third = "model.layers.2.mlp.experts.1.down_proj.weight"
+        stored[third] = torch.zeros(32, 32)
         stored[f"{second}_zero_point"] = torch.zeros(4, 1, dtype=torch.int32)
         with refused(
             f"{first}_scale has shape (1, 1); expected (32, 1), one scale for 32 values",
             f"{second}_scale is missing; expected shape (32, 1)",
             f"{second}_zero_point of shape (4, 1) is unknown",
+            f"{third} is stored as it is and in four bits",
         ):
             read(write_hugging_face(tmp_path / "wrong", config, stored))
         with refused("--quantised-like", "is another model", "(32, 32) there, and (16, 32) here"):
@@ -337,6 +341,15 @@ def test_inside_of_a_model_of_images(tmp_path):
     convert(tmp_path / "absorbed", tmp_path / "back", "hf", TargetOptions(quantised_like=folder))
     alone = {name.removeprefix("language_model."): tensor for name, tensor in stored.items()}
     assert_same_tensors(files(tmp_path / "back"), alone)
+
+
+def test_folder_that_does_not_say_what_its_codes_are(tmp_path):
+    folder, _, _ = packed_folder(tmp_path / "hf", INT4)
+    change_json(folder / "config.json", quantization_config=None)
+    [note] = [note for note in inspect_checkpoint(folder).notes if "files hold" in note]
+    assert note == "the files hold INT4 weights, and config.json says otherwise"
+    with refused("must hold four-bit weights", "config.json has no quantization_config"):
+        convert(folder, tmp_path / "out", "hf", TargetOptions(quantised_like=folder))
 
 
 def test_sizes_that_are_not_those_of_the_codes(tmp_path):
