@@ -234,10 +234,12 @@ def quantisation(packing: Packing, **weights) -> dict:
     }
 
 
-def packed_folder(folder: Path, packing: Packing, prefix: str = "") -> tuple[Path, dict, dict]:
+def packed_folder(
+    folder: Path, packing: Packing, prefix: str = "", **changes
+) -> tuple[Path, dict, dict]:
     """A tiny model whose routed experts have four bits; what is stored, and what it means."""
-    section = quantisation(packing)
-    config = tiny_config(moe_intermediate_size=32, quantization_config=section)
+    changes |= {"moe_intermediate_size": 32, "quantization_config": quantisation(packing)}
+    config = tiny_config(**changes)
     stored, plain = {}, {}
     for name, tensor in random_tensors(config).items():
         plain[name] = stored[prefix + name] = tensor
