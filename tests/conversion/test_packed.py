@@ -203,6 +203,11 @@ class TestQuantise:
         assert torch.allclose((after - values).abs(), best, rtol=1e-5, atol=1e-7)
         assert (after[1:3] == 0).all() and 0 < error.rms < 0.15
 
+    def test_halves_go_to_the_even_code_of_mxfp4(self):
+        values = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4])
+        codes, scale, _ = quantise(MXFP4, values, *random_weight(MXFP4, 1, 32), "w")
+        assert codes.tolist() == [[0x20, 0x42, 0x64, 0x76] * 4] and scale.tolist() == [[127]]
+
     def test_not_finite(self):
         values = torch.zeros(4, 64)
         values[3, 3] = math.nan
@@ -384,6 +389,7 @@ REFUSED = {
     "asymmetric": ({"symmetric": False}, "weights.symmetric must be True, got False"),
     "activation order": ({"actorder": "group"}, "weights.actorder must be null, got 'group'"),
     "other groups": ({"group_size": 128}, "weights.group_size must be 32, got 128"),
+    "no groups": ({"group_size": None}, "weights.group_size is missing; it must be 32"),
     "channels": ({"strategy": "channel", "group_size": None}, "weights.strategy must be 'group'"),
     "eight bits": ({"num_bits": 8}, "weights.num_bits must be 4, got 8"),
     "floats": ({"type": "float"}, "weights.type must be 'int', got 'float'"),

@@ -68,7 +68,7 @@ checkpoint_conversion/packed.py
   equal_groups_get_other_scales: torch.where(kept, scale[part] -> torch.where(~kept, scale[part]
   sizes_of_codes_are_not_read: tolist()) != self.shape: -> tolist()) == ():
 checkpoint_conversion/quantisation.py
-  order_of_activations: "actorder": None -> "observer_kwargs": None
+  order_of_activations: "actorder": None, ->
   groups_of_a_channel: if not weights.given("group_size"): -> if False:
 checkpoint_conversion/model_type.py
   images_are_weights_of_the_text_model: None if name.startswith(images) else model -> model
