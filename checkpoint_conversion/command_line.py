@@ -226,7 +226,7 @@ class Flag(NamedTuple):
     name: str
     field: str
     formats: tuple[str, ...]
-    accepts: tuple[str, ...] | Callable[[str], int]
+    accepts: tuple[str, ...] | Callable[[str], int | Path]
     help: str
 
 
@@ -238,9 +238,12 @@ def flags() -> list[Flag]:
     return [
         Flag("--dtype", "dtype", TARGETS, tuple(_DTYPES),
              "of all weights except the routing's correction bias and the indexers' weights_proj; "
-             "default: each keeps its own, and FP8 becomes bf16"),
+             "default: each keeps its own, and quantised ones become bf16"),
         Flag("--fp8", "fp8", ("hf",), ("float", "ue8m0"),
              "quantise to FP8 blocks with such scales; default: do not"),
+        Flag("--quantised-like", "quantised_like", ("hf",), Path,
+             "quantise the weights that this Hugging Face folder has in four bits (INT4, MXFP4) as "
+             "it does; groups of equal values keep its bits; default: do not"),
         *(
             Flag(f"--{one.option.replace('_', '-')}", one.option,
                  megatron if one.in_absorbed else ("megatron",), layouts[one.option], one.help)
@@ -284,7 +287,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
         only = "" if flag.formats == TARGETS else f" [{', '.join(flag.formats)}]"
         accepts: dict[str, Any] = {"choices": flag.accepts}
         if callable(flag.accepts):
-            metavar = "SIZE" if flag.accepts is byte_count else "N"
+            metavar = {byte_count: "SIZE", Path: "DIR"}.get(flag.accepts, "N")
             accepts = {"type": flag.accepts, "metavar": metavar}
         group.add_argument(flag.name, dest=flag.field, help=flag.help + only, **accepts)
 

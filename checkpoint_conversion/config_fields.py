@@ -50,6 +50,7 @@ class Fields:
         problems: Receives one line per problem.
         prefix: Precedes every field name in messages.
         names: Names that the dictionary has for fields, where they differ from those asked for.
+        aliases: Further names, which it may have in their place.
         defaults: Values of missing fields, before those of the methods.
     """
 
@@ -60,16 +61,27 @@ class Fields:
         prefix: str = "",
         *,
         names: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._values = values
         self.problems = problems
         self._prefix = prefix
-        self._names, self._defaults = names or {}, defaults or {}
+        self._names, self._aliases = names or {}, aliases or {}
+        self._defaults = defaults or {}
+        for own, alias in self._aliases.items():
+            both = values.get(self._names.get(own, own)), values.get(alias)
+            if None not in both and both[0] != both[1]:
+                self.wrong(own, f"the same as {alias}, {shown(both[1])}")
 
     def name(self, name: str) -> str:
         """What the dictionary calls a field."""
-        return self._names.get(name, name)
+        own, alias = self._names.get(name, name), self._aliases.get(name)
+        return alias if alias in self._values and own not in self._values else own
+
+    def names(self) -> list[str]:
+        """Of all fields, as the dictionary has them."""
+        return list(map(str, self._values))
 
     def raw(self, name: str) -> object:
         """The value as it is; None if there is none."""
@@ -136,9 +148,11 @@ class Fields:
         return self._integer(name, least, most, f"an integer from {least} to {most}")
 
     def integer_or_null(self, name: str, most: int, *, least: int = 1) -> int | None:
-        """An integer from ``least`` to ``most`` or, if the field is there and null, None."""
+        """An integer from ``least`` to ``most`` or, if it is null or missing by default, None."""
         if self.null(name):
             return None
+        if not self.given(name) and name in self._defaults:
+            return self._defaults[name]
         return self._integer(name, least, most, f"null or an integer from {least} to {most}")
 
     def _integer(self, name: str, least: int, most: int, accepted: str) -> int:

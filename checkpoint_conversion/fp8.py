@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -172,14 +172,12 @@ class QuantisedTensor:
     """A lazy tensor that is quantised on loading, once per session.
 
     Attributes:
-        weight: The FP8 values.
-        scale_inv: The scales, to be loaded in the same session as the weight, whose ``peak``
-            covers both.
+        stored: Values, scales and more, by what follows the weight's name. They are to be loaded in
+            one session, and the ``peak`` of the first covers all.
         error: Computes the quantisation error.
     """
 
-    weight: LazyTensor
-    scale_inv: LazyTensor
+    stored: Mapping[str, LazyTensor]
     error: Callable[[ReadSession], QuantisationError]
 
 
@@ -198,17 +196,14 @@ def quantised(tensor: LazyTensor, scale_format: str) -> QuantisedTensor:
     peak = tensor.peak + nbytes + _slab_bytes(tensor.shape)
     blocks = scale_shape(tensor.shape)
     scale_bytes = math.prod(blocks) * torch.float32.itemsize
-    return QuantisedTensor(
-        LazyTensor(tensor.shape, FP8, lambda session: results(session)[0], tensor.leaves, peak),
-        LazyTensor(
-            blocks,
-            torch.float32,
-            lambda session: results(session)[1],
-            tensor.leaves,
-            scale_bytes,
+    leaves = tensor.leaves
+    stored = {
+        "": LazyTensor(tensor.shape, FP8, lambda s: results(s)[0], leaves, peak),
+        SCALE_SUFFIX: LazyTensor(
+            blocks, torch.float32, lambda s: results(s)[1], leaves, scale_bytes
         ),
-        lambda session: results(session)[2],
-    )
+    }
+    return QuantisedTensor(stored, lambda session: results(session)[2])
 
 
 def _slabs(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:

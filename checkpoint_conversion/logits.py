@@ -87,12 +87,13 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     # Classes chosen by name, so that no code of the checkpoint runs. FP8 is dequantised already.
     fields = dict(config.without_quantisation().hugging_face)
     del fields["model_type"]
-    family = config.model.transformers_class
+    model_class = f"{config.model.transformers_class}ForCausalLM"
+    config_class = getattr(transformers, config.model.transformers_config)
     tensors = stacked(tensors, config)
     with ReadSession() as session:
-        model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
+        model, report = getattr(transformers, model_class).from_pretrained(
             None,
-            config=getattr(transformers, f"{family}Config").from_dict(fields),
+            config=config_class.from_dict(fields),
             state_dict={name: tensor.load(session) for name, tensor in tensors.items()},
             dtype=torch.float32,
             attn_implementation="eager",

@@ -86,7 +86,7 @@ class TensorRecord:
         dtype: Its dtype, e.g. ``"bfloat16"``.
         checksum: Checksum of its bytes.
         file: The file that holds it, relative to the target.
-        fp8_error: Quantisation error, if it was quantised to FP8.
+        fp8_error: Quantisation error, if it was quantised, to whatever.
         not_finite: Counts of values that are ``nan`` and ``infinite``; None if there are none.
     """
 

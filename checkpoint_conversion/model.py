@@ -33,11 +33,11 @@ from checkpoint_conversion.model_type import (
     model_fields,
     model_of,
 )
+from checkpoint_conversion.quantisation import FP8_BLOCK, check_quantisation, scheme_of
 from checkpoint_conversion.rotary import Rotary, read_rotary
 from checkpoint_conversion.routing import Routing, read_routing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FP8_BLOCK = (128, 128)
 _SUMMARY = "config.json describes no model that can be converted:"
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _MTP_LAYERS = "num_nextn_predict_layers"
@@ -83,6 +83,11 @@ def _known(config: Mapping[str, object]) -> ModelType:
         fields.problems.append(f"model_type {found!r} has {model.has}")
     elif isinstance(model, TextAndImages):
         fields.wrong("text_config", "an object")
+    elif isinstance(text, dict) and isinstance(
+        refused := find_model_type(text.get("model_type")), Refused
+    ):
+        inner = shown(text.get("model_type"))
+        fields.problems.append(f"text_config.model_type {inner} has {refused.has}")
     elif isinstance(text, dict):
         inner = shown(text.get("model_type"))
         fields.problems.append(
@@ -104,7 +109,7 @@ def _check_supported(fields: Fields, model: ModelType) -> None:
         if inner is not None:
             inner.only(name, only.value, only.accepted)
     read_dtype(fields)
-    _check_quantisation(fields)
+    check_quantisation(fields)
 
 
 def read_dtype(fields: Fields) -> torch.dtype | None:
@@ -117,18 +122,6 @@ def read_dtype(fields: Fields) -> torch.dtype | None:
     if len(set(found)) > 1:
         fields.wrong("dtype", f"the same as torch_dtype, {shown(fields.raw('torch_dtype'))}")
     return found[0] if found else None
-
-
-def _check_quantisation(fields: Fields) -> None:
-    section = fields.section("quantization_config")
-    if section is None:
-        return
-    section.choice("quant_method", ("fp8",))
-    section.choice("fmt", ("e4m3",), "e4m3")
-    section.choice("activation_scheme", ("dynamic",), "dynamic")
-    section.choice("scale_fmt", ("float", "ue8m0"), "float")
-    if section.raw("weight_block_size") != list(FP8_BLOCK):
-        section.wrong("weight_block_size", str(list(FP8_BLOCK)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +213,9 @@ class ModelConfig:
         return read_dtype(self.fields)
 
     @property
-    def fp8_scales(self) -> str | None:
-        """``"float"`` or ``"ue8m0"`` (powers of two); None if the weights are not quantised."""
-        quantisation = self.hugging_face.get("quantization_config")
-        return (quantisation.get("scale_fmt") or "float") if quantisation else None
+    def quantisation(self) -> str | None:
+        """How its weights are quantised, for reports; None if they are not."""
+        return scheme_of(self.hugging_face.get("quantization_config"))
 
     def without_quantisation(self) -> ModelConfig:
         """The config to write with weights that are not quantised."""
@@ -240,6 +232,10 @@ class ModelConfig:
         }
         if scales == "ue8m0":
             quantisation["scale_fmt"] = scales
+        return self.quantised_like(quantisation)
+
+    def quantised_like(self, quantisation: object) -> ModelConfig:
+        """The config to write with another one's ``quantization_config``."""
         return self._written_with(quantization_config=quantisation)
 
     def with_dtype(self, dtype: torch.dtype) -> ModelConfig:
@@ -312,7 +308,7 @@ def _dimensions(fields: Fields) -> dict:
 
 def _mixture_of_experts(fields: Fields, model: ModelType, layers: int) -> dict:
     dense: dict = {"moe_layers": (False,) * layers}
-    if fields.null("n_routed_experts"):
+    if not model.experts or fields.null("n_routed_experts"):
         return dense
     moe_layers = _moe_layers(fields, model, layers)
     if not any(moe_layers):

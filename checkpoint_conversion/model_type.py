@@ -65,13 +65,16 @@ class ModelType:
         released: Checkpoints of it.
         architectures: Accepted in config.json, the first one is written. It begins with the name
             that the classes of transformers have.
+        config_class: Name of the class of its config in transformers; None: as the models'.
         fields: DeepSeek-V3's names of fields -> those of this config.json, where they differ.
+        aliases: The same -> those that released files have in their place.
         defaults: Values of fields that config.json leaves out, as transformers has them.
         only: Fields of which one value can be converted, beside those of every model. A dot
             separates the name of a section from that of its field.
         rope_types: Accepted in ``rope_parameters``. Without ``"default"`` it must be there.
         rotary_part_of_head: Whether ``partial_rotary_factor`` counts all channels of a query's
             head, or those of the rotary part alone.
+        experts: Whether layers may be mixtures of experts.
         lists_layers: Whether ``mlp_layer_types`` may say which layers are mixtures of experts.
         scoring_func: Of the router: ``"sigmoid"`` or ``"softmax"``.
         topk_methods: Accepted ways of choosing experts, the default first. With ``"noaux_tc"``
@@ -91,11 +94,14 @@ class ModelType:
     summary: str
     released: tuple[str, ...] = ()
     architectures: tuple[str, ...]
+    config_class: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, FixedValue] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("yarn", "default")
     rotary_part_of_head: bool = False
+    experts: bool = True
     lists_layers: bool = False
     scoring_func: str = "sigmoid"
     topk_methods: tuple[str, ...] = ("noaux_tc",)
@@ -115,6 +121,11 @@ class ModelType:
     def transformers_class(self) -> str:
         """What begins the names of its classes in transformers."""
         return self.architectures[0].removesuffix("ForCausalLM")
+
+    @property
+    def transformers_config(self) -> str:
+        """Name of the class of its config in transformers."""
+        return self.config_class or f"{self.transformers_class}Config"
 
     @property
     def router_bias(self) -> bool:
@@ -161,18 +172,28 @@ class Refused:
 
     Attributes:
         name: As config.json has it; the name of the file.
-        has: What it has that Megatron's multi-latent attention lacks, for the error.
+        lacking: What it has that Megatron-Core lacks.
+        unmapped: What it has that the converter has no place for; None: nothing more.
+        also: Model types of whole models that it is the text model of, or its own in one.
         released: Checkpoints of it.
     """
 
     name: str
-    has: str
+    lacking: str
+    unmapped: str | None = None
+    also: tuple[str, ...] = ()
     released: tuple[str, ...] = ()
+
+    @property
+    def has(self) -> str:
+        """Why it is refused, for the error."""
+        more = f"; and {self.unmapped}, which the converter has no place for"
+        return f"{self.lacking}, which Megatron-Core lacks{more if self.unmapped else ''}"
 
     @property
     def summary(self) -> str:
         """For the table of models in the documentation."""
-        return f"refused: {self.has}"
+        return f"refused: {self.lacking}"
 
 
 MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
@@ -182,7 +203,9 @@ MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
 
 def find_model_type(name: object) -> ModelType | TextAndImages | Refused | None:
     """The declaration of a model type; None if there is none of that name."""
-    return MODELS[name] if isinstance(name, str) and name in MODELS.names() else None
+    if isinstance(name, str) and name in MODELS.names():
+        return MODELS[name]
+    return next((one for one in MODELS if isinstance(one, Refused) and name in one.also), None)
 
 
 def convertible() -> dict[str, ModelType]:
@@ -200,7 +223,7 @@ def model_of(name: str) -> ModelType:
 
 def model_fields(model: ModelType, config: Mapping[str, object]) -> Fields:
     """Fields of a config.json of this model type, under DeepSeek-V3's names."""
-    return Fields(config, [], names=model.fields, defaults=model.defaults)
+    return Fields(config, [], names=model.fields, aliases=model.aliases, defaults=model.defaults)
 
 
 def of_arguments(scoring_func: str, interleaved: bool | None) -> ModelType:

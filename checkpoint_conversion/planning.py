@@ -166,11 +166,13 @@ def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path
     """What the result of a conversion depends on, as JSON; equal fingerprints allow resuming."""
     source = plan.checkpoint.path
     given = hf_config.read_bytes() if hf_config is not None else b""
+    like = options.quantised_like
     return {
         "tool version": __version__,
         "source": str(source.resolve()),
         "source file": source_files(source),
         "--hf-config": hashlib.sha256(given).hexdigest(),
+        "--quantised-like": source_files(like) if like is not None else {},
         "format": plan.writer.format,
         "option": options_as_json(options),
         "part": {part.name: checksum_of(_entries(part)) for part in plan.parts},
@@ -182,6 +184,8 @@ def options_as_json(options: TargetOptions) -> dict:
     fields = asdict(options)
     if options.dtype is not None:
         fields["dtype"] = dtype_name(options.dtype)
+    if options.quantised_like is not None:
+        fields["quantised_like"] = str(options.quantised_like.resolve())
     return fields | (fields.pop("layout") or {})
 
 

@@ -122,9 +122,12 @@ class ConversionReport:
             yield "left out", f"{number:,} tensors: {reason}"
         if self.fp8_errors:
             errors = self.fp8_errors
-            yield "FP8 errors", f"in {errors['tensors']:,} tensors, relative to each; at most"
-            yield "FP8 errors", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
-            yield "FP8 errors", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
+            yield (
+                "rounding",
+                f"of quantised values, in {errors['tensors']:,} tensors, relative to each; at most",
+            )
+            yield "rounding", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
+            yield "rounding", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
         what = "tensors hold values not finite (--strict-values refuses them)"
         yield from counted_rows("WARNING", what, [not_finite_line(r) for r in self.not_finite])
         for note in plan.notes:
@@ -172,7 +175,7 @@ def plan_as_json(plan: ConversionPlan) -> list[dict]:
 
 
 def worst_errors(records: Iterable[TensorRecord]) -> dict | None:
-    """The largest quantisation errors of all tensors that were quantised to FP8.
+    """The largest errors of all tensors that were quantised.
 
     Returns:
         ``tensors``, the number of quantised tensors; ``max`` and ``rms``, the largest maximum and

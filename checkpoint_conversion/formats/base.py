@@ -48,10 +48,10 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
-        """Every weight of the model under its Hugging Face name, FP8 dequantised.
+        """Every weight of the model under its Hugging Face name, dequantised.
 
         Args:
-            dtype: Dtype of dequantised FP8 weights (None: bfloat16). Other weights keep theirs.
+            dtype: Dtype of dequantised weights (None: bfloat16). Other weights keep theirs.
 
         Raises:
             CheckpointError: Listing every tensor that is unknown, missing or misshapen.
@@ -66,6 +66,8 @@ class TargetOptions:
         dtype: Dtype of the weights; None keeps each tensor's own.
         fp8: Quantise to FP8 blocks of 128 x 128 with ``"float"`` or ``"ue8m0"`` scales (``hf``
             only); None does not quantise.
+        quantised_like: Folder of a Hugging Face checkpoint with four-bit weights, whose weights are
+            written in its format (``hf`` only); groups that are equal keep its bits.
         norms: ``"fused"`` (TransformerEngine) or ``"separate"`` (local layers); None: the format's
             own default.
         kv_up: ``"combined"`` or ``"split"``.
@@ -81,6 +83,7 @@ class TargetOptions:
 
     dtype: torch.dtype | None = None
     fp8: str | None = None
+    quantised_like: Path | None = None
     norms: str | None = None
     kv_up: str = "combined"
     down: str = "separate"

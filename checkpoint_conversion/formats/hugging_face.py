@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from checkpoint_conversion.formats.base import (
 )
 from checkpoint_conversion.formats.safetensors_file import read_header, write_tensors
 from checkpoint_conversion.fp8 import (
-    BLOCK,
     FP8,
     SCALE_FORMATS,
     SCALE_SUFFIX,
@@ -60,6 +59,7 @@ from checkpoint_conversion.mapping import (
 )
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import find_model_type, text_names
+from checkpoint_conversion.packed import PACKINGS, PackedWeight, packed_weights, unpacked
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.source import Source
 from checkpoint_conversion.target_folder import sync_path
@@ -71,7 +71,7 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".
 _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 # Begins the name of a file with the weights of a PEFT adapter.
 _ADAPTER = "adapter_model."
-_POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
+_POSSIBLE = ("dtype", "fp8", "quantised_like", "max_shard_bytes")
 # Upper bound on what a tensor adds to the header of its file, beside its name.
 _HEADER_BYTES = 160
 
@@ -112,7 +112,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         mtp_layers = count_mtp_layers(self._names.values(), config)
         self.config = dataclasses.replace(config, mtp_layers=mtp_layers)
         self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
-        self.layout = layout_of(self.stored.values(), shards, config.fp8_scales)
+        self.layout = layout_of(self.stored.values(), shards, config.quantisation)
         self.notes = list(_notes(path, files, config, self))
         if images:
             size = format_bytes(sum(self.left_alone[name] for name in images))
@@ -122,11 +122,11 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
-        """Every weight of the model, FP8 dequantised; see the base class."""
+        """Every weight of the model, dequantised; see the base class."""
         problems: list[str] = []
-        named = {self._names[name]: tensor for name, tensor in self.stored.items()}
-        named = unstacked(named, self.config)
-        tensors = _dequantised(named, dtype or torch.bfloat16, problems)
+        dtype = dtype or torch.bfloat16
+        named = unpacked(unstacked(self._named(), self.config), dtype, problems)
+        tensors = _dequantised(named, dtype, problems)
         tensors = without_tied_head(tensors, self.config, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
@@ -137,13 +137,32 @@ class HuggingFaceCheckpoint(Checkpoint):
         )
         return tensors
 
+    def packed_weights(self) -> dict[str, PackedWeight]:
+        """The weights that are stored in four bits, by the names that the text model alone has.
+
+        Raises:
+            CheckpointError: Listing what is wrong with them, or that there are none.
+        """
+        weights = packed_weights(self._named())
+        problems = [problem for one in weights.values() for problem in one.problems()]
+        if not weights:
+            problems.append(f"it holds {self.config.quantisation or 'no quantised weights'}")
+        elif self.config.quantisation is None:
+            problems.append(f"{CONFIG} has no quantization_config")
+        raise_problems(f"{self.path} must hold four-bit weights:", problems)
+        return weights
+
+    def _named(self) -> dict[str, LazyTensor]:
+        return {self._names[name]: tensor for name, tensor in self.stored.items()}
+
 
 class HuggingFaceWriter(Writer):
     """Writes sharded safetensors with an index; each part is a shard.
 
     Args:
         config: The model's dimensions.
-        options: ``dtype``, ``fp8`` and ``max_shard_bytes``; all others must have their defaults.
+        options: ``dtype``, ``fp8``, ``quantised_like`` and ``max_shard_bytes``; all others must
+            have their defaults.
         format: Name of the format, ``"hf"``.
 
     Raises:
@@ -160,6 +179,11 @@ class HuggingFaceWriter(Writer):
         self.config, self.options, self.format = config, options, format
         rows = rows_by_name(config) if options.fp8 else {}
         self._in_fp8 = {name for name, row in rows.items() if row.fp8}
+        self._like: HuggingFaceCheckpoint | None = None
+        self._in_four_bits: dict[str, PackedWeight] = {}
+        if options.quantised_like is not None:
+            self._like = HuggingFaceCheckpoint(options.quantised_like)
+            self._in_four_bits = self._like.packed_weights()
         self._parts: list[Part] = []
         self._quantised: dict[str, QuantisedTensor] = {}
 
@@ -167,6 +191,12 @@ class HuggingFaceWriter(Writer):
         """Fill shards with the tensors in the order of the model; see the base class."""
         shapes = hugging_face_shapes(self.config)
         check_complete(tensors, shapes, "The tensors to write")
+        other = [
+            f"{name} has shape {weight.shape} there, and {shapes.get(name, 'does not exist')} here"
+            for name, weight in self._in_four_bits.items()
+            if weight.shape != shapes.get(name)
+        ]
+        raise_problems(f"--quantised-like {self.options.quantised_like} is another model:", other)
         written = stacked({name: tensors[name] for name in shapes}, self.config)
         self.config = self._written_config(written)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
@@ -182,7 +212,7 @@ class HuggingFaceWriter(Writer):
     def layout(self) -> dict[str, object]:
         """See :meth:`Writer.layout`."""
         stored = [entry.tensor for part in self._parts for entry in part.entries]
-        return layout_of(stored, len(self._parts), self.config.fp8_scales)
+        return layout_of(stored, len(self._parts), self.config.quantisation)
 
     def write_part(
         self, folder: Path, part: Part, session: ReadSession, progress: Progress
@@ -225,14 +255,21 @@ class HuggingFaceWriter(Writer):
         config = self.config.without_quantisation().with_mtp_layers(self.config.mtp_layers)
         if dtype != config.dtype:
             config = config.with_dtype(dtype)
+        if self._like is not None:
+            return config.quantised_like(self._like.config.hugging_face["quantization_config"])
         return config.with_quantisation(self.options.fp8) if self.options.fp8 else config
 
     def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
-        """Entries that stay in one shard: a tensor, or an FP8 weight and its scales."""
-        if name not in self._in_fp8:
+        """Entries that stay in one shard: a tensor, or all that is stored of a quantised weight."""
+        if name in self._in_fp8:
+            result = quantised(tensor, self.options.fp8)
+        elif name in self._in_four_bits:
+            result = self._in_four_bits[name].rewritten(tensor)
+        else:
             return (Entry(name, tensor),)
-        result = self._quantised[name] = quantised(tensor, self.options.fp8)
-        return Entry(name, result.weight), Entry(name + SCALE_SUFFIX, result.scale_inv)
+        entries = tuple(Entry(name + suffix, one) for suffix, one in result.stored.items())
+        self._quantised[entries[0].key] = result
+        return entries
 
     def _record(self, key: str, tensor: Tensor, file: str, session: ReadSession) -> TensorRecord:
         error = None
@@ -247,17 +284,23 @@ def is_auxiliary(name: str) -> bool:
 
 
 def layout_of(
-    tensors: Iterable[LazyTensor], files: int, fp8_scales: str | None
+    tensors: Iterable[LazyTensor], files: int, announced: str | None
 ) -> dict[str, object]:
-    """The entries of :attr:`Checkpoint.layout`."""
-    dtypes = Counter(dtype_name(tensor.dtype) for tensor in tensors)
-    quantised = dtype_name(FP8) in dtypes
-    blocks = f"FP8 in blocks of {BLOCK} x {BLOCK}, {fp8_scales or 'float'} scales"
+    """The entries of :attr:`Checkpoint.layout`; ``announced`` is config.json's quantisation."""
+    dtypes = Counter(tensor.dtype for tensor in tensors)
+    named = sorted((dtype_name(dtype), count) for dtype, count in dtypes.items())
+    held = _quantisation(dtypes)
     return {
         "files": files,
-        "dtypes": ", ".join(f"{name} ({count})" for name, count in sorted(dtypes.items())),
-        "quantisation": blocks if quantised else "none",
+        "dtypes": ", ".join(f"{name} ({count})" for name, count in named),
+        "quantisation": announced if announced and announced.split()[0] == held else held or "none",
     }
+
+
+def _quantisation(dtypes: Container[torch.dtype]) -> str:
+    """What weights of these dtypes are quantised to; empty if they are not."""
+    kinds = {FP8: "FP8", **{packing.dtype: packing.name for packing in PACKINGS}}
+    return next((kind for dtype, kind in kinds.items() if dtype in dtypes), "")
 
 
 def _dequantised(
@@ -354,10 +397,9 @@ def _notes(
             f"{CONFIG} announces {announced.mtp_layers} MTP layers, the files hold "
             f"{checkpoint.config.mtp_layers}"
         )
-    quantised = any(tensor.dtype == FP8 for tensor in checkpoint.stored.values())
-    if quantised != (announced.fp8_scales is not None):
-        weights = "FP8 weights" if quantised else "no FP8 weights"
-        yield f"the files hold {weights}, and {CONFIG} says otherwise"
+    held = _quantisation({tensor.dtype for tensor in checkpoint.stored.values()})
+    if held != (announced.quantisation or "").split(" ")[0]:
+        yield f"the files hold {held or 'no quantised'} weights, and {CONFIG} says otherwise"
     others = [name for name in files if name.endswith((*_OTHER_WEIGHTS, ".bin.index.json"))]
     if others:
         yield f"left alone, as weights of another format: {', '.join(others)}"
@@ -372,6 +414,8 @@ def _check_options(options: TargetOptions) -> None:
         value = getattr(options, field.name)
         if field.name not in _POSSIBLE and value != field.default:
             problems.append(f"{field.name} {value}: only Megatron's formats have it")
+    if options.fp8 and options.quantised_like:
+        problems.append(f"fp8 {options.fp8}: not with quantised_like")
     if options.fp8 not in (None, *SCALE_FORMATS):
         problems.append(f"fp8 {options.fp8}: must be one of {', '.join(SCALE_FORMATS)}")
     if options.max_shard_bytes is not None and options.max_shard_bytes < 1:

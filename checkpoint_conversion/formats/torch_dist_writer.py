@@ -248,8 +248,11 @@ class TorchDistWriter(Writer):
 
     def _refuse_unsupported(self) -> None:
         options, problems = self.options, []
-        if options.fp8 is not None:
-            problems.append(f"--fp8 {options.fp8}: Megatron's weights are not quantised")
+        for option in ("fp8", "quantised_like"):
+            value = getattr(options, option)
+            if value is not None:
+                flag = f"--{option.replace('_', '-')}"
+                problems.append(f"{flag} {value}: Megatron's weights are not quantised")
         if self.format == "absorbed" and options.kv_up != "combined":
             problems.append("--kv-up split: the absorbed model stores them combined")
         if self.format == "absorbed" and options.down != "separate":

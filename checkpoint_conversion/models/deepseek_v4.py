@@ -6,6 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="deepseek_v4",
-    has="compressed attention (deepseek_v4), which is no multi-latent attention",
+    lacking="compressed attention, which is no MLA, and hyper-connections",
+    also=("deepseek_v41",),
     released=("DeepSeek-V4",),
 )

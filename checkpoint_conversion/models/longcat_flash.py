@@ -6,9 +6,7 @@ from checkpoint_conversion.model_type import Refused
 
 ENTRY = Refused(
     name="longcat_flash",
-    has=(
-        "latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora), two attentions in a layer "
-        "with a mixture of experts across both, and experts that do nothing (zero_expert_num)"
-    ),
+    lacking="two attentions in a layer, experts that do nothing (zero_expert_num)",
+    unmapped="latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora)",
     released=("LongCat-Flash",),
 )

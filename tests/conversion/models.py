@@ -48,7 +48,13 @@ FAMILIES = {
     "mistral4": "Mistral4",
     "v32": "DeepseekV32",
     "glm5": "GlmMoeDsa",
+    "sarvam_mla": "SarvamMLA",
+    "youtu": "Youtu",
 }
+# Models whose class has another name.
+_CLASSES = {"SarvamMLA": "DeepseekV3"}
+_OF_EXPERTS = ("moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+_OF_EXPERTS += ("num_experts_per_tok", "first_k_dense_replace")
 # Far fewer keys than the tests' tokens. With many heads, hardly a key is cut off by the ReLU of all
 # of them; keys that are, have equal scores, of which anything may choose any.
 _INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
@@ -97,6 +103,28 @@ OTHERS = {
     "mistral4": Architecture("mistral4", q_lora=True, moe=True, rope="yarn"),
     "mistral4-dense": Architecture("mistral4", q_lora=False, moe=False, rope="yarn"),
     "kimi_k25": KIMI_K25,
+    "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
+    "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
+}
+# Whose logits and round trip test_logits.py compares.
+EVALUATED = {
+    **{one.name.replace(" ", "-"): one for one in ARCHITECTURES},
+    **OTHERS,
+    **{name: SPARSE[name] for name in ("v32", "glm5", "glm5-dense")},
+}
+# By model type, what test_whole_models.py trains and generates with.
+WHOLE = {
+    "deepseek_v2": Architecture("v2", q_lora=True, moe=True, rope="yarn"),
+    "deepseek_v3": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
+    "deepseek_v32": SPARSE["v32"],
+    "glm4_moe_lite": OTHERS["glm4_moe_lite"],
+    "glm_moe_dsa": SPARSE["glm5"],
+    # Transformers has it by the name of DeepSeek-V3.
+    "kimi_k2": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
+    "kimi_k25": KIMI_K25,
+    "mistral4": OTHERS["mistral4"],
+    "sarvam_mla": OTHERS["sarvam_mla"],
+    "youtu": OTHERS["youtu"],
 }
 
 
@@ -108,6 +136,7 @@ def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     fields = {**_fields(architecture), **changes}
     config = getattr(transformers, f"{family}Config")(**fields)
     config._attn_implementation = "eager"
+    family = _CLASSES.get(family, family)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     _randomise(model, seed)
     return model
@@ -192,6 +221,8 @@ def _fields(architecture: Architecture) -> dict:
     }
     if architecture.family == "v2":
         return fields | {"topk_method": "greedy", "routed_scaling_factor": 1.5}
+    if architecture.family == "youtu":
+        return {name: value for name, value in fields.items() if name not in _OF_EXPERTS}
     if architecture.family == "glm":
         kinds = ["dense", *["sparse" if architecture.moe else "dense"] * 2]
         return fields | {"mlp_layer_types": kinds, "routed_scaling_factor": 1.8}

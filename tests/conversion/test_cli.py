@@ -130,7 +130,7 @@ class TestConvert:
         _, out, _ = run("convert", source, tmp_path / "out", *words)
         assert re.search(r"left out +3\d tensors: --exclude-mtp", out)
         assert "MTP layers left out: 1 (--exclude-mtp)" in out
-        assert "FP8 errors" in out and "root mean square, in model.layers." in out
+        assert "of quantised values" in out and "root mean square, in model.layers." in out
         errors = convert_json("--fp8", "float")["fp8_errors"]
         assert 0.001 < errors["rms"] < 0.05
         assert errors["tensors"] > 10

@@ -146,16 +146,16 @@ class TestLazily:
         source = LazyTensor((200, 300), torch.float32, load, frozenset({"w"}), values.nbytes)
         result = quantised(source, "float")
         with ReadSession() as session:
-            weight, scale = result.weight.load(session), result.scale_inv.load(session)
+            weight, scale = (one.load(session) for one in result.stored.values())
             error = result.error(session)
         assert len(loads) == 1
         expected = quantise(values, "float", "w")
         assert torch.equal(weight.float(), expected[0].float())
         assert torch.equal(scale, expected[1])
         assert error == expected[2]
-        assert (result.weight.shape, result.weight.dtype) == ((200, 300), FP8)
-        assert (result.scale_inv.shape, result.scale_inv.dtype) == ((2, 3), torch.float32)
-        assert result.weight.leaves == result.scale_inv.leaves == {"w"}
+        found = {suffix: (one.shape, one.dtype) for suffix, one in result.stored.items()}
+        assert found == {"": ((200, 300), FP8), "_scale_inv": ((2, 3), torch.float32)}
+        assert all(one.leaves == {"w"} for one in result.stored.values())
 
 
 def recording(name: str, tensor: Tensor, reads: list[int]) -> LazyTensor:

@@ -31,19 +31,21 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint, safetensors_file
-from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
+from checkpoint_conversion.fp8 import quantise
+from checkpoint_conversion.mapping import rows_by_name
+from checkpoint_conversion.packed import INT4
 from tests.conversion.legacy_support import change_rank, only_args_config, write_legacy
 from tests.conversion.pt_support import records, write_records
 from tests.conversion.support import (
     INDEX,
     load_all,
     random_tensors,
-    rewritten,
     tiny_config,
-    write_model,
+    write_hugging_face,
     write_torch_dist,
 )
+from tests.conversion.test_packed import packed_folder
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 SECRETS = ("secret.safetensors", "secret.json")
@@ -178,11 +180,14 @@ class Original:
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory) -> Original:
-    """FP8 weights and an MTP layer."""
+    """FP8 weights, experts in INT4, and an MTP layer."""
     base = tmp_path_factory.mktemp("hugging_face")
-    source = HuggingFaceCheckpoint(write_model(base / "a", num_nextn_predict_layers=1))
-    folder = base / "checkpoint"
-    rewritten(source, folder, TargetOptions(fp8="float"), part_bytes=70_000)
+    packed, stored, _ = packed_folder(base / "packed", INT4, num_nextn_predict_layers=1)
+    config = HuggingFaceCheckpoint(packed).config
+    for name, row in rows_by_name(config).items():
+        if row.fp8 and name in stored:
+            stored[name], stored[f"{name}_scale_inv"], _ = quantise(stored[name], "float", name)
+    folder = write_hugging_face(base / "checkpoint", config, stored)
     files = sorted(file.name for file in folder.iterdir())
     assert files == ["config.json", FIRST, SECOND, INDEX]
     tensors = load_all(HuggingFaceCheckpoint(folder).hugging_face_tensors())
@@ -284,7 +289,7 @@ def retold(draw: st.DrawFn, header: dict) -> dict:
             others = [[math.prod(shape)], shape[::-1], [1, *shape], [*shape, 1]]
             tensor["shape"] = draw(st.sampled_from(others))
         else:
-            other = draw(st.sampled_from([*header, f"{name}_scale_inv", "x"]))
+            other = draw(st.sampled_from([*header, f"{name}_scale_inv", f"{name}_packed", "x"]))
             header[name], header[other] = header.get(other, tensor), tensor
             if header[name] is tensor:
                 del header[name]

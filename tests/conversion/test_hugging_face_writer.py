@@ -133,12 +133,12 @@ class TestOtherFiles:
     def test_config_says_what_was_written(self, tmp_path, source):
         rewritten(source, tmp_path / "b", TargetOptions(fp8="ue8m0"))
         quantised = HuggingFaceCheckpoint(tmp_path / "b")
-        assert quantised.config.fp8_scales == "ue8m0"
+        assert "ue8m0 scales" in quantised.config.quantisation
         assert quantised.config.dtype == torch.bfloat16
         # And without it again; the dtype that FP8 is dequantised to becomes the model's.
         rewritten(quantised, tmp_path / "c", TargetOptions(dtype=torch.float32))
         plain = HuggingFaceCheckpoint(tmp_path / "c")
-        assert plain.config.fp8_scales is None
+        assert plain.config.quantisation is None
         assert plain.config.dtype == torch.float32
         assert plain.notes == []
 

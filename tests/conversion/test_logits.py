@@ -35,9 +35,9 @@ from tests.conversion.converted import loaded_logits
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.models import (
     ARCHITECTURES,
+    EVALUATED,
     KIMI_K25,
     ORIGINAL_CONTEXT,
-    OTHERS,
     SPARSE,
     Architecture,
     logits_of,
@@ -59,8 +59,7 @@ V2_MOE = Architecture("v2", q_lora=True, moe=True, rope="yarn")
 V3_MOE = Architecture("v3", q_lora=True, moe=True, rope="yarn")
 V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
 DENSE_ATTENTION = {one.name.replace(" ", "-"): one for one in ARCHITECTURES}
-SPARSE_ATTENTION = {name: SPARSE[name] for name in ("v32", "glm5", "glm5-dense")}
-MODELS = {**DENSE_ATTENTION, **OTHERS, **SPARSE_ATTENTION}
+SPARSE_ATTENTION = {name: one for name, one in EVALUATED.items() if one in SPARSE.values()}
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ class Case:
         return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=EVALUATED)
 def case(request, tmp_path_factory) -> Case:
-    return Case.of(MODELS[request.param], tmp_path_factory.mktemp("model") / "hf")
+    return Case.of(EVALUATED[request.param], tmp_path_factory.mktemp("model") / "hf")
 
 
 dense_attention = pytest.mark.parametrize("case", DENSE_ATTENTION, indirect=True, scope="module")
@@ -167,8 +166,8 @@ class TestAgrees:
         assert not any(report.values())
         assert case.error(logits_of(model, case.tokens)) < TOLERANCE
         kinds = {"v2": "deepseek_v2", "v32": "deepseek_v32", "glm": "glm4_moe_lite"}
-        kinds |= {"glm5": "glm_moe_dsa", "mistral4": "mistral4"}
-        assert model.config.model_type == kinds.get(family, "deepseek_v3")
+        kinds |= {"glm5": "glm_moe_dsa", "v3": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+        assert model.config.model_type == kinds.get(family, family)
 
     def test_the_folder_itself(self, case):
         logits = checkpoint_logits(open_checkpoint(case.folder), case.tokens)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.model_type import MODELS, Refused
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
-from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, tiny_config
+from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, refused, tiny_config
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -121,6 +122,7 @@ _MISTRAL4 = {
     "rope_parameters": _YARN,
 }
 _POSITIONS = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
+REFUSED = [model for model in MODELS if isinstance(model, Refused)]
 _IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
@@ -136,7 +138,10 @@ _REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ({"rope_interleave": False}, "rope_interleave must be True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
+    (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quant_method must be 'fp8' or 'compressed-tensors', got 'awq'",
+    ),
     (
         {"quantization_config": {**_FP8, "weight_block_size": [64, 64]}},
         "quantization_config.weight_block_size must be [128, 128], got [64, 64]",
@@ -183,14 +188,13 @@ _REFUSED = [
         {"model_type": "longcat_flash"},
         ("mla_scale_q_lora", "two attentions in a layer", "zero_expert_num"),
     ),
-    ({"model_type": "kimi_linear"}, "linear attention"),
     (
         {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
         ("'mistral3' has a text model ('mistral4')", "kimi_k25"),
     ),
     (
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
-        ("quantization_config.quant_method must be 'fp8'", "compressed-tensors"),
+        ("quantization_config.format is missing", "quantization_config.config_groups is missing"),
     ),
     (
         _MISTRAL4 | _POSITIONS,
@@ -202,6 +206,18 @@ _REFUSED = [
     (_GLM | {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must be a list of 3"),
     (_GLM | {"mlp_layer_types": [[], {}, "dense"]}, "mlp_layer_types must be a list of 3"),
 ]
+
+
+@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)
+def test_missing_parts_of_other_models_are_named(model):
+    """By each of its names, and inside of a model of images."""
+    for name in (model.name, *model.also):
+        for fields in (
+            {"model_type": name},
+            {"model_type": "x", "text_config": {"model_type": name}},
+        ):
+            with refused(f"model_type {name!r} has {model.lacking}, which Megatron-Core lacks"):
+                ModelConfig.from_hugging_face(fields)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +336,18 @@ def test_config_json_is_kept_as_it_was():
 def test_quantisation():
     config = ModelConfig.from_hugging_face(DEEPSEEK_V3)
     plain = config.without_quantisation()
-    assert (config.fp8_scales, plain.fp8_scales) == ("float", None)
+    assert (config.quantisation, plain.quantisation) == (
+        "FP8 in blocks of 128 x 128, float scales",
+        None,
+    )
     assert plain.hugging_face == _without(DEEPSEEK_V3, "quantization_config")
     assert plain.with_quantisation("float").hugging_face == DEEPSEEK_V3
     ue8m0 = plain.with_quantisation("ue8m0")
     assert ue8m0.hugging_face["quantization_config"]["scale_fmt"] == "ue8m0"
-    assert ModelConfig.from_hugging_face(ue8m0.hugging_face).fp8_scales == "ue8m0"
+    assert (
+        ModelConfig.from_hugging_face(ue8m0.hugging_face).quantisation
+        == "FP8 in blocks of 128 x 128, ue8m0 scales"
+    )
 
 
 def test_dtype_is_written_under_the_name_it_had():

@@ -237,7 +237,7 @@ class TestLiveModel:
 def test_released_models():
     v32, glm5, glm52 = map(ModelConfig.from_hugging_face, (DEEPSEEK_V32, GLM_5, GLM_52))
     assert v32.indexer == Indexer(heads=64, width=128, topk=2048)
-    assert (v32.mtp_layers, v32.fp8_scales) == (1, "ue8m0")
+    assert v32.mtp_layers == 1 and "ue8m0 scales" in v32.quantisation
     assert glm5.indexer == Indexer(heads=32, width=128, topk=2048)
     assert (glm5.qk_nope_head_dim, glm5.v_head_dim, glm5.q_lora_rank) == (192, 256, 2048)
     assert sum(map(glm52.indexer.selects, range(78))) == 21

@@ -61,6 +61,15 @@ checkpoint_conversion/mapping_table.py
   weights_of_heads_are_rounded: "indexer", float32=True -> "indexer"
 checkpoint_conversion/model.py
   values_that_no_model_may_have: inner.only(name, only.value, only.accepted) -> pass
+  dense_models_have_experts: if not model.experts or -> if
+checkpoint_conversion/packed.py
+  codes_in_the_other_order: codes & 15], values[codes >> 4] -> codes >> 4], values[codes & 15]
+  halfway_is_rounded_up: (size * 2).round_() -> (size * 2 + 0.5).floor_()
+  equal_groups_get_other_scales: torch.where(kept, scale[part] -> torch.where(~kept, scale[part]
+  sizes_of_codes_are_not_read: tolist()) != self.shape: -> tolist()) == ():
+checkpoint_conversion/quantisation.py
+  order_of_activations: "actorder": None, ->
+  groups_of_a_channel: if not weights.given("group_size"): -> if False:
 checkpoint_conversion/model_type.py
   images_are_weights_of_the_text_model: None if name.startswith(images) else model -> model
 checkpoint_conversion/models/glm4_moe_lite.py

@@ -116,10 +116,24 @@ def support(name: str, docs: Path) -> str:
     return markdown_table(head, lines, head)
 
 
+def models_run(docs: Path) -> str:
+    """What tests ran of each model type that is not refused, by the tables of the tests."""
+    from tests.conversion.models import EVALUATED, WHOLE
+
+    lines = []
+    for name, architecture in WHOLE.items():
+        evaluated, whole = "yes" if architecture in EVALUATED.values() else "no", "yes"
+        released = ", ".join(MODELS[name].released)
+        lines.append([f"`{name}`", released, evaluated, evaluated, whole, whole])
+    head = ["`model_type`", "released", "logits", "round trip", "training", "generation"]
+    return markdown_table(head, lines, head)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "llm options": llm_options,
     "engine options": engine_options,
     "server flags": server_flags,
     "sampling parameters": sampling_parameters,
+    "support models run": models_run,
     **{name: partial(support, name) for name in KINDS},
 }

@@ -46,7 +46,6 @@ ROUTINGS = {
     "GLM, not normalised": ("glm", {"num_experts_per_tok": 3, "norm_topk_prob": False}),
     "V3.2, three of a group": ("v32", {"num_experts_per_tok": 3}),
     "GLM-5, not normalised": ("glm5", {"num_experts_per_tok": 3, "norm_topk_prob": False}),
-    "Mistral 4": ("mistral4", {"num_experts_per_tok": 3}),
 }
 
 
