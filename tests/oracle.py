@@ -36,6 +36,9 @@ class OracleMLA:
         w_dkv  [C + rope, hidden]              latent rows, then the rows of the rotary key
         w_uk   [H * nope, C],  w_uv [H * v, C],  w_o [hidden, H * v]
         q_norm [q_lora_rank],  kv_norm [C]     if latent_norm; q_norm only with q_lora_rank
+
+    LoRA (arXiv:2106.09685) gives a matrix W two more, W.A [r, in] and W.B [out, r]: the layer
+    multiplies by W + lora_scale W.B W.A.
     """
 
     hidden: int
@@ -57,6 +60,10 @@ class OracleMLA:
     mscale_all_dim: float = 0.0
     # Applied to the keys' latents [S, C] and rotated k_rope [S, rope]: what a cache makes of them.
     cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    # Of the matrices that have LoRA.
+    lora: tuple[str, ...] = ()
+    lora_rank: int = 3
+    lora_scale: float = 1.5
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight."""
@@ -75,7 +82,15 @@ class OracleMLA:
             shapes["kv_norm"] = (self.kv_lora_rank,)
             if self.q_lora_rank is not None:
                 shapes["q_norm"] = (self.q_lora_rank,)
+        for name in self.lora:
+            rows, columns = shapes[name]
+            shapes |= {f"{name}.A": (self.lora_rank, columns), f"{name}.B": (rows, self.lora_rank)}
         return shapes
+
+    def updated(self, w: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The matrices that the layer multiplies by."""
+        updates = {n: self.lora_scale * w[f"{n}.B"] @ w[f"{n}.A"] for n in self.lora}
+        return w | {name: w[name] + update for name, update in updates.items()}
 
     def softmax_scale(self) -> float:
         """YaRN's temperature, squared, over the root of the unabsorbed head dim."""
@@ -266,6 +281,7 @@ def forward(
     """The layer on rows [R, hidden] -> [R, hidden]; rows outside every sequence give zero."""
     if table is None:
         table = mla.rotary_table(max((len(s.rows) for s in sequences), default=0))
+    w = mla.updated(w)
     output = torch.zeros_like(x)
     for sequence in sequences:
         if len(sequence.rows):

@@ -1,0 +1,27 @@
+"""LoRA (arXiv:2106.09685) on every linear layer of the attention, up-projections included.
+
+    config.py       which layers, of what rank
+    targets.py      the layers by their names here and in Hugging Face's models
+    low_rank.py     the two matrices of one layer, and the product with its input
+    forms.py        K-up and V-up in both forms of the attention, which stay what they are
+    adapter.py      the matrices of one attention
+    model.py        put on, merge, unmerge
+    peft_format.py  adapter_config.json and adapter_model.safetensors
+    sharded.py      the adapters alone as a distributed checkpoint
+"""
+
+from absorbed_mla.lora.config import LoRAConfig
+from absorbed_mla.lora.model import (
+    add_lora,
+    merge_lora,
+    remove_lora,
+    unmerge_lora,
+)
+
+__all__ = [
+    "LoRAConfig",
+    "add_lora",
+    "merge_lora",
+    "remove_lora",
+    "unmerge_lora",
+]
