@@ -17,11 +17,14 @@ from absorbed_mla.lora.model import (
     remove_lora,
     unmerge_lora,
 )
+from absorbed_mla.lora.peft_format import load_peft_adapter, save_peft_adapter
 
 __all__ = [
     "LoRAConfig",
     "add_lora",
+    "load_peft_adapter",
     "merge_lora",
     "remove_lora",
+    "save_peft_adapter",
     "unmerge_lora",
 ]
