@@ -8,17 +8,25 @@
     model.py        put on, merge, unmerge
     peft_format.py  adapter_config.json and adapter_model.safetensors
     sharded.py      the adapters alone as a distributed checkpoint
+
+Public names are imported on first use: command lines read ``config.py`` without torch.
 """
 
-from absorbed_mla.lora.config import LoRAConfig
-from absorbed_mla.lora.model import (
-    add_lora,
-    merge_lora,
-    remove_lora,
-    unmerge_lora,
-)
-from absorbed_mla.lora.peft_format import load_peft_adapter, save_peft_adapter
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from absorbed_mla.lora.config import LoRAConfig
+    from absorbed_mla.lora.model import add_lora, merge_lora, remove_lora, unmerge_lora
+    from absorbed_mla.lora.peft_format import load_peft_adapter, save_peft_adapter
+
+_MODULES = {
+    "LoRAConfig": "config",
+    **dict.fromkeys(("add_lora", "merge_lora", "remove_lora", "unmerge_lora"), "model"),
+    **dict.fromkeys(("load_peft_adapter", "save_peft_adapter"), "peft_format"),
+}
 __all__ = [
     "LoRAConfig",
     "add_lora",
@@ -28,3 +36,9 @@ __all__ = [
     "save_peft_adapter",
     "unmerge_lora",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

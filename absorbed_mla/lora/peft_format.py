@@ -297,11 +297,18 @@ def _joined(k: Update | None, v: Update | None, dims: MLADims) -> Update:
 
 
 def _config(theirs: Mapping[tuple[int, str], Update], base_model: str | None) -> dict[str, object]:
-    """What PEFT needs of adapter_config.json; ranks of single layers are in its patterns."""
+    """What PEFT needs of adapter_config.json; ranks of some layers are in its patterns."""
     alphas = {key: (len(one.a), _plain(one.scaling * len(one.a))) for key, one in theirs.items()}
     pairs = [*alphas.values()]
     rank, alpha = usual = max(pairs, key=pairs.count)
-    others = {f"model.layers.{n}.self_attn.{name}": pair for (n, name), pair in alphas.items() if pair != usual}
+    of_name: dict[str, set] = {}
+    for (_, name), pair in alphas.items():
+        of_name.setdefault(name, set()).add(pair)
+    others = {
+        name if len(of_name[name]) == 1 else f"model.layers.{layer}.self_attn.{name}": pair
+        for (layer, name), pair in alphas.items()
+        if pair != usual
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
