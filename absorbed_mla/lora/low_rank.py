@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from absorbed_mla.norm import mark_parameter
@@ -85,7 +84,6 @@ class Factor(nn.Module):
 
     def __init__(self, name: str, weight: Tensor, sharding: Sharding) -> None:
         super().__init__()
-        self._name, self._sharding = name, sharding
         self.weight = nn.Parameter(weight)
         axis = sharding.axis(name)
         set_tensor_model_parallel_attributes(self.weight, axis is not None, axis or 0, 1)
@@ -96,18 +94,6 @@ class Factor(nn.Module):
     def forward(self) -> Tensor:
         """The weight."""
         return self.weight
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Checkpoint entry of the weight."""
-        axis = self._sharding.axis(self._name)
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            {} if axis is None else {"weight": axis},
-            sharded_offsets,
-            tp_group=self._sharding.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
 
 
 class LowRank(nn.Module):
@@ -130,6 +116,8 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.sharding = rank, scaling, sharding
+        # Megatron switches this attribute of modules off while it generates.
+        self.sequence_parallel = sharding.sequence_parallel
         drawn = torch.empty(rank, inputs)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         for name, whole in (("lora_A", drawn), ("lora_B", torch.zeros(outputs, rank))):
@@ -141,16 +129,14 @@ class LowRank(nn.Module):
         sharding = self.sharding
         between = F.linear(x, self.lora_A()) * self.scaling
         if sharding.kind == COLUMN:
-            between = enter_head_parallel(
-                between, sharding.tp_group, sharding.sequence_parallel
-            )
+            between = enter_head_parallel(between, sharding.tp_group, self.sequence_parallel)
         elif sharding.kind == ROW:
             between = self._summed(between)
         return F.linear(between, self.lora_B())
 
     def _summed(self, between: Tensor) -> Tensor:
         group = self.sharding.tp_group
-        if self.sharding.sequence_parallel:
+        if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(between, group=group)
         return reduce_from_tensor_model_parallel_region(between, group=group)
 
