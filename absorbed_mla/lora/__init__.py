@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from absorbed_mla.lora.config import LoRAConfig
     from absorbed_mla.lora.model import add_lora, merge_lora, remove_lora, unmerge_lora
     from absorbed_mla.lora.peft_format import load_peft_adapter, save_peft_adapter
+    from absorbed_mla.lora.request import LoRARequest
 
 _MODULES = {
     "LoRAConfig": "config",
+    "LoRARequest": "request",
     **dict.fromkeys(("add_lora", "merge_lora", "remove_lora", "unmerge_lora"), "model"),
     **dict.fromkeys(("load_peft_adapter", "save_peft_adapter"), "peft_format"),
 }
 __all__ = [
     "LoRAConfig",
+    "LoRARequest",
     "add_lora",
     "load_peft_adapter",
     "merge_lora",

@@ -128,11 +128,14 @@ class AttentionLoRA(nn.ModuleDict):
         if self.merged:
             return None
         (x, *_), (out, *rest) = args, output
-        found = [
-            self[name](x) if name in self else out.new_zeros(*out.shape[:-1], width)
-            for name, width in parts
+        found = [(self[name](x) if name in self else None, width) for name, width in parts]
+        if all(update is None for update, _ in found):
+            return None
+        updates = [
+            out.new_zeros(*out.shape[:-1], width) if update is None else update
+            for update, width in found
         ]
-        return (out + (found[0] if len(found) == 1 else torch.cat(found, -1)), *rest)
+        return (out + (updates[0] if len(updates) == 1 else torch.cat(updates, -1)), *rest)
 
 
 _UP = ("linear_k_up_proj", "linear_v_up_proj")

@@ -65,18 +65,20 @@ class LoRAAbsorbedForm(AbsorbedForm):
         return self._up_projected(up_project_value_in_inference, o_latent, w_uv)
 
     def _absorbed(self, absorb, q_nope, w_uk):
-        absorbed = absorb(q_nope, w_uk)
-        if self.up.k_up is None:
+        absorbed, lora = absorb(q_nope, w_uk), self.up.k_up
+        if lora is None:
             return absorbed
-        a, b = self.up.k_up.of_heads(w_uk.shape[1])
-        return absorbed + absorb(q_nope, b) @ a
+        a, b = lora.of_heads(w_uk.shape[1])
+        between = lora.chosen(absorb(q_nope, b), lora.sharding)
+        return absorbed if between is None else absorbed + between @ a
 
     def _up_projected(self, up_project, o_latent, w_uv):
-        values = up_project(o_latent, w_uv)
-        if self.up.v_up is None:
+        values, lora = up_project(o_latent, w_uv), self.up.v_up
+        if lora is None:
             return values
-        a, b = self.up.v_up.of_heads(w_uv.shape[1])
-        return values + up_project(F.linear(o_latent, a), b)
+        a, b = lora.of_heads(w_uv.shape[1])
+        between = lora.chosen(F.linear(o_latent, a), lora.sharding)
+        return values if between is None else values + up_project(between, b)
 
 
 class LoRAExpandedForm(ExpandedForm):

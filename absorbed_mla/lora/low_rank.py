@@ -16,6 +16,7 @@ Where a rank computes with its own tokens only, its gradient is a part, which Me
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -118,16 +119,20 @@ class LowRank(nn.Module):
         self.rank, self.scaling, self.sharding = rank, scaling, sharding
         # Megatron switches this attribute of modules off while it generates.
         self.sequence_parallel = sharding.sequence_parallel
+        # Of several adapters, each token's own: see ``slots.py``.
+        self.chosen: Callable[[Tensor, Sharding], Tensor | None] = lambda between, sharding: between
         drawn = torch.empty(rank, inputs)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         for name, whole in (("lora_A", drawn), ("lora_B", torch.zeros(outputs, rank))):
             own = sharding.own_part(whole, name).to(like.device, like.dtype, copy=True)
             self.add_module(name, Factor(name, own.contiguous(), sharding))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``scaling B A x``, in the layout of the layer's output."""
+    def forward(self, x: Tensor) -> Tensor | None:
+        """``scaling B A x``, in the layout of the layer's output; None if no token has LoRA."""
         sharding = self.sharding
-        between = F.linear(x, self.lora_A()) * self.scaling
+        between = self.chosen(F.linear(x, self.lora_A()) * self.scaling, sharding)
+        if between is None:
+            return None
         if sharding.kind == COLUMN:
             between = enter_head_parallel(between, sharding.tp_group, self.sequence_parallel)
         elif sharding.kind == ROW:

@@ -24,6 +24,7 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.lora.adapter import layers_of, lora_of
 from absorbed_mla.lora.model import Model, attentions, put_on
+from absorbed_mla.lora.request import CONFIG, WEIGHTS
 from absorbed_mla.lora.targets import KV_B, TARGETS
 from absorbed_mla.own_packages import require_own_packages
 
@@ -38,7 +39,6 @@ from checkpoint_conversion.formats.safetensors_file import (  # noqa: E402
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession  # noqa: E402
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
 _NAMED = re.compile(r"base_model\.model\.(?:\w+\.)*layers\.(\d+)\.self_attn\.(\w+)\.lora_([AB])\.weight")
 # Fields that say that the adapter is more than two matrices for a layer.
