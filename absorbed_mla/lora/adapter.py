@@ -55,7 +55,7 @@ class AttentionLoRA(nn.ModuleDict):
         self._set_forms(attention, self._own_forms(attention))
 
     def _own_forms(self, attention: AbsorbedMLASelfAttention) -> tuple[object, object]:
-        up = UpProjections(*(self[name] if name in self else None for name in _UP))
+        up = UpProjections(*(self._modules.get(name) for name in _UP))
         return LoRAAbsorbedForm(up), LoRAExpandedForm(attention.options.expansion_chunk_size, up)
 
     def _set_forms(self, attention: nn.Module, forms: tuple[object, object]) -> None:
@@ -182,9 +182,7 @@ def _rows(attention: nn.Module, name: str, weight: Tensor) -> Tensor:
     raise AssertionError(f"{name} has rows in {holder_of(attention, name)}")
 
 
-def _place(
-    attention: AbsorbedMLASelfAttention, name: str
-) -> tuple[nn.Module, int, int, Sharding]:
+def _place(attention: AbsorbedMLASelfAttention, name: str) -> tuple[nn.Module, int, int, Sharding]:
     """A layer, the widths of its whole input and output, and how ranks share it."""
     dims = attention.dims
     heads = dims.num_heads

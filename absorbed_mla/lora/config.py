@@ -43,7 +43,8 @@ class LoRAConfig:
                 f"lora_dropout must be 0, got {self.lora_dropout!r}: in the absorbed form W_UK and "
                 "W_UV are not multiplied by the latent that it would drop"
             )
-        accepted = f"{ALL_LINEAR!r} or names of {', '.join(dict.fromkeys((*TARGETS, *TARGETS.values())))}"
+        named = dict.fromkeys((*TARGETS, *TARGETS.values()))
+        accepted = f"{ALL_LINEAR!r} or names of {', '.join(named)}"
         if not self._targets:
             raise ValueError(f"target_modules must be {accepted}; got none")
         for target in self._targets:

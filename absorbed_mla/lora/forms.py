@@ -112,9 +112,7 @@ class LoRAExpandedForm(ExpandedForm):
     def backward(self, grad, output, query, kv, weights, backend, rules):
         """See ``Form``."""
         extended = _extended(kv, weights)
-        found = super().backward(
-            grad, output, query, extended, _joined(weights), backend, rules
-        )
+        found = super().backward(grad, output, query, extended, _joined(weights), backend, rules)
         a = weights[2]
         r, c = a.shape
         d_latent, d_low, d_rope = found.kv.split((c, r, kv.shape[-1] - c), dim=-1)

@@ -1,7 +1,7 @@
 """The two matrices of LoRA beside one linear layer, shared out over ranks as the layer is.
 
-A layer's output is ``W x + scaling B A x``, A [r, inputs] and B [outputs, r]. What a tensor-parallel
-rank has of them, and of the r numbers between them:
+A layer's output is ``W x + scaling B A x``, A [r, inputs] and B [outputs, r]. What a
+tensor-parallel rank has of them, and of the r numbers between them:
 
     the layer           A              B              A x
     duplicated          all of it      all of it      of the rank's tokens
@@ -88,9 +88,7 @@ class Factor(nn.Module):
         self.weight = nn.Parameter(weight)
         axis = sharding.axis(name)
         set_tensor_model_parallel_attributes(self.weight, axis is not None, axis or 0, 1)
-        mark_parameter(
-            self.weight, allreduce=True, sequence_parallel=sharding.sums_tokens(name)
-        )
+        mark_parameter(self.weight, allreduce=True, sequence_parallel=sharding.sums_tokens(name))
 
     def forward(self) -> Tensor:
         """The weight."""

@@ -57,7 +57,7 @@ def put_on(model: Model, layers) -> None:
     """:func:`add_lora` with ``layers(attention)``: r and scaling of each of its layers."""
     chosen = [(attention, layers(attention)) for attention in attentions(model)]
     if not any(layers for _, layers in chosen) and not _is_one_of_several_stages(chosen):
-        raise ValueError("LoRA needs a layer of an AbsorbedMLASelfAttention, got none that is named")
+        raise ValueError("LoRA needs a layer of an AbsorbedMLASelfAttention; none is named")
     for attention, named in chosen:
         if named:
             AttentionLoRA(attention, named)

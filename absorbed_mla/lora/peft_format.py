@@ -40,7 +40,9 @@ from checkpoint_conversion.formats.safetensors_file import (  # noqa: E402
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession  # noqa: E402
 
 _NAME = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
-_NAMED = re.compile(r"base_model\.model\.(?:\w+\.)*layers\.(\d+)\.self_attn\.(\w+)\.lora_([AB])\.weight")
+_NAMED = re.compile(
+    r"base_model\.model\.(?:\w+\.)*layers\.(\d+)\.self_attn\.(\w+)\.lora_([AB])\.weight"
+)
 # Fields that say that the adapter is more than two matrices for a layer.
 _MUST_BE_UNSET = (
     *("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices"),
@@ -327,4 +329,3 @@ def _config(theirs: Mapping[tuple[int, str], Update], base_model: str | None) ->
 
 def _plain(number: float) -> float:
     return int(number) if number == int(number) else number
-

@@ -142,9 +142,7 @@ class LoRASlots:
                 for name, one in attention.lora.items():
                     self._write_layer(slot, one, updates, (attention.layer_number - 1, name))
 
-    def _write_layer(
-        self, slot: int, one: LowRank, updates: Updates, key: tuple[int, str]
-    ) -> None:
+    def _write_layer(self, slot: int, one: LowRank, updates: Updates, key: tuple[int, str]) -> None:
         first = slot * self.max_lora_rank
         a = one.lora_A.weight.narrow(0, first, self.max_lora_rank).zero_()
         b = one.lora_B.weight.narrow(1, first, self.max_lora_rank).zero_()

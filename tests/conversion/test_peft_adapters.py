@@ -93,7 +93,8 @@ def adapter(models, tmp_path) -> tuple[Path, dict[str, Tensor]]:
             rows, columns = getattr(layer.self_attn, name).weight.shape
             rank = 3 if name == "kv_b_proj" else 4
             for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-                key = f"base_model.model.model.layers.{number}.self_attn.{name}.lora_{factor}.weight"
+                path = f"layers.{number}.self_attn.{name}"
+                key = f"base_model.model.model.{path}.lora_{factor}.weight"
                 tensors[key] = torch.randn(shape, generator=generator) / 8
     return write(tmp_path / "adapter", tensors), tensors
 

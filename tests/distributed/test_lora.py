@@ -6,13 +6,23 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
-from absorbed_mla.lora import LoRAConfig, add_lora, merge_lora, remove_lora, unmerge_lora
+from absorbed_mla.lora import (
+    LoRAConfig,
+    LoRARequest,
+    add_lora,
+    merge_lora,
+    remove_lora,
+    save_peft_adapter,
+    unmerge_lora,
+)
 from absorbed_mla.lora.sharded import load_lora_weights, save_lora_weights
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.export import hf_weights
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
-from tests.support.engine import generating_model
+from tests.support.engine import Request, engine_of, generating_model, step_to_the_end
 from tests.support.generation import by_dynamic_context, by_forwards, by_static_context, prompts_of
 from tests.support.lora import with_random_lora
 from tests.support.models import MIXED, gpt_model, logits, token_batch, whole_logits
@@ -81,6 +91,35 @@ def test_a_live_model_generates_with_it(generated):
     remove_lora(made)
     for one, old in zip(generated(made, prompts, 4), without, strict=True):
         assert one.log_probs == pytest.approx(old.log_probs, abs=1e-5)
+
+
+def test_several_adapters_in_a_batch():
+    """Requests beside each other, over ranks that divide heads, tokens and experts."""
+    options = AbsorbedMLAOptions(form="absorbed")
+    made = generating_model(options, **MIXED, **world.tp_fields()).eval()
+    prompts, expected = prompts_of((5, 20, 9)), {}
+    with shared_folder() as folder:
+        for seed, name in enumerate(("a", "b", None)):
+            if name is not None:
+                with_random_lora(made, seed=seed)
+                save_peft_adapter(made, folder / name)
+            expected[name] = by_dynamic_context(made, prompts, 4)
+            if name is not None:
+                remove_lora(made)
+        LoRASlots(made, 2, 6)
+        with engine_of(made) as engine:
+            numbers = {}
+            for i, prompt in enumerate(prompts):
+                for name in expected:
+                    lora = name and LoRARequest(name, 1, folder / name)
+                    sampling = Request(prompt, 4).sampling(log_probs=True)
+                    number = engine.add_request(prompt, sampling, lora_request=lora)
+                    numbers[number] = expected[name][i]
+            step_to_the_end(engine)
+            for number, one in numbers.items():
+                assert engine.results[number].tokens == one.tokens
+                assert engine.results[number].log_probs == pytest.approx(one.log_probs, abs=1e-4)
+    assert len({tuple(one[1].log_probs) for one in expected.values()}) == 3
 
 
 def test_trains_generates_and_trains():

@@ -23,12 +23,12 @@ from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
 from tests.support import needs, world
 from tests.support.adapters import wrap
-from tests.support.lora import with_random_lora
 from tests.support.cases import TINY, random_weights
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights, module_table
 from tests.support.hybrid import hybrid_model
 from tests.support.layouts import dense
+from tests.support.lora import with_random_lora
 from tests.support.models import call, token_batch
 from tests.support.refusal import refusal
 from tests.support.standard import build_standard, load_standard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from absorbed_mla import LLM, SamplingParams
+from absorbed_mla import LLM, AsyncLLM, SamplingParams
 from absorbed_mla.lora import (
     LoRARequest,
     load_peft_adapter,
@@ -18,12 +19,13 @@ from absorbed_mla.lora import (
     unmerge_lora,
 )
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.load import load_model, open_model
 from tests.support.engine import Request, engine_of
-from tests.support.llm import tiny_folder
+from tests.support.llm import serving, tiny_folder
 from tests.support.refusal import refusal
 
-PARAMS = SamplingParams(max_tokens=6, temperature=0, logprobs=0)
+PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 RANKS = {"a": 4, "b": 2, "c": 4}
 # A whole block of the prefix cache, and more.
 PROMPTS = [[*range(3, 73)], [9, 8, 7], [*range(3, 73), 5]]
@@ -34,7 +36,7 @@ def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest
     generator, tensors = torch.Generator().manual_seed(seed), {}
     weights = {k: v for f in base.glob("*.safetensors") for k, v in load_file(f).items()}
     for name, weight in weights.items():
-        if ".self_attn." in name and name.endswith("proj.weight") or "with_mqa" in name:
+        if ".self_attn." in name and name.endswith(("proj.weight", "with_mqa.weight")):
             rows, columns = weight.shape
             for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 key = f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
@@ -106,7 +108,8 @@ def test_a_mixed_batch(llm, adapters, alone):
         assert close(output, alone[name][place]), (name, place)
     texts = {tuple(alone[name][2].tokens) for name in ("a", "b", "base")}
     assert len(texts) == 3
-    again = llm.generate([PROMPTS[2]] * 2, PARAMS, lora_request=[adapters["a"], None], use_tqdm=False)
+    loras = [adapters["a"], None]
+    again = llm.generate([PROMPTS[2]] * 2, PARAMS, lora_request=loras, use_tqdm=False)
     assert [one.num_cached_tokens for one in again] == [64, 64]
 
 
@@ -152,3 +155,38 @@ def test_refused(llm, base, adapters, tmp_path):
     ):
         with refusal("enable_lora", next(iter(fields))):
             LLM(base, **{**LORA, **fields})
+
+
+def test_the_server(llm, adapters, alone):
+    """The request's model names the adapter; /v1/models lists them."""
+    pytest.importorskip("starlette")
+    from openai import NotFoundError, OpenAI
+
+    loras = {name: adapters[name] for name in "ab"}
+    with serving(llm=llm, app_options={"loras": loras}) as served:
+        client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+        models = {one.id: one.model_dump() for one in client.models.list()}
+        assert [*models] == ["tiny", "a", "b"] and "parent" not in models["tiny"]
+        assert models["b"]["parent"] == "tiny" and models["b"]["root"].endswith("/b")
+        assert client.models.retrieve("a").id == "a"
+        fields = {"prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        for name, called in (("a", "a"), ("b", "b"), ("base", "tiny")):
+            answer = client.completions.create(model=called, **fields)
+            logprobs = answer.choices[0].logprobs.token_logprobs
+            assert answer.model == called
+            assert sum(logprobs) == pytest.approx(sum(alone[name][0].log_probs), abs=1e-3)
+        with pytest.raises(NotFoundError, match="the model is 'tiny' or 'a' or 'b', not 'c'"):
+            client.completions.create(model="c", **fields)
+
+
+def test_async_llm(llm, adapters, alone):
+    """As the server."""
+    pytest.importorskip("starlette")
+
+    async def last() -> RequestOutput:
+        stream = made.generate(PROMPTS[1], PARAMS, lora_request=adapters["a"])
+        return [one async for one in stream][-1]
+
+    made = AsyncLLM.from_llm(llm)
+    assert close(asyncio.run(last()), alone["a"][1])
+    made._service.stop()
