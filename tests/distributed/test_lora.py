@@ -22,6 +22,7 @@ from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.export import hf_weights
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
+from tests.support.adapters import wrap
 from tests.support.engine import Request, engine_of, generating_model, step_to_the_end
 from tests.support.generation import by_dynamic_context, by_forwards, by_static_context, prompts_of
 from tests.support.lora import with_random_lora
@@ -172,6 +173,18 @@ def test_refused():
         merge_lora(model())
     with refusal("add LoRA before DistributedDataParallel"):
         add_lora(Training(model()).model, LoRAConfig())
+
+
+def test_adapters_of_other_libraries():
+    """One that wraps an up-projection has nothing to multiply; around other layers they work."""
+    made = model()
+    attention, before = made.decoder.layers[0].self_attention, logits(made)
+    for name in ("linear_q_up_proj", "linear_kv_down_proj", "linear_proj"):
+        wrap(attention, name)
+    assert relative_error(logits(made), before) > 1e-3
+    wrap(attention, "linear_v_up_proj")
+    with refusal("linear_v_up_proj must be a HeadwiseUpProjection, got LoRA", "add_lora"):
+        logits(made)
 
 
 @pytest.mark.parametrize(
