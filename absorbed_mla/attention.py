@@ -32,7 +32,7 @@ from absorbed_mla.graph_capture import (
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.latent_writer import LatentWriter
 from absorbed_mla.kernels.transposed_product import warn_of_lost_rows
-from absorbed_mla.linear import own_output, refuse_sharded_alone
+from absorbed_mla.linear import own_output, refuse_other_up_projections
 from absorbed_mla.megatron_interface import MegatronInterface
 from absorbed_mla.megatron_names import ATTENTION, GENERATION, PP_LAYER_OFFSET
 from absorbed_mla.muon import KVUp, mark_kv_up
@@ -268,8 +268,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             position_ids=position_ids,
             sequence_len_offset=sequence_len_offset,
         )
+        refuse_other_up_projections(self.linear_k_up_proj, self.linear_v_up_proj)
         refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
-        refuse_sharded_alone(self.linear_k_up_proj, self.linear_v_up_proj)
         if self.options.batch_invariant:
             require_enabled(hidden_states.device, self.config)
         if inference_context is None:

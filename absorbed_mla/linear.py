@@ -127,12 +127,20 @@ class HeadwiseUpProjection(_OneWeight):
         return weight.view(-1, self.head_dim, weight.shape[1])
 
 
-def refuse_sharded_alone(*layers: nn.Module) -> None:
-    """Refuse layers wrapped by ``fully_shard``: it frees their weight while it is still in use.
+def refuse_other_up_projections(*layers: nn.Module) -> None:
+    """Refuse layers wrapped by ``fully_shard``, which frees their weight while it is in use, or by
+    an adapter, whose part would be lost.
 
     Raises:
-        ValueError: Naming the layers and what to shard instead.
+        ValueError: Naming the layers and what to do instead.
     """
+    for layer in layers:
+        if not isinstance(layer, HeadwiseUpProjection):
+            raise ValueError(
+                "linear_k_up_proj and linear_v_up_proj must be a HeadwiseUpProjection, got "
+                f"{type(layer).__name__}: an adapter around one has no input to multiply; "
+                "absorbed_mla.lora.add_lora trains them, too"
+            )
     if any(isinstance(layer, FSDPModule) for layer in layers):
         raise ValueError(
             "fully_shard cannot be applied to a HeadwiseUpProjection (linear_k_up_proj, "

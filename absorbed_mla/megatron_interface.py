@@ -103,6 +103,7 @@ def _only_weight(attention: nn.Module, name: str) -> nn.Parameter:
     """The weight of a layer that makes its output from nothing else."""
     layer = getattr(attention, name)
     others = sorted({own for own, _ in layer.named_parameters()} - {"weight", "bias"})
+    others += [name] if name in attention._modules.get("lora", ()) else []
     if others:
         raise ValueError(
             f"QK-clip scales the weight of {name}, but an adapter makes part of its output "

@@ -39,6 +39,9 @@ class OracleMLA:
         sinks  [H]                             if sinks
         k_rope_norm [rope]                     if k_rope_norm
         w_gate [H, hidden] or [H * v, hidden]  if gate is "headwise" or "elementwise"
+
+    LoRA (arXiv:2106.09685) gives a matrix W two more, W.A [r, in] and W.B [out, r]: the layer
+    multiplies by W + lora_scale W.B W.A.
     """
 
     hidden: int
@@ -69,6 +72,10 @@ class OracleMLA:
     query_scaling_beta: float | None = None
     # Applied to the keys' latents [S, C] and rotated k_rope [S, rope]: what a cache makes of them.
     cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    # Of the matrices that have LoRA.
+    lora: tuple[str, ...] = ()
+    lora_rank: int = 3
+    lora_scale: float = 1.5
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight."""
@@ -94,7 +101,15 @@ class OracleMLA:
         if self.gate:
             gates = {"headwise": 1, "elementwise": self.v}[self.gate]
             shapes["w_gate"] = (self.heads * gates, self.hidden)
+        for name in self.lora:
+            rows, columns = shapes[name]
+            shapes |= {f"{name}.A": (self.lora_rank, columns), f"{name}.B": (rows, self.lora_rank)}
         return shapes
+
+    def updated(self, w: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The matrices that the layer multiplies by."""
+        updates = {n: self.lora_scale * w[f"{n}.B"] @ w[f"{n}.A"] for n in self.lora}
+        return w | {name: w[name] + update for name, update in updates.items()}
 
     def softmax_scale(self) -> float:
         """YaRN's temperature, squared, over the root of the unabsorbed head dim."""
@@ -311,6 +326,7 @@ def forward(
     """The layer on rows [R, hidden] -> [R, hidden]; rows outside every sequence give zero."""
     if table is None:
         table = mla.rotary_table(max((len(s.rows) for s in sequences), default=0))
+    w = mla.updated(w)
     output = torch.zeros_like(x)
     for sequence in sequences:
         if len(sequence.rows):

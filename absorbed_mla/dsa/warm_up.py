@@ -22,8 +22,13 @@ def train_only_indexer(model: nn.Module) -> None:
     Args:
         model: This rank's part of it, before it is wrapped in Megatron's DistributedDataParallel.
     """
+    train_only(model, INDEXER)
+
+
+def train_only(model: nn.Module, part: str) -> None:
+    """Freeze all parameters without ``part`` in their names, as :func:`train_only_indexer` does."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(INDEXER in name)
+        parameter.requires_grad_(part in name)
     for module in model.modules():
         if hasattr(module, "frozen_expert_bias"):
             module.frozen_expert_bias = True

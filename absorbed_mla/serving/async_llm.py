@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -89,6 +90,7 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt; leaving the loop, or cancelling its task, aborts.
 
@@ -96,6 +98,7 @@ class AsyncLLM:
             prompt: As one of :meth:`LLM.generate`.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
+            lora_request: Its adapter; needs ``enable_lora``.
 
         Yields:
             All that there is so far, as often as the caller asks and it has grown; the last one is
@@ -108,7 +111,8 @@ class AsyncLLM:
         name = self._new_name() if request_id is None else request_id
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is that of a request that runs")
-        stream = self._service.submit([lambda _: prompt], sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        stream = self._service.submit([lambda _: prompt], params, lora_request=lora_request)
         self._streams[name] = stream
         try:
             while not stream.is_over:

@@ -11,7 +11,6 @@ Message = dict[str, Any]
 # Parameters of vLLM's calls. A template would get them as variables, and not look at them.
 _NOT_HERE = (
     "chat_template_content_format",
-    "lora_request",
     "mm_processor_kwargs",
     "priority",
     "tokenization_kwargs",

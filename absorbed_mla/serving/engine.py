@@ -29,6 +29,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
+from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add, Command
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
@@ -90,6 +92,7 @@ class Engine:
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None
+        self._lora = LoRASlots.of(model)
         self._sampler = RequestSampler(options.num_speculative_tokens, agree)
         self.reseed(options.seed)
         with inference_mode(model):
@@ -131,6 +134,7 @@ class Engine:
             raise RuntimeError("the engine has been started or closed already")
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
+            stack.enter_context(self.model.register_forward_pre_hook(self._before_forward))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
             if self.scheduler is not None:
                 self.scheduler.start()
@@ -224,12 +228,16 @@ class Engine:
         return [self.results[number] for number in range(len(prompts))]
 
     def add_request(
-        self, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Queue a request of a started engine; returns its number, counted from 0.
 
         A request that cannot run gets a result with an error, which the next step reports. Blocks
-        of the prefix cache are shared among requests with the same ``cache_salt``.
+        of the prefix cache are shared among requests with the same ``cache_salt`` and adapter.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -237,8 +245,14 @@ class Engine:
         error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
+        finish = ""
+        if lora_request is not None and not error:
+            try:
+                cache_salt = self._with_lora(number, lora_request, cache_salt)
+            except ValueError as failure:
+                finish, error = "error", str(failure)
         if error:
-            self._requests.end(number, Result(error=error))
+            self._requests.end(number, Result(finish=finish, error=error))
         else:
             self._requests.params[number] = sampling
             self._requests.without_tokens.add(number)
@@ -257,6 +271,24 @@ class Engine:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
         return number
+
+    def _with_lora(self, number: int, request: LoRARequest, cache_salt: str | None) -> str:
+        """Give a request its adapter; returns a ``cache_salt`` that no other adapter has."""
+        if self._lora is None:
+            raise ValueError("lora_request needs enable_lora=True, got False")
+        slot, digest = self._lora.hold(request, self._slots_in_use)
+        self._lora_slots[number] = slot
+        return f"{digest} {cache_salt!r}"
+
+    def _slots_in_use(self) -> set[int]:
+        """Slots of adapters of requests that have not ended; forgets the others."""
+        running = self._requests.params.keys()
+        self._lora_slots = {n: slot for n, slot in self._lora_slots.items() if n in running}
+        return set(self._lora_slots.values())
+
+    def _before_forward(self, model: GPTModel, inputs: tuple) -> None:
+        if self._lora is not None:
+            self._lora.begin_step(self.host.context, self._lora_slots)
 
     def set_vocabulary(self, vocabulary: TokenVocabulary) -> None:
         """Know the texts of tokens, without which there are no structured outputs.
@@ -288,7 +320,8 @@ class Engine:
         """
         for command in commands:
             if isinstance(command, Add):
-                self.add_request(command.prompt, command.params, command.cache_salt)
+                salt, lora = command.cache_salt, command.lora_request
+                self.add_request(command.prompt, command.params, salt, lora)
             elif isinstance(command, Abort):
                 self.abort(command.number)
             else:
@@ -435,6 +468,8 @@ class Engine:
         self._statistics = Statistics()
         self._megatron_counters.begin()
         self._num_requests = self._idle_steps = 0
+        # Of requests with an adapter, by number.
+        self._lora_slots: dict[int, int] = {}
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.

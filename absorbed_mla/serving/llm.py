@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from absorbed_mla.serving.chat_messages import for_template, require_none, template_options_of
@@ -25,6 +26,8 @@ from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
+
+LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -102,7 +105,8 @@ class LLM(LLMEngine):
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
             runner = Front(runner, given.num_processes)
-        super().__init__(runner, found, ends, awake=True)
+        max_loras = given.max_loras if given.enable_lora else 0
+        super().__init__(runner, found, ends, awake=True, max_loras=max_loras)
 
     @classmethod
     def from_model(
@@ -149,7 +153,7 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRAs = None,
         priority: None = None,
         prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
@@ -161,7 +165,8 @@ class LLM(LLMEngine):
                 have a ``"cache_salt"``: prompts share cached blocks only with those of the same.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
-            lora_request, priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
+            lora_request: Adapter of all prompts, or one or None for each; needs ``enable_lora``.
+            priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -169,7 +174,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
-        require_none("generate", {"lora_request": lora_request, "priority": priority})
+        require_none("generate", {"priority": priority})
         if prompts is None or prompt_token_ids is not None:
             raise ValueError(
                 "generate takes token ids as prompts=[[1, 2, 3], ...], or a dict with "
@@ -178,7 +183,7 @@ class LLM(LLMEngine):
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
-            for output in self._generate(prompts, sampling_params, names):
+            for output in self._generate(prompts, sampling_params, names, lora_request):
                 bar.total = len(names)
                 if output.finished:
                     final[output.request_id] = output
@@ -191,6 +196,7 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: LoRAs = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -201,6 +207,7 @@ class LLM(LLMEngine):
                 may be parts, ``{"type": "text", "text": "..."}`` each, whose texts are joined.
             sampling_params: As for :meth:`generate`.
             use_tqdm: As for :meth:`generate`.
+            lora_request: As for :meth:`generate`.
             chat_template_kwargs: Variables of the chat template, as vLLM has them.
             template_options: For the tokenizer's ``apply_chat_template``, which gives those that
                 it does not know to the template.
@@ -214,7 +221,7 @@ class LLM(LLMEngine):
         with self._exclusively():
             tokenizer = required(self.tokenizer)
             prompts = [tokenizer.chat(list(map(for_template, one)), **options) for one in several]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -284,6 +291,8 @@ class LLM(LLMEngine):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRAs = None,
     ) -> Iterator[RequestOutput]:
         """Generate for prompts together; yields a prompt's outputs each time that they have grown.
 
@@ -293,26 +302,30 @@ class LLM(LLMEngine):
         Args:
             prompts: As for :meth:`generate`.
             sampling_params: As for :meth:`generate`.
+            lora_request: As for :meth:`generate`.
 
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
-        return self._generate(prompts, sampling_params, [])
+        return self._generate(prompts, sampling_params, [], lora_request)
 
     def _generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         names: list[str],
+        lora_request: LoRAs = None,
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
         several = _prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
+        loras = _loras_of(lora_request, len(several))
+        self._check_lora(loras)
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
-            for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: "), params))
+            for i, (prompt, params, lora) in enumerate(zip(several, each, loras)):
+                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: ", lora), params))
         yield from self._run(encoded, names)
 
 
@@ -339,6 +352,19 @@ def _params_of(
         return [given or SamplingParams()] * count
     if len(given) != count:
         raise ValueError(f"there are {count} prompts and {len(given)} sampling_params")
+    return list(given)
+
+
+def _loras_of(given: LoRAs, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts.
+
+    Raises:
+        ValueError: If another number is given.
+    """
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts and {len(given)} lora_requests")
     return list(given)
 
 

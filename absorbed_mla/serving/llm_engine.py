@@ -6,11 +6,12 @@ import contextlib
 import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -37,12 +38,14 @@ class EncodedPrompt:
         tokens: Token ids.
         of_engine: See :func:`of_output`.
         cache_salt: Of the prompts that share cached blocks with it.
+        lora_request: Its adapter.
     """
 
     text: str | None
     tokens: list[int]
     of_engine: SamplingParams
     cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
 
 
 class LLMEngine:
@@ -53,6 +56,7 @@ class LLMEngine:
         tokenizer: Of texts; None: prompts and outputs are token ids.
         end_tokens: That end the model's texts besides the tokenizer's own.
         awake: Whether the runner is.
+        max_loras: Adapters of requests that run or wait; 0: they have none.
     """
 
     def __init__(
@@ -62,8 +66,10 @@ class LLMEngine:
         end_tokens: Sequence[int],
         *,
         awake: bool,
+        max_loras: int = 0,
     ) -> None:
         self._runner = runner
+        self._max_loras = max_loras
         self.tokenizer = tokenizer
         own = () if tokenizer is None else tokenizer.end_tokens
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
@@ -89,6 +95,7 @@ class LLMEngine:
         prompt: Prompt | EncodedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
@@ -97,6 +104,7 @@ class LLMEngine:
                 parameters.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
+            lora_request: Its adapter; needs ``enable_lora``.
 
         Returns:
             The request's id.
@@ -109,11 +117,15 @@ class LLMEngine:
         with self._exclusively():
             encoded = prompt
             if not isinstance(encoded, EncodedPrompt):
-                encoded = self.encode_prompt(prompt, params)
+                encoded = self.encode_prompt(prompt, params, lora_request=lora_request)
             return self._add(encoded, params, request_id)
 
     def encode_prompt(
-        self, prompt: Prompt, params: SamplingParams, where: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        where: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> EncodedPrompt:
         """What :meth:`add_request` does first, for any thread: long texts take seconds.
 
@@ -121,10 +133,12 @@ class LLMEngine:
             prompt: As the user gave it.
             params: As the user gave them.
             where: What an error begins with.
+            lora_request: Its adapter.
 
         Raises:
             ValueError: If the prompt cannot run.
         """
+        self._check_lora({lora_request}, where)
         tokenizer, sizes = self.tokenizer, self._sizes
         if params.truncate_prompt_tokens is None:
             self._require_few_tokens(prompt, where)
@@ -153,7 +167,21 @@ class LLMEngine:
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens, of_engine, salt)
+        return EncodedPrompt(text, tokens, of_engine, salt, lora_request)
+
+    def _check_lora(self, requests: Collection[LoRARequest | None], where: str = "") -> None:
+        """Check adapters of requests that arrive together."""
+        found = {one for one in requests if one is not None}
+        for one in found:
+            if not isinstance(one, LoRARequest):
+                raise ValueError(f"{where}lora_request must be a LoRARequest, got {one!r:.200}")
+        if found and not self._max_loras:
+            raise ValueError(f"{where}lora_request needs LLM(enable_lora=True), got False")
+        if len(found) > self._max_loras:
+            raise ValueError(
+                f"max_loras must be at least {len(found)}, the adapters of one call, got "
+                f"{self._max_loras}"
+            )
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, for any thread.
@@ -344,9 +372,9 @@ class LLMEngine:
         self._require_awake()
         if params.structured_outputs is not None:
             self._requests.set_vocabulary(self._grammars.vocabulary)
-        ends, salt = self._ends(params), prompt.cache_salt
+        ends, salt, lora = self._ends(params), prompt.cache_salt, prompt.lora_request
         return self._requests.add(
-            prompt.text, prompt.tokens, params, name, ends, prompt.of_engine, salt
+            prompt.text, prompt.tokens, params, name, ends, prompt.of_engine, salt, lora
         )
 
     def _of_engine(self, params: SamplingParams) -> SamplingParams:

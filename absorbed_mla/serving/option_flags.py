@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def add_flags(
                 parser.add_argument(flag, action="store_const", const=value, help=text, **common)
             continue
         kind, metavar = _PARSED.get(one.kinds[-1], (str, None))
+        several = {"nargs": "+"} if typing.get_origin(one.kinds[-1]) is tuple else {}
         text = change.get("help", one.help)
         if "(default: " not in text:
             text += f" (default: {one.unset if default is None else default})"
@@ -49,6 +51,7 @@ def add_flags(
             choices=one.choices or None,
             metavar=None if one.choices else metavar,
             help=_shown(text),
+            **several,
             **common,
         )
 

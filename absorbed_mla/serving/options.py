@@ -155,6 +155,24 @@ class ModelFields(Options):
     parity: bool = option(False, needs={"form": ("absorbed",), **_ON_ONE_RANK})
     """Equal tokens to the bit whatever runs beside a request; slower. Its log-probabilities are
     those of training (docs/parity.md)."""
+    enable_lora: bool = option(
+        False,
+        needs={
+            "form": ("auto", "absorbed"),
+            "cuda_graphs": (False,),
+            "parity": (False,),
+            "num_speculative_tokens": (0,),
+            "data_parallel_attention": (False,),
+            **_ON_ONE_RANK,
+        },
+    )
+    """Requests may have a ``lora_request``, each its own. The attention is then absorbed in every
+    step."""
+    max_loras: int = option(4, least=1)
+    """Adapters that requests may have at the same time. A request with another one is refused until
+    one is free. All are multiplied in every step that has one."""
+    max_lora_rank: int = option(16, least=1)
+    """Of an adapter; ``kv_b_proj`` may have twice that of the others (docs/lora.md)."""
     follow_links: bool = option(False)
     """Read through links that lead out of the model's folder. Those of a snapshot in the Hugging
     Face hub's cache, to the files of the same model, are always read."""

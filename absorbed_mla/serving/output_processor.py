@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -93,6 +94,7 @@ class OutputProcessor:
         ends: Sequence[int],
         of_engine: SamplingParams,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a prompt; returns its id.
 
@@ -104,6 +106,7 @@ class OutputProcessor:
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
             of_engine: What :func:`of_output` makes of these.
             cache_salt: Of the prompts that share cached blocks with it.
+            lora_request: Its adapter.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -120,7 +123,7 @@ class OutputProcessor:
             number = self._num_added
             self._num_added += 1
             own = _of_other_output(of_engine, index)
-            self._commands.append(Add(prompt_tokens, own, cache_salt))
+            self._commands.append(Add(prompt_tokens, own, cache_salt, lora_request))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)

@@ -29,7 +29,7 @@ _VARIANT = flag_of("experimental_attention_variant")
 # Arguments besides the model's that must not change when a run is resumed.
 _RUN = (
     *("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent"),
-    *("train_only", "data_fingerprint"),
+    *("train_only", "lora_rank", "lora_alpha", "lora_target_modules", "data_fingerprint"),
 )
 _NAMES = {"split_percent": "--split", "data_fingerprint": "the data (--data, --tokenizer)"}
 # Arguments that the weights do not depend on and that may be chosen freely.
@@ -200,7 +200,8 @@ def require_same_run(start: Start, args: argparse.Namespace) -> None:
     Raises:
         ValueError: Naming all options that differ, in one line.
     """
-    there, here = ({n: getattr(x, n) for n in _RUN} for x in (start.args, args))
+    # Checkpoints of releases without LoRA have no arguments of it.
+    there, here = ({n: getattr(x, n, None) for n in _RUN} for x in (start.args, args))
     there, here = there | model_from_args(start.args), here | model_of(args)
     problems = []
     for name in here:

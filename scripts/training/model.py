@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,11 +21,13 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.deepseek_router import use_deepseek_router
 from absorbed_mla.dsa.warm_up import INDEXER, train_only_indexer
+from absorbed_mla.lora import add_lora, load_peft_adapter
 from absorbed_mla.options import ROUTER_OPTIONS
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.megatron_loop import gpt_config_from_args
+from training.options import lora_config
 from training.rules import is_padded
 
 
@@ -77,6 +80,10 @@ def training_config(
     if weights is not None:
         initial = (INDEXER,) if args.new_indexer else ()
         config.pre_wrap_hooks.append(partial(_begin_with, weights, initial))
+    if args.lora_adapter:
+        config.pre_wrap_hooks.append(_with(load_peft_adapter, args.lora_adapter))
+    elif args.lora_rank is not None:
+        config.pre_wrap_hooks.append(_with(add_lora, lora_config(args)))
     return config
 
 
@@ -114,6 +121,14 @@ def _freeze(stages: list[nn.Module]) -> list[nn.Module]:
     for stage in stages:
         train_only_indexer(stage)
     return stages
+
+
+def _with(add, lora) -> Callable[[list[nn.Module]], list[nn.Module]]:
+    def hook(stages: list[nn.Module]) -> list[nn.Module]:
+        add(stages, lora)
+        return stages
+
+    return hook
 
 
 def _begin_with(weights: str, initial: tuple[str, ...], stages: list[nn.Module]) -> list[nn.Module]:

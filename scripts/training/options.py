@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from absorbed_mla.lora.config import LoRAConfig
+from absorbed_mla.lora.targets import ALL_LINEAR
 from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
 from training.presets import PRESETS
@@ -74,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser.add_argument_group("model").add_argument)
     _add_indexer(parser.add_argument_group("sparse attention (DSA)").add_argument)
+    _add_lora(parser.add_argument_group("LoRA of the attention").add_argument)
     add = parser.add_argument_group("data").add_argument
     text = "text file, or folder of them (default: the sources of Python's standard library)"
     add("--data", metavar="PATH", help=text)
@@ -130,6 +133,32 @@ def _add_indexer(add) -> None:
         action="store_true",
         help="take the weights of a dense model from --load, as --finetune does, and give it an "
         "indexer with initial weights",
+    )
+
+
+def _add_lora(add) -> None:
+    text = "train matrices of this rank beside frozen weights (default: all weights are trained)"
+    add("--lora-rank", type=int, metavar="R", help=text)
+    text = "their product is multiplied by X / R (default: R)"
+    add("--lora-alpha", type=float, metavar="X", help=text)
+    text = "names of layers, Megatron's or Hugging Face's (default: every linear one)"
+    add("--lora-target-modules", nargs="+", metavar="NAME", help=text)
+    text = "adapter in PEFT's format to begin with, instead of the three options above"
+    add("--lora-adapter", metavar="FOLDER", help=text)
+    text = "write the adapter there in PEFT's format at the end"
+    add("--save-adapter", metavar="FOLDER", help=text)
+
+
+def lora_config(args: argparse.Namespace) -> LoRAConfig:
+    """LoRA of a command line with ``--lora-rank``.
+
+    Raises:
+        ValueError: Naming what LoRA does not accept.
+    """
+    return LoRAConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha,
+        target_modules=args.lora_target_modules or ALL_LINEAR,
     )
 
 

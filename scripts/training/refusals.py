@@ -12,7 +12,7 @@ from pathlib import Path
 
 from console.outputs import require_writable
 from training.checkpoint import find_checkpoint
-from training.options import DEFAULTS, flags_of, given_options, own_parser
+from training.options import DEFAULTS, flag_of, flags_of, given_options, lora_config, own_parser
 from training.presets import COMMON, INDEXER, get_preset, scale_down
 
 _DATA = "the data is that of --data, the standard library's code without it"
@@ -39,6 +39,7 @@ _NEEDED = (
     ("--new-indexer", "load", "the dense checkpoint to start from"),
     ("--save-interval", "save", "the folder"),
 )
+_READ = {"data": "file or folder", "tokenizer": "folder", "lora_adapter": "folder"}
 # What may be set for a checkpoint's model, too: the length can be extended, balancing is used by
 # training only, and Megatron's own checkpoints do not contain this epsilon.
 FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
@@ -65,6 +66,7 @@ def parse_own(argv: list[str], script: str = "train.py") -> argparse.Namespace:
             raise ValueError(f"{flag} is not taken: {why}")
     parse_split(own.split)
     _check_model(own)
+    _check_lora(own)
     for flag, needed, what in _NEEDED:
         if flag in own.given and not getattr(own, needed):
             raise ValueError(f"{flag} needs --{needed}, {what}")
@@ -92,6 +94,22 @@ def _check_model(own: argparse.Namespace) -> None:
             )
     if variant == "dsa" or own.new_indexer:
         raise ValueError(only_absorbed(own.attention))
+
+
+def _check_lora(own: argparse.Namespace) -> None:
+    """Check that LoRA is said once, and has an attention of this package."""
+    named = [f for f in ("--lora-alpha", "--lora-target-modules") if f in own.given]
+    if own.lora_adapter and (twice := [*named, *(["--lora-rank"] if own.lora_rank else [])]):
+        raise ValueError(f"--lora-adapter has a rank of its own and excludes {', '.join(twice)}")
+    chosen = own.lora_rank is not None or own.lora_adapter is not None
+    if not chosen and (alone := [*named, *(["--save-adapter"] if own.save_adapter else [])]):
+        raise ValueError(f"{alone[0]} needs --lora-rank or --lora-adapter")
+    if own.lora_rank is not None:
+        lora_config(own)
+    if chosen and own.attention != "absorbed":
+        raise ValueError(f"LoRA needs --attention absorbed, got {own.attention}")
+    if chosen and own.train_only:
+        raise ValueError("--train-only trains an indexer alone and excludes LoRA")
 
 
 def only_absorbed(attention: str) -> str:
@@ -156,16 +174,17 @@ def check_files(own: argparse.Namespace) -> None:
     Raises:
         ValueError: Naming the option, its path and what is in the way.
     """
-    for name, kind in (("data", "file or folder"), ("tokenizer", "folder")):
+    for name, kind in _READ.items():
         path = getattr(own, name)
         if path is not None and not Path(path).exists():
-            raise ValueError(f"--{name}: there is no {kind} {path}")
+            raise ValueError(f"{flag_of(name)}: there is no {kind} {path}")
     if own.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if own.load:
         find_checkpoint(own.load)
     files = {"--metrics": own.metrics, "--plot": own.plot}
-    require_writable(folders={"--save": own.save}, files=files)
+    folders = {"--save": own.save, "--save-adapter": own.save_adapter}
+    require_writable(folders=folders, files=files)
 
 
 def require_known(argv: Iterable[str], parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from absorbed_mla.lora import save_peft_adapter
 from absorbed_mla.qk_clip import clip_qk
 from console.ranks import world_size
 from training import megatron_loop
@@ -51,7 +52,10 @@ def train(args: argparse.Namespace) -> None:
     report = Report(args, start.iteration or 0 if start else 0)
     report.say(header)
     config = training_config(args, weights)
-    config.post_wrap_hooks.append(partial(_say_parameters, report, args.train_only))
+    frozen = args.train_only or args.lora_rank or args.lora_adapter
+    config.post_wrap_hooks.append(partial(_say_parameters, report, bool(frozen)))
+    stages: list = []
+    config.post_wrap_hooks.append(partial(_keep, stages))
 
     def saved(iteration: int, *state, **options) -> None:
         save_checkpoint(iteration, *state, **options)
@@ -76,6 +80,9 @@ def train(args: argparse.Namespace) -> None:
             megatron_loop.initialize(args)
             model, *state = megatron_loop.set_up(args, config)
             saved(0, [model], *state, 0)
+        if args.save_adapter:
+            save_peft_adapter(stages, args.save_adapter)
+            report.say(f"saved the adapter in {args.save_adapter}")
     finally:
         report.metrics.close()
     if args.plot and not report.rank:
@@ -95,10 +102,15 @@ def _windows(args: argparse.Namespace, corpus: Corpus) -> tuple[Windows, Windows
     return ours, Windows(validation, args.seq_length, 0, "validation (--split)", period)
 
 
-def _say_parameters(report: Report, train_only: str | None, stages: list) -> list:
+def _keep(kept: list, stages: list) -> list:
+    kept += stages
+    return stages
+
+
+def _say_parameters(report: Report, frozen: bool, stages: list) -> list:
     """A hook of Megatron's builder; collective."""
     text = f"{sum(map(count_parameters, stages)):,} parameters"
-    if train_only:
+    if frozen:
         trained = sum(count_parameters(stage, trained=True) for stage in stages)
         text += f", {trained:,} are trained"
     report.say(text)

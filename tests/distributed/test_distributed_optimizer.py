@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from absorbed_mla.lora import LoRAConfig, add_lora
 from tests.support import needs, world
 from tests.support.models import MIXED, gpt_model, token_batch
 from tests.support.training import OPTIONS, Training
@@ -21,9 +22,12 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 GATHERED = {**DISTRIBUTED, "overlap_param_gather": True}
 
 
-def train(dtype: torch.dtype, sharding: dict, **ddp: bool):
+def train(dtype: torch.dtype, sharding: dict, lora: bool = False, **ddp: bool):
     """Losses and weights; every rank has batches of its own."""
     model = gpt_model(dtype=dtype, **MIXED)
+    if lora:
+        torch.manual_seed(0)
+        add_lora(model, LoRAConfig(r=3))
     # The norm of shards is summed in another order.
     options = replace(OPTIONS, clip_grad=0.0, bf16=dtype == torch.bfloat16, params_dtype=dtype)
     training = Training(
@@ -40,13 +44,17 @@ def train(dtype: torch.dtype, sharding: dict, **ddp: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
-def test_equal_to_the_whole_optimizer(overlapped, dtype):
+@pytest.mark.parametrize(
+    ("overlapped", "lora"),
+    [(False, False), (True, False), (True, True)],
+    ids=["plain", "overlapped", "overlapped-lora"],
+)
+def test_equal_to_the_whole_optimizer(overlapped, lora, dtype):
     """To the bit: sharding moves numbers, and adds none."""
     with world.parallel():
         sharding = GATHERED if overlapped else DISTRIBUTED
-        losses, weights = train(dtype, sharding, overlap_grad_reduce=overlapped)
-        expected_losses, expected = train(dtype, {})
+        losses, weights = train(dtype, sharding, lora, overlap_grad_reduce=overlapped)
+        expected_losses, expected = train(dtype, {}, lora)
     assert losses == expected_losses
     for name, weight in weights.items():
         assert torch.equal(weight, expected[name]), name

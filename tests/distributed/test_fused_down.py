@@ -34,6 +34,7 @@ from tests.support.engine import Request, check_generates, generating_model, pro
 from tests.support.harness import Setup, build_attention, load_weights, own_tokens
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
+from tests.support.lora import with_random_lora
 from tests.support.models import gpt_model, logits
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
@@ -92,21 +93,30 @@ def test_computes_what_separate_layers_do_with_transformer_engine(setup):
     check_results(replace(setup, backend="transformer_engine", dtype=torch.bfloat16), 3e-2)
 
 
-def check_results(setup: Setup, bound: float) -> None:
+@pytest.mark.parametrize("setup", SETUPS[2:], ids=lambda s: "-".join(_words(s)))
+def test_lora_of_both_parts(setup):
+    """Each of the two has A and B of its own, whatever layer holds its rows."""
+    check_results(setup, 1e-12, lora=True)
+
+
+def check_results(setup: Setup, bound: float, lora: bool = False) -> None:
     """Output, and the gradients of the input and of every weight, as they are on each rank."""
     layout = dense(12, 2)
     rows = (layout.random_rows(TINY.hidden, seed) for seed in (1, 2))
     x, grad = (own_tokens(one, layout, setup, world.cp_group()) for one in rows)
     found = []
     for attention in pair(setup):
+        if lora:
+            with_random_lora(attention)
         own = x.clone().requires_grad_()
         out, _ = attention(own, None)
         out.backward(grad)
-        grads = {name: weight.grad for name, weight in attention.named_parameters()}
+        trained = [(n, w) for n, w in attention.named_parameters() if w.requires_grad]
+        grads = {name: weight.grad for name, weight in trained}
         found.append((out, own.grad, grads))
     (out, input_grad, grads), (out_of_one, input_grad_of_one, grads_of_one) = found
     assert close(out_of_one, out, bound) and close(input_grad_of_one, input_grad, bound)
-    grads = fused(grads)
+    grads = grads if lora else fused(grads)
     assert set(grads_of_one) == set(grads)
     for name, expected in grads.items():
         assert close(grads_of_one[name], expected, bound), name

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.lora import LoRAConfig, add_lora
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult, Table
 from tests.support import world
@@ -44,6 +45,12 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
     "i_k_bias": (("core_attention.indexer.k_norm.bias",), None),
     "i_w": (("core_attention.indexer.linear_weights_proj.weight",), None),
 }
+# Their LoRA: A is sharded where the layer's inputs are, B where its outputs are.
+for _name in ("w_q", "w_dq", "w_uq", "w_dkv", "w_uk", "w_uv", "w_o"):
+    (_layer,), _dim = PARAMETERS[_name]
+    _lora = f"lora.{_layer.removesuffix('weight')}"
+    PARAMETERS[f"{_name}.A"] = ((f"{_lora}lora_A.weight",), 1 if _dim == 1 else None)
+    PARAMETERS[f"{_name}.B"] = ((f"{_lora}lora_B.weight",), None if _dim == 1 else _dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +115,10 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         attention = build_module(
             spec, config=config, layer_number=1, cp_comm_type=setup.cp_comm_type
         )
+    if getattr(mla, "lora", ()):
+        names = [PARAMETERS[name][0][0].removesuffix(".weight") for name in mla.lora]
+        r, alpha = mla.lora_rank, mla.lora_rank * mla.lora_scale
+        add_lora(attention, LoRAConfig(r=r, lora_alpha=alpha, target_modules=names))
     return attention.to(world.device())
 
 
@@ -233,6 +244,7 @@ def whole_gradients(
     tensor-parallel group, and averages those marked so; before it, DDP has summed over
     context-parallel ranks.
     """
+    parameters = {name: one for name, one in parameters.items() if one.requires_grad}
     whole = {
         name: torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
         for name, parameter in parameters.items()
@@ -248,6 +260,8 @@ def whole_gradients(
     whole |= {name: total / world.tp_size() for name, total in sums.items()}
     dims = {name: shard_dim(name, setup) for name in parameters}
     sharded = {n: whole[n] for n, dim in dims.items() if dim is not None}
+    if not sharded:
+        return whole
     parts = [split_like(part, sharded) for part in world.gather(flat(sharded)[None], 0).unbind()]
     return whole | {n: torch.cat([part[n] for part in parts], dims[n]) for n in sharded}
 

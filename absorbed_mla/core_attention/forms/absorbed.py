@@ -22,15 +22,20 @@ class AbsorbedForm:
     The query is the absorbed query [S, B, N, C] and the rotated q_rope [S, B, N, R].
     """
 
+    absorb_query = staticmethod(absorb_query)
+    absorb_query_in_inference = staticmethod(absorb_query_in_inference)
+    up_project_value = staticmethod(up_project_value)
+    up_project_value_in_inference = staticmethod(up_project_value_in_inference)
+
     def query(self, q, w_uk, cos, sin):
         """See ``Form``; memory of its own, which recomputation frees."""
         q_nope, q_rope = _parts(rotate_tail(q, cos, sin, len(w_uk)), w_uk)
-        return absorb_query(q_nope, w_uk), q_rope.clone(memory_format=torch.contiguous_format)
+        return self.absorb_query(q_nope, w_uk), q_rope.clone(memory_format=torch.contiguous_format)
 
     def query_in_inference(self, q, w_uk, cos, sin):
         """:meth:`query` without gradient, whose q_rope is a part of ``q``."""
         q_nope, q_rope = _parts(rotate_tail(q, cos, sin, len(w_uk)), w_uk)
-        return absorb_query_in_inference(q_nope, w_uk), q_rope
+        return self.absorb_query_in_inference(q_nope, w_uk), q_rope
 
     def weights(self, w_uk, w_uv):
         """None: W_UK is in the query, and W_UV is applied to the output."""
@@ -38,11 +43,11 @@ class AbsorbedForm:
 
     def output(self, core_out, w_uv):
         """The attended latent, up-projected by W_UV once per query."""
-        return up_project_value(core_out, w_uv)
+        return self.up_project_value(core_out, w_uv)
 
     def output_in_inference(self, core_out, w_uv):
         """:meth:`output` without gradient."""
-        return up_project_value_in_inference(core_out, w_uv)
+        return self.up_project_value_in_inference(core_out, w_uv)
 
     def widths(self, dims):
         """See ``Form``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 
@@ -16,6 +17,7 @@ class Add:
     prompt: Sequence[int]
     params: SamplingParams
     cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from absorbed_mla import __version__
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.server.chat_answer import ChatAnswer
 from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
@@ -67,6 +68,7 @@ def build_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     parsers: OutputParsers = _NO_PARSERS,
+    loras: Mapping[str, LoRARequest] = {},
 ) -> Starlette:
     """The application.
 
@@ -78,8 +80,9 @@ def build_app(
         origins: Of web pages that may read answers; ``"*"``: all.
         max_body_bytes: Of a request.
         parsers: Of tool calls and reasoning.
+        loras: Adapters by the names that clients call them.
     """
-    routes = _Routes(service, metrics, name, parsers)
+    routes = _Routes(service, metrics, name, parsers, loras)
 
     def guarded(handler: _Handler) -> _Handler:
         async def call(request: Request) -> Response:
@@ -160,10 +163,16 @@ class _Routes:
     """Handlers of requests."""
 
     def __init__(
-        self, service: Service, metrics: Metrics, name: str, parsers: OutputParsers
+        self,
+        service: Service,
+        metrics: Metrics,
+        name: str,
+        parsers: OutputParsers,
+        loras: Mapping[str, LoRARequest],
     ) -> None:
         self._service, self._metrics, self._name = service, metrics, name
         self._parsers = parsers
+        self._loras: dict[str, LoRARequest | None] = {name: None, **loras}
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -176,13 +185,15 @@ class _Routes:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """A list with the one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """A list with the one model and its adapters."""
+        data = [self._model(name) for name in self._loras]
+        return JSONResponse({"object": "list", "data": data})
 
     async def one_model(self, request: Request) -> Response:
-        """The model, by its name."""
-        self._require_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        """The model or an adapter, by its name."""
+        name = request.path_params["name"]
+        self._require_model(name)
+        return JSONResponse(self._model(name))
 
     async def version(self, request: Request) -> Response:
         """Of this package."""
@@ -215,18 +226,21 @@ class _Routes:
         body.use(self._parsers)
         return await self._answer(request, body, ResponsesAnswer)
 
-    def _model(self) -> dict[str, str | int]:
+    def _model(self, name: str) -> dict[str, str | int]:
+        lora = self._loras[name]
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "absorbed_mla",
             "max_model_len": self._service.llm.max_model_len,
+            **({} if lora is None else {"parent": self._name, "root": str(lora.lora_path)}),
         }
 
     def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._name):
-            raise HTTPException(404, f"the model is {self._name!r}, not {name!r:.200}")
+        if name is not None and name not in self._loras:
+            known = " or ".join(map(repr, self._loras))
+            raise HTTPException(404, f"the model is {known}, not {name!r:.200}")
 
     async def _answer(
         self,
@@ -241,8 +255,10 @@ class _Routes:
         if body.request_id is not None and _REQUEST_ID not in request.headers:
             request.state.request_id = body.request_id
         tokenizer = self._service.llm.tokenizer
-        answer = kind(body, self._name, request.state.request_id, tokenizer)
-        stream = self._service.submit(prompts, params, request.state.body_bytes)
+        name = body.model or self._name
+        answer = kind(body, name, request.state.request_id, tokenizer)
+        size, lora = request.state.body_bytes, self._loras[name]
+        stream = self._service.submit(prompts, params, size, lora)
         request.state.stream = stream
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)

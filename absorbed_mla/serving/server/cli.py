@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.registry import TOOL_PARSERS
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -39,6 +40,9 @@ class ServerOptions(Options):
     """Folder, or 'bytes'."""
     served_model_name: str | None = option(None, unset="the folder's name")
     """Of the model, for clients."""
+    lora_modules: tuple[str, ...] = option((), accepted="NAME=FOLDER, with names of their own")
+    """Adapters in PEFT's format as NAME=FOLDER, which requests choose by ``model``. They need
+    ``enable_lora``."""
     host: str = option("127.0.0.1")
     """Address to listen on; 127.0.0.1: this machine only, 0.0.0.0: all."""
     port: int = option(8000, least=0, most=2**16 - 1)
@@ -77,6 +81,29 @@ class ServerOptions(Options):
     def origins(self) -> list[str]:
         """The origins of web pages that may read answers."""
         return [one.strip(" /") for one in (self.allowed_origins or "").split(",") if one]
+
+    def adapters(self, name: str, options: LLMOptions) -> dict[str, LoRARequest]:
+        """The adapters by their names; ``name`` is the model's.
+
+        Raises:
+            ValueError: If a name is taken or a folder is none of an adapter, or ``options`` have
+                no room for all of them.
+        """
+        found: dict[str, LoRARequest] = {}
+        for i, given in enumerate(self.lora_modules):
+            own, separator, folder = given.partition("=")
+            if not separator or own in (name, *found):
+                words = "NAME=FOLDER, with names of their own"
+                raise ValueError(f"--lora-modules must be {words}, got {given!r}")
+            found[own] = LoRARequest(own, i + 1, folder)
+        if found and not options.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora")
+        if len(found) > options.max_loras:
+            raise ValueError(
+                f"--max-loras must be at least the {len(found)} of --lora-modules, got "
+                f"{options.max_loras}"
+            )
+        return found
 
     @property
     def key(self) -> str | None:
@@ -153,6 +180,7 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
     logging.config.dictConfig(log_config(own.log_format))
     logging.captureWarnings(own.log_format == "json")
     name = own.served_model_name or model.resolve().name
+    loras = own.adapters(name, options)
     metrics, died = Metrics(name), []
 
     def on_death() -> None:
@@ -173,7 +201,7 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         most = own.max_body_bytes
         template = getattr(llm.tokenizer, "chat_template", "")
         parsers = OutputParsers.chosen(own.tool_call_parser, own.reasoning_parser, template)
-        limits = {"max_body_bytes": most, "parsers": parsers}
+        limits = {"max_body_bytes": most, "parsers": parsers, "loras": loras}
         app = build_app(service, metrics, name, api_key, own.origins, **limits)
         server = HTTPServer(
             app,

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.llm_engine import EncodedPrompt
 from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -266,7 +268,11 @@ class Service:
         return "draining" if self._drains else "ok"
 
     def submit(
-        self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
+        self,
+        prompts: Sequence[MakePrompt],
+        params: SamplingParams,
+        size: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
@@ -274,6 +280,7 @@ class Service:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
             size: Bytes of the request.
+            lora_request: Adapter of each prompt.
 
         Returns:
             For their updates; to be closed.
@@ -289,7 +296,8 @@ class Service:
                 return
             try:
                 self._require_running()
-                made = [self.llm.encode_prompt(make(self.llm), params) for make in prompts]
+                encoded = partial(self.llm.encode_prompt, params=params, lora_request=lora_request)
+                made = [encoded(make(self.llm)) for make in prompts]
                 self._queue(_Submit(dict(zip(names, made)), params, stream))
             except ServiceStopped as error:
                 _fail(stream, error)

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.log_once import log_once
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
@@ -164,6 +165,8 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         model = Float16Module(megatron_config, model).module
         keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
+    if options.enable_lora:
+        LoRASlots(model, options.max_loras, options.max_lora_rank)
     return model.eval()
 
 
@@ -276,7 +279,8 @@ def _build(
     grouped: bool,
 ) -> GPTModel:
     attention = AbsorbedMLAOptions(
-        form=options.form,
+        # Tokens of several adapters are together in a step, which one form computes.
+        form="absorbed" if options.enable_lora else options.form,
         latent_norm_eps=args.latent_norm_epsilon,
         latent_cache_dtype=options.latent_cache_dtype,
         batch_invariant=options.parity,

@@ -28,6 +28,7 @@ from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights, module_table
 from tests.support.hybrid import hybrid_model
 from tests.support.layouts import dense
+from tests.support.lora import with_random_lora
 from tests.support.models import call, token_batch
 from tests.support.refusal import refusal
 from tests.support.standard import build_standard, load_standard
@@ -261,6 +262,15 @@ class TestRefused:
             with refusal("QK-clip", f"the weight of {name}", "LoRA has down, to_wrap.weight, up"):
                 clip()
         assert clip_qk(wrapped(attention), log_max_only=True) > 0
+
+    def test_lora_on_what_it_scales(self):
+        attention, _ = clipping(setup=Setup())
+        attention.config.qk_clip = False
+        with_random_lora(attention, target_modules=["linear_k_up_proj"])
+        attention.config.qk_clip = True
+        forward(attention)
+        with refusal("QK-clip scales the weight of linear_k_up_proj, but an adapter"):
+            attention.clip_qk()
 
     def test_no_adapter_elsewhere(self):
         """What latents are made by does not matter: the score is a product of what is scaled."""

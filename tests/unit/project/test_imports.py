@@ -226,7 +226,7 @@ LEVELS = [
     {"cpu_host", "packed_roll", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
-    {"serving", "export", "generation", "bridge", "convert_command"},
+    {"serving", "export", "generation", "bridge", "convert_command", "lora"},
 ]
 TOP = tuple(f"absorbed_mla.{name}" for name in sorted(LEVELS[-1]))
 

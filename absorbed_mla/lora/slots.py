@@ -1,0 +1,154 @@
+"""Several adapters in one model that generates, one or none for each token of a step.
+
+The A of ``max_loras`` adapters are the rows of one matrix, their B the columns of another. A step
+multiplies by both; in between, a token keeps the numbers of its own adapter and loses the others.
+So no product depends on which adapters run, the latent is never expanded, and a token's output is
+that of its adapter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.lora.adapter import AttentionLoRA, layers_of
+from absorbed_mla.lora.low_rank import LowRank
+from absorbed_mla.lora.model import attentions
+from absorbed_mla.lora.peft_format import Updates, read_peft_adapter
+from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.serving.export.agreement import on_all_ranks
+
+_ATTRIBUTE = "lora_slots"
+
+
+class LoRASlots:
+    """Room for adapters on every linear layer of the attentions of a model.
+
+    Args:
+        model: This rank's part of it, whose attentions run in the absorbed form.
+        max_loras: Adapters that may run at the same time.
+        max_lora_rank: Of each.
+
+    Raises:
+        ValueError: If the attention is sparse, or the model has LoRA already.
+    """
+
+    def __init__(self, model: GPTModel, max_loras: int, max_lora_rank: int) -> None:
+        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        self._attentions = list(attentions(model))
+        for attention in self._attentions:
+            layers = dict.fromkeys(layers_of(attention), (max_loras * max_lora_rank, 1.0))
+            lora = AttentionLoRA(attention, layers)
+            for one in lora.values():
+                one.chosen = self.chosen
+                one.requires_grad_(False)
+                one.lora_A.weight.zero_()
+        # By slot, the digest of its adapter; the one used longest ago is first in the order.
+        self._digests: list[str | None] = [None] * max_loras
+        self._order = list(range(max_loras))
+        self._mask: Tensor | None = None
+        setattr(model, _ATTRIBUTE, self)
+
+    @classmethod
+    def of(cls, model: GPTModel) -> LoRASlots | None:
+        """Those of a model; None if it has none."""
+        return getattr(model, _ATTRIBUTE, None)
+
+    def hold(self, request: LoRARequest, in_use: Callable[[], Collection[int]]) -> tuple[int, str]:
+        """Have an adapter in a slot; collective over all ranks of the model.
+
+        Args:
+            request: Names its folder.
+            in_use: Slots of requests that have not ended.
+
+        Returns:
+            The slot, and the digest of the adapter's files.
+
+        Raises:
+            ValueError: On every rank, if the adapter cannot be read, does not fit the model or
+                ``max_lora_rank``, or all slots are in use.
+        """
+        (digest, updates), _ = on_all_ranks(lambda: (self._read(request), None))
+        if digest in self._digests:
+            slot = self._digests.index(digest)
+        else:
+            free = [slot for slot in self._order if slot not in set(in_use())]
+            if not free:
+                raise ValueError(
+                    f"max_loras: the requests that run or wait have {self.max_loras} adapters, and "
+                    f"{request.lora_name} is another; wait for them, or raise max_loras"
+                )
+            slot = free[0]
+            self._write(slot, updates)
+            self._digests[slot] = digest
+        self._order.remove(slot)
+        self._order.append(slot)
+        return slot, digest
+
+    def begin_step(self, context: DynamicInferenceContext, slots: Mapping[int, int]) -> None:
+        """Know the adapter of every token of a forward pass.
+
+        Args:
+            context: Of the pass.
+            slots: By number of the request, for those that have one.
+        """
+        active = context.active_token_count
+        rows = [slots.get(number, -1) for number in context.request_ids.tolist()] if slots else []
+        self._mask = None
+        if all(slot < 0 for slot in rows):
+            return
+        of_rows = torch.tensor(rows)
+        tokens = of_rows[context.token_to_request_idx[:active].cpu().long()]
+        if bool((tokens < 0).all()):
+            return
+        mask = torch.zeros(context.padded_active_token_count, self.max_loras, dtype=torch.bool)
+        mask[:active] = tokens[:, None] == torch.arange(self.max_loras)
+        device = self._attentions[0].linear_proj.weight.device if self._attentions else "cpu"
+        self._mask = mask.repeat_interleave(self.max_lora_rank, dim=1).to(device)
+
+    def chosen(self, between: Tensor, sharding) -> Tensor | None:
+        """``A x`` [T, ..., all ranks of all slots] without those of other slots; None: of none.
+
+        Ranks that divide the tokens have a part of T.
+        """
+        mask = self._mask
+        if mask is None:
+            return None
+        if len(between) != len(mask):
+            mask = mask.chunk(sharding.tp_group.size())[sharding.tp_group.rank()]
+        shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
+        return torch.where(mask.view(shape), between, 0)
+
+    def _read(self, request: LoRARequest) -> tuple[str, Updates]:
+        digest = request.digest()
+        if digest in self._digests or not self._attentions:
+            return digest, {}
+        updates = read_peft_adapter(request.lora_path, self._attentions[0])
+        rank = max(len(update.a) for update in updates.values())
+        if rank > self.max_lora_rank:
+            raise ValueError(
+                f"max_lora_rank must be at least {rank}, that of {request.lora_name}, got "
+                f"{self.max_lora_rank}"
+            )
+        return digest, updates
+
+    def _write(self, slot: int, updates: Updates) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for attention in self._attentions:
+                for name, one in attention.lora.items():
+                    self._write_layer(slot, one, updates, (attention.layer_number - 1, name))
+
+    def _write_layer(self, slot: int, one: LowRank, updates: Updates, key: tuple[int, str]) -> None:
+        first = slot * self.max_lora_rank
+        a = one.lora_A.weight.narrow(0, first, self.max_lora_rank).zero_()
+        b = one.lora_B.weight.narrow(1, first, self.max_lora_rank).zero_()
+        if key in updates:
+            update = updates[key]
+            rank, wide = len(update.a), torch.promote_types(update.b.dtype, torch.float32)
+            a[:rank] = one.sharding.own_part(update.a, "lora_A")
+            scaled = update.b.to(wide) * update.scaling
+            b[:, :rank] = one.sharding.own_part(scaled, "lora_B")

@@ -1,0 +1,192 @@
+"""Several adapters in one ``LLM``: each request as its adapter alone, merged into the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from absorbed_mla import LLM, AsyncLLM, SamplingParams
+from absorbed_mla.lora import (
+    LoRARequest,
+    load_peft_adapter,
+    merge_lora,
+    remove_lora,
+    unmerge_lora,
+)
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.weights.load import load_model, open_model
+from tests.support.engine import Request, engine_of
+from tests.support.llm import serving, tiny_folder
+from tests.support.refusal import refusal
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
+RANKS = {"a": 4, "b": 2, "c": 4}
+# A whole block of the prefix cache, and more.
+PROMPTS = [[*range(3, 73)], [9, 8, 7], [*range(3, 73), 5]]
+
+
+def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest:
+    """LoRA of every linear layer of the attentions of a checkpoint."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    weights = {k: v for f in base.glob("*.safetensors") for k, v in load_file(f).items()}
+    for name, weight in weights.items():
+        if ".self_attn." in name and name.endswith(("proj.weight", "with_mqa.weight")):
+            rows, columns = weight.shape
+            for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                key = f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
+                tensors[key] = torch.randn(shape, generator=generator) / 4
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(folder.name, seed + 1, folder)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("lora") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapters(base) -> dict[str, LoRARequest | None]:
+    made = {
+        name: write_adapter(base, base.parent / name, seed, rank)
+        for seed, (name, rank) in enumerate(RANKS.items())
+    }
+    return {**made, "base": None}
+
+
+@pytest.fixture(scope="module")
+def alone(base, adapters) -> dict[str, list]:
+    """Results of each adapter, merged into the weights of a model in this process."""
+    options = LLMOptions.of({**OPTIONS, "tensor_parallel_size": 1})
+    model, found = load_model(open_model(base), options, torch.device("cpu")), {}
+    sampling = [Request(prompt, PARAMS.max_tokens).sampling(log_probs=True) for prompt in PROMPTS]
+    for name, adapter in adapters.items():
+        if adapter is not None:
+            load_peft_adapter(model, adapter.lora_path)
+            merge_lora(model)
+        with engine_of(model) as engine:
+            found[name] = engine.generate(PROMPTS, sampling)
+        if adapter is not None:
+            unmerge_lora(model)
+            remove_lora(model)
+    return found
+
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "cache_tokens": 2048}
+LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+
+
+@pytest.fixture(scope="module")
+def llm(base):
+    with LLM(base, tokenizer="bytes", **LORA) as llm:
+        yield llm
+
+
+def close(found, expected) -> bool:
+    output = found.outputs[0]
+    logprob = pytest.approx(sum(expected.log_probs), abs=1e-3)
+    return output.token_ids == expected.tokens and output.cumulative_logprob == logprob
+
+
+def test_a_mixed_batch(llm, adapters, alone):
+    """Every request as its adapter alone; the prefix cache is not shared among adapters."""
+    order = ["a", "base", "b"] * 2
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(3)] + [PROMPTS[2]] * 3
+    outputs = llm.generate(
+        prompts, PARAMS, use_tqdm=False, lora_request=[adapters[name] for name in order]
+    )
+    places = [0, 1, 2, 2, 2, 2]
+    for output, name, place in zip(outputs, order, places, strict=True):
+        assert close(output, alone[name][place]), (name, place)
+    texts = {tuple(alone[name][2].tokens) for name in ("a", "b", "base")}
+    assert len(texts) == 3
+    loras = [adapters["a"], None]
+    again = llm.generate([PROMPTS[2]] * 2, PARAMS, lora_request=loras, use_tqdm=False)
+    assert [one.num_cached_tokens for one in again] == [64, 64]
+
+
+def test_an_adapter_takes_the_place_of_one_that_rests(llm, adapters, alone):
+    """Also step by step, and beside one that runs; the third at a time is refused."""
+    llm.add_request(PROMPTS[1], PARAMS, "first", adapters["a"])
+    llm.add_request(PROMPTS[1], PARAMS, "second", adapters["b"])
+    llm.step()
+    llm.add_request(PROMPTS[1], PARAMS, "third", adapters["c"])
+    ended = {}
+    while llm.has_unfinished_requests():
+        ended |= {one.request_id: one for one in llm.step() if one.finished}
+    assert close(ended["first"], alone["a"][1]) and close(ended["second"], alone["b"][1])
+    assert ended["third"].outputs[0].finish_reason == "error"
+    assert "max_loras: the requests that run or wait" in ended["third"].outputs[0].error
+    [output] = llm.generate(PROMPTS[1], PARAMS, use_tqdm=False, lora_request=adapters["c"])
+    assert close(output, alone["c"][1])
+    [output] = llm.generate(PROMPTS[1], PARAMS, use_tqdm=False, lora_request=adapters["b"])
+    assert close(output, alone["b"][1])
+
+
+def test_refused(llm, base, adapters, tmp_path):
+    """Before anything runs, where it can be known."""
+    with refusal("max_loras must be at least 3, the adapters of one call, got 2"):
+        llm.generate([PROMPTS[1]] * 3, lora_request=[adapters[name] for name in "abc"])
+    with refusal("there are 1 prompts and 2 lora_requests"):
+        llm.generate([PROMPTS[1]], lora_request=[None, None])
+    with refusal("lora_request must be a LoRARequest, got 'a'"):
+        llm.generate([PROMPTS[1]], lora_request="a")
+    with refusal("has no adapter_config.json"):
+        LoRARequest("x", 1, tmp_path)
+    with refusal("lora_int_id must be an integer above 0, got 0"):
+        LoRARequest("x", 0, tmp_path)
+    large = write_adapter(base, tmp_path / "large", 7, 5)
+    [output] = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False, lora_request=large)
+    assert "max_lora_rank must be at least 5" in output.outputs[0].error
+    for fields in (
+        {"cuda_graphs": True, "form": "absorbed", "device": "cuda"},
+        {"parity": True, "form": "absorbed"},
+        {"form": "expanded"},
+        {"num_speculative_tokens": 1},
+        {"decode_context_parallel": True},
+    ):
+        with refusal("enable_lora", next(iter(fields))):
+            LLM(base, **{**LORA, **fields})
+
+
+def test_the_server(llm, adapters, alone):
+    """The request's model names the adapter; /v1/models lists them."""
+    pytest.importorskip("starlette")
+    from openai import NotFoundError, OpenAI
+
+    loras = {name: adapters[name] for name in "ab"}
+    with serving(llm=llm, app_options={"loras": loras}) as served:
+        client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+        models = {one.id: one.model_dump() for one in client.models.list()}
+        assert [*models] == ["tiny", "a", "b"] and "parent" not in models["tiny"]
+        assert models["b"]["parent"] == "tiny" and models["b"]["root"].endswith("/b")
+        assert client.models.retrieve("a").id == "a"
+        fields = {"prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        for name, called in (("a", "a"), ("b", "b"), ("base", "tiny")):
+            answer = client.completions.create(model=called, **fields)
+            logprobs = answer.choices[0].logprobs.token_logprobs
+            assert answer.model == called
+            assert sum(logprobs) == pytest.approx(sum(alone[name][0].log_probs), abs=1e-3)
+        with pytest.raises(NotFoundError, match="the model is 'tiny' or 'a' or 'b', not 'c'"):
+            client.completions.create(model="c", **fields)
+
+
+def test_async_llm(llm, adapters, alone):
+    """As the server."""
+    pytest.importorskip("starlette")
+
+    async def last() -> RequestOutput:
+        stream = made.generate(PROMPTS[1], PARAMS, lora_request=adapters["a"])
+        return [one async for one in stream][-1]
+
+    made = AsyncLLM.from_llm(llm)
+    assert close(asyncio.run(last()), alone["a"][1])
+    made._service.stop()
