@@ -89,6 +89,8 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt; leaving the loop, or cancelling its task, aborts.
 
@@ -96,6 +98,7 @@ class AsyncLLM:
             prompt: As one of :meth:`LLM.generate`.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
+            priority: Smaller ones come earlier, with ``scheduling_policy="priority"``.
 
         Yields:
             All that there is so far, as often as the caller asks and it has grown; the last one is
@@ -108,7 +111,8 @@ class AsyncLLM:
         name = self._new_name() if request_id is None else request_id
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is that of a request that runs")
-        stream = self._service.submit([lambda _: prompt], sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        stream = self._service.submit([lambda _: prompt], params, priority=priority)
         self._streams[name] = stream
         try:
             while not stream.is_over:

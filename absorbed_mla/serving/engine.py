@@ -44,6 +44,7 @@ from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
+from absorbed_mla.serving.scheduler.priorities import PriorityScheduling
 from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
@@ -94,6 +95,9 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
+        self._priorities: PriorityScheduling | None = None
+        if options.scheduling_policy == "priority":
+            self._priorities = PriorityScheduling(self.host)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -180,7 +184,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
-        self.scheduler = self._prefill_graphs = None
+        self.scheduler = self._prefill_graphs = self._priorities = None
 
     def generate(
         self,
@@ -224,17 +228,22 @@ class Engine:
         return [self.results[number] for number in range(len(prompts))]
 
     def add_request(
-        self, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> int:
         """Queue a request of a started engine; returns its number, counted from 0.
 
         A request that cannot run gets a result with an error, which the next step reports. Blocks
-        of the prefix cache are shared among requests with the same ``cache_salt``.
+        of the prefix cache are shared among requests with the same ``cache_salt``. ``priority``
+        needs ``scheduling_policy="priority"``.
         """
         number = self._num_requests
         self._num_requests += 1
         max_tokens = self.host.context.max_tokens
-        error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens)
+        error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens, priority)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
         if error:
@@ -252,7 +261,10 @@ class Engine:
             self._sampler.requests[number] = sampled
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
-            enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts), cache_salt)
+            of_host = sampling.to_host(room, drafts=drafts)
+            enqueue(self.host, number, prompt, of_host, cache_salt, priority)
+            if self._priorities is not None:
+                self._priorities.place_last()
             if sampling.prompt_logprobs is not None and number in self.host.requests:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
@@ -288,7 +300,9 @@ class Engine:
         """
         for command in commands:
             if isinstance(command, Add):
-                self.add_request(command.prompt, command.params, command.cache_salt)
+                self.add_request(
+                    command.prompt, command.params, command.cache_salt, command.priority
+                )
             elif isinstance(command, Abort):
                 self.abort(command.number)
             else:
@@ -328,6 +342,8 @@ class Engine:
         else:
             self._passes = 1  # a graph calls no hook
         progress = self._process_output(output)
+        if self._priorities is not None:
+            self._priorities.sort()
         if self._requests.without_tokens:
             self._requests.tell_starts(progress, self.host.requests)
         if scheduler is not None:

@@ -69,7 +69,7 @@ class LLM(LLMEngine):
         self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
     ) -> None:
         require_own_packages("checkpoint_conversion", "specs")
-        from absorbed_mla.serving.executor.dp_load_balancer import Front, GatheringRunner
+        from absorbed_mla.serving.executor.dp_load_balancer import DPLoadBalancer, GatheringRunner
         from absorbed_mla.serving.executor.local import LocalRunner
         from absorbed_mla.serving.executor.multiprocess import ProcessRunner
         from absorbed_mla.serving.executor.process_groups import started_by_torchrun
@@ -101,7 +101,7 @@ class LLM(LLMEngine):
         else:
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
-            runner = Front(runner, given.num_processes)
+            runner = DPLoadBalancer(runner, given.num_processes)
         super().__init__(runner, found, ends, awake=True)
 
     @classmethod
@@ -150,7 +150,7 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
         prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
@@ -161,7 +161,9 @@ class LLM(LLMEngine):
                 have a ``"cache_salt"``: prompts share cached blocks only with those of the same.
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
-            lora_request, priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
+            lora_request, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
+            priority: Of each prompt; smaller ones come earlier, with
+                ``scheduling_policy="priority"``. None: all have 0.
 
         Returns:
             One for each prompt, in their order.
@@ -169,7 +171,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
-        require_none("generate", {"lora_request": lora_request, "priority": priority})
+        require_none("generate", {"lora_request": lora_request})
         if prompts is None or prompt_token_ids is not None:
             raise ValueError(
                 "generate takes token ids as prompts=[[1, 2, 3], ...], or a dict with "
@@ -178,7 +180,7 @@ class LLM(LLMEngine):
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
-            for output in self._generate(prompts, sampling_params, names):
+            for output in self._generate(prompts, sampling_params, names, priority):
                 bar.total = len(names)
                 if output.finished:
                     final[output.request_id] = output
@@ -304,15 +306,20 @@ class LLM(LLMEngine):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         names: list[str],
+        priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
         several = _prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
+        priorities = [0] * len(several) if priority is None else list_of(priority)
+        if len(priorities) != len(several):
+            raise ValueError(f"there are {len(several)} prompts and {len(priorities)} priorities")
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
-            for i, (prompt, params) in enumerate(zip(several, each)):
-                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: "), params))
+            for i, (prompt, params, first) in enumerate(zip(several, each, priorities)):
+                made = self.encode_prompt(prompt, params, f"prompt {i}: ", first)
+                encoded.append((made, params))
         yield from self._run(encoded, names)
 
 

@@ -37,12 +37,14 @@ class EncodedPrompt:
         tokens: Token ids.
         of_engine: See :func:`of_output`.
         cache_salt: Of the prompts that share cached blocks with it.
+        priority: Smaller ones come earlier.
     """
 
     text: str | None
     tokens: list[int]
     of_engine: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
 
 
 class LLMEngine:
@@ -89,6 +91,8 @@ class LLMEngine:
         prompt: Prompt | EncodedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
@@ -97,6 +101,7 @@ class LLMEngine:
                 parameters.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
+            priority: Smaller ones come earlier, with ``scheduling_policy="priority"``.
 
         Returns:
             The request's id.
@@ -109,11 +114,11 @@ class LLMEngine:
         with self._exclusively():
             encoded = prompt
             if not isinstance(encoded, EncodedPrompt):
-                encoded = self.encode_prompt(prompt, params)
+                encoded = self.encode_prompt(prompt, params, priority=priority)
             return self._add(encoded, params, request_id)
 
     def encode_prompt(
-        self, prompt: Prompt, params: SamplingParams, where: str = ""
+        self, prompt: Prompt, params: SamplingParams, where: str = "", priority: int = 0
     ) -> EncodedPrompt:
         """What :meth:`add_request` does first, for any thread: long texts take seconds.
 
@@ -121,6 +126,7 @@ class LLMEngine:
             prompt: As the user gave it.
             params: As the user gave them.
             where: What an error begins with.
+            priority: Of the request.
 
         Raises:
             ValueError: If the prompt cannot run.
@@ -150,10 +156,10 @@ class LLMEngine:
                 self._grammars.check(params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
-        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
+        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens, priority)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens, of_engine, salt)
+        return EncodedPrompt(text, tokens, of_engine, salt, priority)
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, for any thread.
@@ -344,10 +350,8 @@ class LLMEngine:
         self._require_awake()
         if params.structured_outputs is not None:
             self._requests.set_vocabulary(self._grammars.vocabulary)
-        ends, salt = self._ends(params), prompt.cache_salt
-        return self._requests.add(
-            prompt.text, prompt.tokens, params, name, ends, prompt.of_engine, salt
-        )
+        ends, asked = self._ends(params), (prompt.of_engine, prompt.cache_salt, prompt.priority)
+        return self._requests.add(prompt.text, prompt.tokens, params, name, ends, *asked)
 
     def _of_engine(self, params: SamplingParams) -> SamplingParams:
         """Found once for the prompts of a call: the tokens of many texts take long."""

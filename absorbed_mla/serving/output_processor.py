@@ -93,6 +93,7 @@ class OutputProcessor:
         ends: Sequence[int],
         of_engine: SamplingParams,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt; returns its id.
 
@@ -104,6 +105,7 @@ class OutputProcessor:
             ends: Tokens that end an output, besides ``params.stop_token_ids``.
             of_engine: What :func:`of_output` makes of these.
             cache_salt: Of the prompts that share cached blocks with it.
+            priority: Smaller ones come earlier.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -120,7 +122,7 @@ class OutputProcessor:
             number = self._num_added
             self._num_added += 1
             own = _of_other_output(of_engine, index)
-            self._commands.append(Add(prompt_tokens, own, cache_salt))
+            self._commands.append(Add(prompt_tokens, own, cache_salt, priority))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)

@@ -16,6 +16,7 @@ class Add:
     prompt: Sequence[int]
     params: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

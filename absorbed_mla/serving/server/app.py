@@ -242,7 +242,7 @@ class _Routes:
             request.state.request_id = body.request_id
         tokenizer = self._service.llm.tokenizer
         answer = kind(body, self._name, request.state.request_id, tokenizer)
-        stream = self._service.submit(prompts, params, request.state.body_bytes)
+        stream = self._service.submit(prompts, params, request.state.body_bytes, body.priority)
         request.state.stream = stream
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)

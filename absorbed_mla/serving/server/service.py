@@ -266,7 +266,11 @@ class Service:
         return "draining" if self._drains else "ok"
 
     def submit(
-        self, prompts: Sequence[MakePrompt], params: SamplingParams, size: int = 0
+        self,
+        prompts: Sequence[MakePrompt],
+        params: SamplingParams,
+        size: int = 0,
+        priority: int = 0,
     ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
@@ -274,6 +278,7 @@ class Service:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
             size: Bytes of the request.
+            priority: Of each of them.
 
         Returns:
             For their updates; to be closed.
@@ -289,7 +294,10 @@ class Service:
                 return
             try:
                 self._require_running()
-                made = [self.llm.encode_prompt(make(self.llm), params) for make in prompts]
+                made = [
+                    self.llm.encode_prompt(make(self.llm), params, priority=priority)
+                    for make in prompts
+                ]
                 self._queue(_Submit(dict(zip(names, made)), params, stream))
             except ServiceStopped as error:
                 _fail(stream, error)

@@ -24,7 +24,6 @@ NO_OPS = [
     (BOTH, "early_stopping", [False], True),
     (BOTH, "kv_transfer_params", [{}], {"a": 1}),
     (BOTH, "length_penalty", [1], 0.5),
-    (BOTH, "priority", [0], 1),
     (BOTH, "spaces_between_special_tokens", [True], False),
     (BOTH, "store", [False], True),
     (BOTH, "guided_decoding_backend", [], "outlines"),

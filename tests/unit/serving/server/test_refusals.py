@@ -113,6 +113,8 @@ BODIES = [
     (COMPLETIONS, {"prompt": "a", "whatever": {}}, "whatever: Extra inputs are not permitted"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt must be a text that is not empty"),
     (CHAT, {"messages": [MESSAGE], "cache_salt": ""}, "cache_salt must be a text that is not"),
+    (COMPLETIONS, {"prompt": "a", "priority": 1}, "priority needs scheduling_policy='priority'"),
+    (CHAT, {"messages": [MESSAGE], "priority": 2**63}, "priority: Input should be less than"),
     (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
     (CHAT, {"messages": [{}]}, "messages.0.role: Field required"),
     (CHAT, {"messages": [{**MESSAGE, "content": 5}]}, "messages.0.content"),
