@@ -154,6 +154,9 @@ class LLMEngine:
             of_engine = self._of_engine(params)
             if params.structured_outputs is not None:
                 self._grammars.check(params.structured_outputs)
+            if (find := params.find_reasoning_ends) is not None:
+                ends = find(tokens, tokenizer)
+                of_engine = of_engine.derived(find_reasoning_ends=None, reasoning_ends=ends)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
         why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens, priority)

@@ -12,6 +12,7 @@ from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import CompletionRequest
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 
 BODIES = {
     CompletionRequest: {"prompt": "a", "max_tokens": 4},
@@ -152,7 +153,9 @@ def test_tools_that_are_not_to_be_called():
     llm, options = recorded("chat")
     body.prompts()[0](llm)
     assert options == {"tools": tools} and body.params().skip_special_tokens
-    assert body.message_parser("").is_plain and read(ChatRequest, tools=[]).params()
+    assert (
+        body.message_parser([], ByteTokenizer()).is_plain and read(ChatRequest, tools=[]).params()
+    )
 
 
 def test_forced_calls_exclude_other_formats():
@@ -166,11 +169,10 @@ def test_forced_calls_exclude_other_formats():
     assert read(ChatRequest, tools=tools, tool_choice="required", **text).params()
 
 
-def test_reasoning_is_not_sought_in_structured_output():
-    """The grammar holds from the first token on."""
-    parsers = OutputParsers(reasoning=REASONING_PARSERS["deepseek_r1"])
-    for fields, is_plain in (({}, False), ({"structured_outputs": {"regex": "a"}}, True)):
-        body = read(ChatRequest, **fields)
-        body.use(parsers)
-        assert not body.params().skip_special_tokens
-        assert body.message_parser("").is_plain is is_plain
+def test_reasoning_before_structured_output():
+    """Only where there is a parser."""
+    for format, ends in (("deepseek_r1", [[*b"</think>"]]), ("deepseek_v3", []), (None, None)):
+        body = read(ChatRequest, structured_outputs={"regex": "a"})
+        body.use(OutputParsers(reasoning=REASONING_PARSERS[format] if format else None))
+        find = body.params().find_reasoning_ends
+        assert (find and find([65], ByteTokenizer())) == ends

@@ -23,7 +23,8 @@ from absorbed_mla.serving.server.tool_calls import converted
 from absorbed_mla.serving.structured_output.grammar import grammar_of, matcher_of
 from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
-from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from tests.support.tokenizers import byte_level
 
 CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
 NOTE = {"text": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "tags": {"type": "array"}}
@@ -257,6 +258,39 @@ def test_reasoning(name, prompt, kwargs, text, reasoning, content):
             parser = REASONING_PARSERS[name].parser(prompt, kwargs)
             message, _ = read(pieces, MessageParser(parser, None, with_reasoning=shows))
             assert (message.reasoning, message.content) == (reasoning if shows else "", content)
+
+
+_SECTION = "<|tool_calls_section_begin|>"
+BEFORE_STRUCTURED = [
+    # Format, end of the prompt, chat_template_kwargs, ends of reasoning, text, and its parts.
+    ("deepseek_r1", "", {}, ["</think>"], "<think>why</think>{}", "why", "{}"),
+    ("deepseek_v3", "", {}, [], "<think>", "", "<think>"),
+    ("deepseek_v3", "", {"thinking": True}, ["</think>"], "why", "why", ""),
+    ("glm45", "", {}, ["</think>"], "why</think>{}", "why", "{}"),
+    ("glm45", "", {"enable_thinking": False}, [], "{}", "", "{}"),
+    ("glm45", "<think></think>\n", {}, [], "{}", "", "{}"),
+    ("kimi_k2", "", {}, ["</think>", _SECTION], f"why{_SECTION}[{{", "why", "[{"),
+    ("kimi_k2", "<think>", {}, ["</think>", _SECTION], "why</think>{}", "why", "{}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "kwargs", "marks", "text", "reasoning", "content"), BEFORE_STRUCTURED
+)
+def test_reasoning_before_structured_output(name, prompt, kwargs, marks, text, reasoning, content):
+    """The text begins where the grammar does."""
+    for pieces in splits(text):
+        parser = REASONING_PARSERS[name].parser(prompt, kwargs, structured=True)
+        assert parser.ends(ByteTokenizer()) == [list(mark.encode()) for mark in marks]
+        message, _ = read(pieces, MessageParser(parser, None))
+        assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_a_mark_that_is_no_token():
+    """Others may have parts of it, and of the text behind it."""
+    parser = REASONING_PARSERS["deepseek_r1"].parser("", {}, structured=True)
+    with pytest.raises(ValueError, match="need a tokenizer that has </think> as one token, got 8"):
+        parser.ends(HuggingFaceTokenizer(byte_level()))
 
 
 def test_reasoning_before_calls():
