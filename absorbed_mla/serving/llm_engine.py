@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
 _TEXT, _TOKENS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
+# It is hashed for each output, between two steps.
+_LONGEST_SALT = 1024
 # Characters of texts that are not refused by their number: their tokens are counted in no time.
 _FEW_CHARACTERS = 2**16
 
@@ -153,7 +155,8 @@ class LLMEngine:
         try:
             of_engine = self._of_engine(params)
             if params.structured_outputs is not None:
-                self._grammars.check(params.structured_outputs)
+                grammar = self._grammars.check(params.structured_outputs)
+                of_engine = of_engine.derived(grammar=grammar)
             if (find := params.find_reasoning_ends) is not None:
                 ends = find(tokens, tokenizer)
                 of_engine = of_engine.derived(find_reasoning_ends=None, reasoning_ends=ends)
@@ -418,8 +421,11 @@ def _parts_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]
             f"{_SALT!r}, got {prompt!r:.200}"
         )
     salt = prompt.get(_SALT)
-    if salt == "" or not isinstance(salt, str | None):
-        raise ValueError(f"{_SALT} must be a text that is not empty, got {salt!r:.200}")
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _LONGEST_SALT):
+        raise ValueError(
+            f"{_SALT} must be a text that is not empty, at most {_LONGEST_SALT} characters, got "
+            f"{salt!r:.200}"
+        )
     return text, None if tokens is None else _token_ids(tokens), salt
 
 

@@ -164,6 +164,8 @@ class SamplingParams(Options):
     # token ids which ones end that, and what it has found.
     find_reasoning_ends: ClassVar[Callable[[Sequence[int], Any], TokenSequences] | None] = None
     reasoning_ends: ClassVar[TokenSequences] = ()
+    # Of structured outputs, once ``LLM`` has read them: it takes milliseconds for each output.
+    grammar: ClassVar[str] = ""
 
     def __new__(cls, *values: Any, **_: Any) -> SamplingParams:
         """Refuse values without names, which are those of another order in vLLM.

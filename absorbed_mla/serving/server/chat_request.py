@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -100,8 +101,9 @@ class Conversation(KnownFields):
     chat_template_kwargs: Json | None = None
     tools: List[Tool] | None = None
 
+    @functools.cached_property
     def tools_as_json(self) -> list[Json]:
-        """The tools as the client gave them."""
+        """The tools as the client gave them; of up to 1,024 outputs, each has a parser of them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     def token_ids(self, llm: LLM) -> list[int]:
@@ -125,7 +127,7 @@ class Conversation(KnownFields):
         names = ("add_generation_prompt", "continue_final_message")
         options = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         if self.tools:
-            options["tools"] = self.tools_as_json()
+            options["tools"] = self.tools_as_json
         messages = [message.for_template() for message in self.messages]
         return llm.encode_chat(messages, {**options, **given})
 
@@ -202,7 +204,7 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
         if self._is_forced:
             calls = NamedCall(self._choice) if self.is_named else ListedCalls()
         elif self.tools and self._choice == "auto":
-            calls = self._parsers.require_tools().parser(self.tools_as_json())
+            calls = self._parsers.require_tools().parser(self.tools_as_json)
         return MessageParser(
             reasoning,
             calls,
@@ -241,7 +243,7 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
         return params
 
     def _schema_of_calls(self) -> Json:
-        tools = self.tools_as_json()
+        tools = self.tools_as_json
         if self.is_named:
             return schema_of_one(next(t for t in tools if t["function"]["name"] == self._choice))
         return schema_of_several(tools, None if self.parallel_tool_calls else 1)

@@ -159,7 +159,7 @@ class RequestGrammars:
     def of(self, params: SamplingParams) -> RequestGrammar:
         """The grammar of a request, which is there when its first token is drawn."""
         assert params.structured_outputs is not None
-        grammar = grammar_of(params.structured_outputs)
+        grammar = params.grammar or grammar_of(params.structured_outputs)
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
             compiled = self._threads.submit(matcher_of, grammar, self._tokenizer)

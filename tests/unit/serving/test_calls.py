@@ -458,10 +458,8 @@ class TestAsVLLMHasThem:
             (torch.tensor([[1, 2]]), "token ids must be integers"),
             (None, "token ids must be integers, got None"),
             ({"prompt": "a", "cache_salt": ""}, "prompt 1: cache_salt must be a text that is not"),
-            (
-                {"prompt": "a", "cache_salt": 7},
-                "cache_salt must be a text that is not empty, got 7",
-            ),
+            ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a text .* 1024 .*, got 7"),
+            ({"prompt": "a", "cache_salt": "x" * 1025}, "cache_salt must be a text .*, got 'xx"),
         ],
     )
     def test_no_prompts(self, prompt, error):

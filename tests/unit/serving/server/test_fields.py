@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.server.chat_request import ChatRequest, Tool
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import CompletionRequest
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
@@ -156,6 +157,18 @@ def test_tools_that_are_not_to_be_called():
     assert (
         body.message_parser([], ByteTokenizer()).is_plain and read(ChatRequest, tools=[]).params()
     )
+
+
+def test_tools_are_read_once(monkeypatch):
+    """Not for each of 1,024 outputs, which would keep other clients waiting for a minute."""
+    dumped = []
+    monkeypatch.setattr(Tool, "model_dump", lambda self, **_: dumped.append(self) or {"a": 1})
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = read(ChatRequest, tools=[tool])
+    body.use(OutputParsers(TOOL_PARSERS["glm45"]))
+    for _ in range(3):
+        assert not body.message_parser([], ByteTokenizer()).is_plain
+    assert len(dumped) == 1
 
 
 def test_forced_calls_exclude_other_formats():

@@ -148,6 +148,15 @@ BODIES = [
         },
         "tool_choice must name one of the tools, got 'g'",
     ),
+    (
+        CHAT,
+        {
+            "messages": [MESSAGE],
+            "tools": [{**TOOL, "function": {"name": "f", "parameters": {"$defs": 3}}}],
+            "tool_choice": "required",
+        },
+        "$defs of tools must be an object, got 3",
+    ),
     (CHAT, {"messages": [MESSAGE], "functions": [{"name": "f"}]}, "functions: must be [] or null"),
     (CHAT, {"messages": [MESSAGE], "include_reasoning": False}, "needs the server's option reas"),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
@@ -224,6 +225,12 @@ def test_names_of_kimi(header, name):
         ("{1, 2}", {}, "{1, 2}"),
         ("[" * 10_000, {}, "[" * 10_000),
         ("NaN", {"type": "number"}, "NaN"),
+        # Schemas are the client's, and nobody has checked them.
+        *(
+            ("3", {name: wrong}, 3)
+            for name in ("type", "anyOf", "enum")
+            for wrong in (5, None, [5])
+        ),
     ],
 )
 def test_arguments_by_their_schemas(text, schema, value):
@@ -310,6 +317,14 @@ class TestForcedCalls:
             for pieces in splits(text):
                 message, _ = read(pieces, MessageParser(None, ListedCalls()))
                 assert calls_of(message) == CALLS and not message.content
+
+    def test_white_space_without_an_end(self):
+        """As models write that do not find one: each token of it takes no longer."""
+        calls, start = ListedCalls(), time.process_time()
+        for text in ("[\n", '{"name":', ' "f",'):
+            assert not any(calls.read(one) for one in (text, *[" " * 40] * 1000))
+        assert time.process_time() - start < 5
+        assert calls.read('"parameters":{"a": " b"}').calls[0].arguments == '{"a": " b"}'
 
     def test_listed_and_cut_off(self):
         text = '[{"name":"weather","parameters":{"city":"Os\\'

@@ -12,6 +12,7 @@ import pytest
 
 from absorbed_mla import LLM, AsyncLLM
 from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.structured_output import grammar, request_grammar
 from tests.support.engine import generating_model
 from tests.support.llm import serving
 from tests.support.structured import KINDS, StructuredTokenizer, sampled, structured
@@ -100,6 +101,15 @@ def test_several_outputs(llm):
     stopped = [check(name, one) for name, outputs in zip(NAMES, found) for one in outputs]
     assert sum(stopped) >= len(stopped) - 4
     assert len({one.text for outputs in found for one in outputs}) > len(NAMES)
+
+
+def test_a_grammar_is_read_once(llm, monkeypatch):
+    """Not for each prompt and output of a request: between steps, others would wait for that."""
+    found, made = [], grammar.grammar_of
+    for module in (grammar, request_grammar):
+        monkeypatch.setattr(module, "grammar_of", lambda one: found.append(one) or made(one))
+    params = structured(choice=["ab", "x1"]).replace(n=3)
+    assert len(llm.generate(["ab"] * 4, params, False)) == 4 and len(found) == 1
 
 
 PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
