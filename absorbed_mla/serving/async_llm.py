@@ -91,6 +91,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt; leaving the loop, or cancelling its task, aborts.
 
@@ -99,6 +101,7 @@ class AsyncLLM:
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
             lora_request: Its adapter; needs ``enable_lora``.
+            priority: Smaller ones come earlier, with ``scheduling_policy="priority"``.
 
         Yields:
             All that there is so far, as often as the caller asks and it has grown; the last one is
@@ -112,7 +115,9 @@ class AsyncLLM:
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is that of a request that runs")
         params = sampling_params or SamplingParams()
-        stream = self._service.submit([lambda _: prompt], params, lora_request=lora_request)
+        stream = self._service.submit(
+            [lambda _: prompt], params, lora_request=lora_request, priority=priority
+        )
         self._streams[name] = stream
         try:
             while not stream.is_over:

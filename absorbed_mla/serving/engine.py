@@ -46,6 +46,7 @@ from absorbed_mla.serving.scheduler.block_pool import require_no_leak
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
+from absorbed_mla.serving.scheduler.priorities import PriorityScheduling
 from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
@@ -97,6 +98,9 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
+        self._priorities: PriorityScheduling | None = None
+        if options.scheduling_policy == "priority":
+            self._priorities = PriorityScheduling(self.host)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -184,7 +188,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
-        self.scheduler = self._prefill_graphs = None
+        self.scheduler = self._prefill_graphs = self._priorities = None
 
     def generate(
         self,
@@ -233,16 +237,18 @@ class Engine:
         sampling: SamplingParams,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> int:
         """Queue a request of a started engine; returns its number, counted from 0.
 
         A request that cannot run gets a result with an error, which the next step reports. Blocks
         of the prefix cache are shared among requests with the same ``cache_salt`` and adapter.
+        ``priority`` needs ``scheduling_policy="priority"``.
         """
         number = self._num_requests
         self._num_requests += 1
         max_tokens = self.host.context.max_tokens
-        error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens)
+        error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens, priority)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
         finish = ""
@@ -266,7 +272,10 @@ class Engine:
             self._sampler.requests[number] = sampled
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
-            enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts), cache_salt)
+            of_host = sampling.to_host(room, drafts=drafts)
+            enqueue(self.host, number, prompt, of_host, cache_salt, priority)
+            if self._priorities is not None:
+                self._priorities.place_last()
             if sampling.prompt_logprobs is not None and number in self.host.requests:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
@@ -321,7 +330,7 @@ class Engine:
         for command in commands:
             if isinstance(command, Add):
                 salt, lora = command.cache_salt, command.lora_request
-                self.add_request(command.prompt, command.params, salt, lora)
+                self.add_request(command.prompt, command.params, salt, lora, command.priority)
             elif isinstance(command, Abort):
                 self.abort(command.number)
             else:
@@ -361,6 +370,8 @@ class Engine:
         else:
             self._passes = 1  # a graph calls no hook
         progress = self._process_output(output)
+        if self._priorities is not None:
+            self._priorities.sort()
         if self._requests.without_tokens:
             self._requests.tell_starts(progress, self.host.requests)
         if scheduler is not None:

@@ -140,7 +140,12 @@ class EngineOptions(EngineFields):
         return InferenceConfig(**{**fields, **self.inference_config})
 
     def why_not(
-        self, prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, max_tokens: int
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        vocab_size: int,
+        max_tokens: int,
+        priority: int = 0,
     ) -> str:
         """Why an engine with these options cannot run a request, or ``""``.
 
@@ -155,6 +160,10 @@ class EngineOptions(EngineFields):
         cache = self.request_tokens
         new_tokens = min(sampling.max_tokens or max(1, self.room(length)), longest - length)
         outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if not isinstance(priority, int):
+            return f"priority must be an integer, got {priority!r:.200}"
+        if priority and self.scheduling_policy != "priority":
+            return f"priority needs scheduling_policy='priority', got {self.scheduling_policy!r}"
         if not length:
             return "the prompt is empty"
         if outside:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from absorbed_mla.serving.chat_messages import for_template, require_none, template_options_of
+from absorbed_mla.serving.chat_messages import for_template, template_options_of
 from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
@@ -72,7 +72,7 @@ class LLM(LLMEngine):
         self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
     ) -> None:
         require_own_packages("checkpoint_conversion", "specs")
-        from absorbed_mla.serving.executor.dp_load_balancer import Front, GatheringRunner
+        from absorbed_mla.serving.executor.dp_load_balancer import DPLoadBalancer, GatheringRunner
         from absorbed_mla.serving.executor.local import LocalRunner
         from absorbed_mla.serving.executor.multiprocess import ProcessRunner
         from absorbed_mla.serving.executor.process_groups import started_by_torchrun
@@ -104,7 +104,7 @@ class LLM(LLMEngine):
         else:
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
-            runner = Front(runner, given.num_processes)
+            runner = DPLoadBalancer(runner, given.num_processes)
         max_loras = given.max_loras if given.enable_lora else 0
         super().__init__(runner, found, ends, awake=True, max_loras=max_loras)
 
@@ -154,7 +154,7 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: LoRAs = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
         prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate for prompts together; returns when all outputs have ended.
@@ -166,7 +166,9 @@ class LLM(LLMEngine):
             sampling_params: For all prompts, or one for each; None: ``SamplingParams()``.
             use_tqdm: Show a progress bar on stderr; or a class of bars such as tqdm's.
             lora_request: Adapter of all prompts, or one or None for each; needs ``enable_lora``.
-            priority, prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
+            priority: Of each prompt; smaller ones come earlier, with
+                ``scheduling_policy="priority"``. None: all have 0.
+            prompt_token_ids: vLLM's, which ``LLM`` lacks: None.
 
         Returns:
             One for each prompt, in their order.
@@ -174,7 +176,6 @@ class LLM(LLMEngine):
         Raises:
             ValueError: If a prompt cannot run, before any of them does.
         """
-        require_none("generate", {"priority": priority})
         if prompts is None or prompt_token_ids is not None:
             raise ValueError(
                 "generate takes token ids as prompts=[[1, 2, 3], ...], or a dict with "
@@ -183,7 +184,8 @@ class LLM(LLMEngine):
         final: dict[str, RequestOutput] = {}
         names: list[str] = []
         with _bar(use_tqdm) as bar:
-            for output in self._generate(prompts, sampling_params, names, lora_request):
+            outputs = self._generate(prompts, sampling_params, names, lora_request, priority)
+            for output in outputs:
                 bar.total = len(names)
                 if output.finished:
                     final[output.request_id] = output
@@ -315,17 +317,24 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         names: list[str],
         lora_request: LoRAs = None,
+        priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
         several = _prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
         loras = _loras_of(lora_request, len(several))
         self._check_lora(loras)
+        priorities = [0] * len(several) if priority is None else list_of(priority)
+        if len(priorities) != len(several):
+            raise ValueError(f"there are {len(several)} prompts and {len(priorities)} priorities")
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
-            for i, (prompt, params, lora) in enumerate(zip(several, each, loras)):
-                encoded.append((self.encode_prompt(prompt, params, f"prompt {i}: ", lora), params))
+            for i, (prompt, params, lora, first) in enumerate(
+                zip(several, each, loras, priorities)
+            ):
+                made = self.encode_prompt(prompt, params, f"prompt {i}: ", lora, first)
+                encoded.append((made, params))
         yield from self._run(encoded, names)
 
 

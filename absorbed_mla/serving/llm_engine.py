@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
 _TEXT, _TOKENS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
+# It is hashed for each output, between two steps.
+_LONGEST_SALT = 1024
 # Characters of texts that are not refused by their number: their tokens are counted in no time.
 _FEW_CHARACTERS = 2**16
 
@@ -39,6 +41,7 @@ class EncodedPrompt:
         of_engine: See :func:`of_output`.
         cache_salt: Of the prompts that share cached blocks with it.
         lora_request: Its adapter.
+        priority: Smaller ones come earlier.
     """
 
     text: str | None
@@ -46,6 +49,7 @@ class EncodedPrompt:
     of_engine: SamplingParams
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+    priority: int = 0
 
 
 class LLMEngine:
@@ -96,6 +100,8 @@ class LLMEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
@@ -105,6 +111,7 @@ class LLMEngine:
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
             lora_request: Its adapter; needs ``enable_lora``.
+            priority: Smaller ones come earlier, with ``scheduling_policy="priority"``.
 
         Returns:
             The request's id.
@@ -117,7 +124,9 @@ class LLMEngine:
         with self._exclusively():
             encoded = prompt
             if not isinstance(encoded, EncodedPrompt):
-                encoded = self.encode_prompt(prompt, params, lora_request=lora_request)
+                encoded = self.encode_prompt(
+                    prompt, params, lora_request=lora_request, priority=priority
+                )
             return self._add(encoded, params, request_id)
 
     def encode_prompt(
@@ -126,6 +135,7 @@ class LLMEngine:
         params: SamplingParams,
         where: str = "",
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> EncodedPrompt:
         """What :meth:`add_request` does first, for any thread: long texts take seconds.
 
@@ -134,6 +144,7 @@ class LLMEngine:
             params: As the user gave them.
             where: What an error begins with.
             lora_request: Its adapter.
+            priority: Of the request.
 
         Raises:
             ValueError: If the prompt cannot run.
@@ -161,13 +172,17 @@ class LLMEngine:
         try:
             of_engine = self._of_engine(params)
             if params.structured_outputs is not None:
-                self._grammars.check(params.structured_outputs)
+                grammar = self._grammars.check(params.structured_outputs)
+                of_engine = of_engine.derived(grammar=grammar)
+            if (find := params.find_reasoning_ends) is not None:
+                ends = find(tokens, tokenizer)
+                of_engine = of_engine.derived(find_reasoning_ends=None, reasoning_ends=ends)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
-        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens)
+        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens, priority)
         if why_not:
             raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens, of_engine, salt, lora_request)
+        return EncodedPrompt(text, tokens, of_engine, salt, lora_request, priority)
 
     def _check_lora(self, requests: Collection[LoRARequest | None], where: str = "") -> None:
         """Check adapters of requests that arrive together."""
@@ -372,10 +387,9 @@ class LLMEngine:
         self._require_awake()
         if params.structured_outputs is not None:
             self._requests.set_vocabulary(self._grammars.vocabulary)
-        ends, salt, lora = self._ends(params), prompt.cache_salt, prompt.lora_request
-        return self._requests.add(
-            prompt.text, prompt.tokens, params, name, ends, prompt.of_engine, salt, lora
-        )
+        ends = self._ends(params)
+        asked = prompt.of_engine, prompt.cache_salt, prompt.lora_request, prompt.priority
+        return self._requests.add(prompt.text, prompt.tokens, params, name, ends, *asked)
 
     def _of_engine(self, params: SamplingParams) -> SamplingParams:
         """Found once for the prompts of a call: the tokens of many texts take long."""
@@ -439,8 +453,11 @@ def _parts_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]
             f"{_SALT!r}, got {prompt!r:.200}"
         )
     salt = prompt.get(_SALT)
-    if salt == "" or not isinstance(salt, str | None):
-        raise ValueError(f"{_SALT} must be a text that is not empty, got {salt!r:.200}")
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _LONGEST_SALT):
+        raise ValueError(
+            f"{_SALT} must be a text that is not empty, at most {_LONGEST_SALT} characters, got "
+            f"{salt!r:.200}"
+        )
     return text, None if tokens is None else _token_ids(tokens), salt
 
 

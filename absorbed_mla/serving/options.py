@@ -51,6 +51,10 @@ class CommonFields(Options):
     num_speculative_tokens: int = option(0, least=0)
     """Tokens that the model's MTP layers draft for each request and step. The tokens generated are
     the same as with 0, with which ``LLM`` loads no MTP layer of a checkpoint."""
+    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
+    """Which request begins first: the one that came first, or the one with the smallest
+    ``priority``. Where blocks are short, the running one that would begin last then loses its
+    own."""
     seed: int = option(0)
     """Of requests without a seed of their own. Data-parallel ranks draw different numbers."""
 

@@ -95,6 +95,7 @@ class OutputProcessor:
         of_engine: SamplingParams,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt; returns its id.
 
@@ -107,6 +108,7 @@ class OutputProcessor:
             of_engine: What :func:`of_output` makes of these.
             cache_salt: Of the prompts that share cached blocks with it.
             lora_request: Its adapter.
+            priority: Smaller ones come earlier.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -123,7 +125,7 @@ class OutputProcessor:
             number = self._num_added
             self._num_added += 1
             own = _of_other_output(of_engine, index)
-            self._commands.append(Add(prompt_tokens, own, cache_salt, lora_request))
+            self._commands.append(Add(prompt_tokens, own, cache_salt, lora_request, priority))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)

@@ -20,11 +20,13 @@ class RequestRecord(DynamicInferenceRequestRecord):
     prompt is found in the prefix cache, where its former blocks may still be.
 
     Attributes:
+        priority: Of the request; smaller ones come earlier.
         cache_salt: Requests share blocks with those of the same salt only, None being one, too.
         first_chunk: When the step with the first chunk of its prompt began, in seconds since the
             epoch; None of prompts that were read as a whole.
     """
 
+    priority: int = 0
     cache_salt: str | None = None
     first_chunk: float | None = None
 

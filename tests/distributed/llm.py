@@ -53,7 +53,7 @@ def sampled(path: Path, **options) -> list[list[int]]:
 
 
 def assert_parity(path: Path, **sizes) -> None:
-    """Sampled tokens are the same alone and all together, twice, in chunks and evicted."""
+    """Sampled tokens are the same alone, together, twice, in chunks and evicted by priority."""
     kinds = {}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.05, "frequency_penalty": 0.5}
     params = [
         SamplingParams(max_tokens=14, ignore_eos=True, seed=seed, **kind)
@@ -70,8 +70,10 @@ def assert_parity(path: Path, **sizes) -> None:
                 token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
                 for prompt, one in zip(prompts, params, strict=True)
             ]
-        with LLM(path, **options, max_num_batched_tokens=56, cache_tokens=320) as llm:
-            together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
+        crowded = {"max_num_batched_tokens": 56, "cache_tokens": 320}
+        with LLM(path, **options, **crowded, scheduling_policy="priority") as llm:
+            twice = [*prompts, *prompts], [*params, *params]
+            together = llm.generate(*twice, use_tqdm=False, priority=[2, 0, 1, 0, 0, -1])
             assert llm.statistics().evicted + llm.statistics().most_paused
     finally:
         disable_batch_invariant_mode()

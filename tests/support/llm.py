@@ -77,7 +77,7 @@ class FakeRunner:
         num_steps: That have begun.
         num_added: Requests, since it slept.
         says: What every output says, to its end, in place of its own.
-        salts: ``cache_salt`` of each request.
+        salts, priorities: ``cache_salt`` and ``priority`` of each request.
     """
 
     def __init__(self, **options) -> None:
@@ -97,6 +97,7 @@ class FakeRunner:
         self.num_added = 0
         self.says: str | None = None
         self.salts: list[str | None] = []
+        self.priorities: list[int] = []
 
     def step(self, commands: Sequence[Command]) -> list[Progress]:
         self.started.set()
@@ -113,6 +114,7 @@ class FakeRunner:
                 running = _Running(command.prompt, command.params, index, [])
                 self._running[self.num_added] = running
                 self.salts.append(command.cache_salt)
+                self.priorities.append(command.priority)
                 self.num_added += 1
             elif isinstance(command, Abort) and command.number in self._running:
                 self.aborted.append(command.number)

@@ -43,6 +43,18 @@ def structured(**fields) -> SamplingParams:
     return sampled(structured_outputs=StructuredOutputsParams(**fields))
 
 
+# Of what is thought before a text: tokens, and a pair of them.
+REASONING_ENDS = (*((token,) for token in range(40, 52)), (3, 4))
+
+
+def behind_reasoning(tokens: Sequence[int]) -> Sequence[int] | None:
+    """The tokens of the text; None: it has not begun."""
+    for end in range(1, len(tokens) + 1):
+        if any(tuple(tokens[end - len(mark) : end]) == mark for mark in REASONING_ENDS):
+            return tokens[end:]
+    return None
+
+
 def random_schema(seed: int, depth: int = 2) -> dict:
     """A JSON schema of a value of a few dozen characters."""
     draw = random.Random(seed)
@@ -102,14 +114,22 @@ for _seed in range(8):
     )
 
 
-def check_texts(results: Sequence[Result], names: Sequence[str]) -> int:
-    """All texts that have ended by themselves are right; returns how many did."""
+def check_texts(
+    results: Sequence[Result], names: Sequence[str], reasoned: Sequence[str] = ()
+) -> int:
+    """All texts that have ended by themselves are right; returns how many did.
+
+    Those of ``reasoned`` come behind what is thought, which may end, too.
+    """
     stopped = 0
     for name, result in zip(names, results, strict=True):
         assert not result.error, (name, result)
-        if result.finish == "stop":
+        text = behind_reasoning(result.tokens) if name in reasoned else result.tokens
+        if text is None:
+            assert result.tokens.index(END) == len(result.tokens) - 1
+        elif result.finish == "stop":
             stopped += 1
-            text = text_of(result.tokens)
+            text = text_of(text)
             assert KINDS[name][1](text), (name, text)
         else:
             assert len(result.tokens) == 120, (name, result)

@@ -18,6 +18,7 @@ class Add:
     params: SamplingParams
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class GatheringRunner(LocalRunner):
         return answers
 
 
-class Front:
+class DPLoadBalancer:
     """A runner that gives each request to one rank, and reports the progress of all.
 
     A rank with room for another request comes before one without, then one whose requests have

@@ -7,12 +7,15 @@ written in C, and a step has no Python frame for them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+from torch import Tensor
 
 from absorbed_mla.log_once import log_once
 from absorbed_mla.serving.megatron_engine.names import CONTROLLER, DETOKENIZE, NO_TEXTS
@@ -116,6 +119,17 @@ def log_probs_of_step(controller: TextGenerationController) -> dict[str, Any]:
             top = controller._dynamic_step_calculate_top_n_logprobs(scores)
             found["top_n_logprobs"] = top
     return found
+
+
+def swap_rows(context: Any, row: int, other: int, tokens: Sequence[Tensor | None]) -> None:
+    """Let the requests of two rows have each other's.
+
+    Args:
+        tokens: By row, those of the next step and, if there are any, drafts behind them.
+    """
+    if row != other:
+        swap = context._swap_book_keeping_tensors
+        swap(torch.tensor([row]), torch.tensor([other]), *tokens)
 
 
 def make_no_texts(controller: TextGenerationController) -> None:

@@ -114,6 +114,14 @@ RESUMING = Need(
     "Megatron's own rule resumes them; from 0.20 on it counts cached blocks",
     (ACTIVE_COUNT,),
 )
+PRIORITIES = Need(
+    "scheduling_policy='priority'",
+    REFUSED,
+    (
+        ACTIVE_COUNT,
+        *names(CONTEXT, "_swap_book_keeping_tensors release_memory_blocks_from_request_indexes"),
+    ),
+)
 PREFIX_CACHING = Need(
     "prefix_caching=True",
     REFUSED,
@@ -216,6 +224,7 @@ SERVING_NEEDS = (
     ANY_ENGINE,
     NO_TEXTS,
     RESUMING,
+    PRIORITIES,
     PREFIX_CACHING,
     PREFIX_CACHE_DIR,
     DRAFTS,

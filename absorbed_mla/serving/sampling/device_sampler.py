@@ -237,7 +237,9 @@ def constrain(logits: Tensor, rows: Sequence[tuple[int, SampledRequest, Sequence
     for row, request, drafts in rows:
         assert request.grammar is not None
         request.grammar.advance(request.generated)
-        grammars.append((row, request.grammar, drafts))
+        behind = request.grammar.behind_reasoning(drafts)
+        if behind is not None:
+            grammars.append((row, request.grammar, behind))
     return grammars[0][1].bitmask.apply(logits, grammars) if grammars else logits
 
 

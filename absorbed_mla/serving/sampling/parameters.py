@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from absorbed_mla.serving.option_schema import Options, documented, option, options_of
 from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
@@ -15,6 +15,7 @@ from absorbed_mla.serving.structured_output.parameters import StructuredOutputsP
 if TYPE_CHECKING:
     from megatron.core.inference.sampling_params import SamplingParams as HostSamplingParams
 
+TokenSequences = Sequence[Sequence[int]]
 # Megatron's termination_id for a request that no token ends.
 _NO_STOP_TOKEN = -1
 _MOST_TOP_LOG_PROBS = 100
@@ -159,6 +160,12 @@ class SamplingParams(Options):
         unset="none",
     )
     """Form of the text."""
+    # Of requests whose text comes behind what is thought, by :meth:`derived`: finds in a prompt's
+    # token ids which ones end that, and what it has found.
+    find_reasoning_ends: ClassVar[Callable[[Sequence[int], Any], TokenSequences] | None] = None
+    reasoning_ends: ClassVar[TokenSequences] = ()
+    # Of structured outputs, once ``LLM`` has read them: it takes milliseconds for each output.
+    grammar: ClassVar[str] = ""
 
     def __new__(cls, *values: Any, **_: Any) -> SamplingParams:
         """Refuse values without names, which are those of another order in vLLM.

@@ -63,6 +63,12 @@ def evict_blocks_together(allocator: KVBlockAllocator) -> None:
     EVICT_CACHED.replace(allocator, evict_more)
 
 
+def lacks_blocks(context: DynamicInferenceContext, active_count: int) -> bool:
+    """Whether paused requests that have a row in a step with the active ones have no blocks."""
+    wanted = min(context.paused_request_count, _free_rows(context, active_count))
+    return _resumable(context, active_count) < wanted
+
+
 def _stands_still(context: DynamicInferenceContext, active_count: int) -> bool:
     """Whether there are paused requests, and neither one of them nor another can decode."""
     # A prompt that is being read waits for all of its blocks.
@@ -80,8 +86,7 @@ def _resumable(context: DynamicInferenceContext, active_count: int) -> int:
     paused = context.paused_request_count
     if not paused:
         return 0
-    tokens = context.num_speculative_tokens + 1
-    most = min(context.max_requests, context.max_tokens // tokens) - active_count
+    most = _free_rows(context, active_count)
     allocator, table = context.kv_block_allocator, context.request_to_kv_block_ids
     in_use = torch.zeros(pool_of(allocator)[0], dtype=torch.bool)
     active = table[paused : paused + active_count]
@@ -98,6 +103,12 @@ def _resumable(context: DynamicInferenceContext, active_count: int) -> int:
             break
         count += 1
     return count
+
+
+def _free_rows(context: DynamicInferenceContext, active_count: int) -> int:
+    """How many more requests a step may have."""
+    tokens = context.num_speculative_tokens + 1
+    return min(context.max_requests, context.max_tokens // tokens) - active_count
 
 
 def _resume_last(context: DynamicInferenceContext, count: int) -> None:

@@ -198,6 +198,7 @@ def enqueue(
     prompt: Sequence[int],
     sampling: MegatronSamplingParams,
     cache_salt: str | None = None,
+    priority: int = 0,
 ) -> None:
     """Add a request to Megatron's waiting queue, as its ``add_request`` does.
 
@@ -222,7 +223,7 @@ def enqueue(
     entry = engine.requests.get(number)
     if entry is not None:
         entry.record = RequestRecord.from_request(request)
-        entry.record.cache_salt = cache_salt
+        entry.record.cache_salt, entry.record.priority = cache_salt, priority
 
 
 class RunningRequests:

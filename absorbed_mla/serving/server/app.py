@@ -258,7 +258,7 @@ class _Routes:
         name = body.model or self._name
         answer = kind(body, name, request.state.request_id, tokenizer)
         size, lora = request.state.body_bytes, self._loras[name]
-        stream = self._service.submit(prompts, params, size, lora)
+        stream = self._service.submit(prompts, params, size, lora, body.priority)
         request.state.stream = stream
         with contextlib.ExitStack() as stack:
             stack.callback(stream.close)

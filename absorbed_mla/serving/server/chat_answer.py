@@ -8,12 +8,10 @@ from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.logprobs import chat_logprobs
 from absorbed_mla.serving.server.message_parts import CallPiece, MessageParser, Piece
-from absorbed_mla.serving.server.protocol import Answer, text_of
+from absorbed_mla.serving.server.protocol import Answer
 from absorbed_mla.serving.server.service import Snapshot
 
 Json = dict[str, Any]
-# Tokens at the end of a prompt that say how the answer begins.
-_PROMPT_END = 16
 
 
 class ChatAnswer(Answer):
@@ -30,8 +28,9 @@ class ChatAnswer(Answer):
     def parser(self, index: int, request: RequestOutput) -> MessageParser:
         """What finds the parts of an output's message."""
         if index not in self._parsers:
-            end = text_of(request.prompt_token_ids[-_PROMPT_END:], self._tokenizer)
-            self._parsers[index] = self.body.message_parser(end)
+            assert self._tokenizer is not None
+            found = self.body.message_parser(request.prompt_token_ids, self._tokenizer)
+            self._parsers[index] = found
         return self._parsers[index]
 
     def _said(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
@@ -17,10 +20,12 @@ from absorbed_mla.serving.server.forced_calls import (
 )
 from absorbed_mla.serving.server.message_parts import MessageParser, Parser
 from absorbed_mla.serving.server.output_parsers import OutputParsers
-from absorbed_mla.serving.server.protocol import GenerationRequest, KnownFields, List
+from absorbed_mla.serving.server.protocol import GenerationRequest, KnownFields, List, text_of
+from absorbed_mla.serving.server.reasoning import BEGIN, END, ReasoningParser
 from absorbed_mla.serving.server.service import MakePrompt
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_CHAT
 from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
+from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 Json = dict[str, Any]
 # Arguments of apply_chat_template that are not the template's, but decide what it returns, or run
@@ -29,6 +34,9 @@ _NOT_FOR_CLIENTS = {
     *("chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 }
+# Tokens at the end of a prompt that say how the answer begins.
+_PROMPT_END = 16
+_MARKS = re.compile(f"{BEGIN}|{END}")
 _OfChat = create_model("_OfChat", __base__=KnownFields, **FIELDS_OF_CHAT)
 
 
@@ -93,8 +101,9 @@ class Conversation(KnownFields):
     chat_template_kwargs: Json | None = None
     tools: List[Tool] | None = None
 
+    @functools.cached_property
     def tools_as_json(self) -> list[Json]:
-        """The tools as the client gave them."""
+        """The tools as the client gave them; of up to 1,024 outputs, each has a parser of them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     def token_ids(self, llm: LLM) -> list[int]:
@@ -118,7 +127,7 @@ class Conversation(KnownFields):
         names = ("add_generation_prompt", "continue_final_message")
         options = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         if self.tools:
-            options["tools"] = self.tools_as_json()
+            options["tools"] = self.tools_as_json
         messages = [message.for_template() for message in self.messages]
         return llm.encode_chat(messages, {**options, **given})
 
@@ -169,22 +178,33 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     def _is_forced(self) -> bool:
         return bool(self.tools) and (self.is_named or self._choice == "required")
 
-    def message_parser(self, prompt_end: str) -> MessageParser:
+    def _reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> ReasoningParser:
+        assert self._parsers.reasoning is not None
+        end = text_of(prompt[-_PROMPT_END:], tokenizer)
+        if self.continue_final_message:
+            marks = _MARKS.findall(self.messages[-1].for_template().get("content", ""))
+            end = marks[-1] if marks else end
+        given = self.chat_template_kwargs or {}
+        return self._parsers.reasoning.parser(end, given, structured=self._is_structured)
+
+    def _reasoning_ends(self, prompt: Sequence[int], tokenizer: Tokenizer) -> list[list[int]]:
+        return self._reasoning(prompt, tokenizer).ends(tokenizer)
+
+    def message_parser(self, prompt: Sequence[int], tokenizer: Tokenizer) -> MessageParser:
         """What finds the parts of an output's message.
 
         Args:
-            prompt_end: The last characters of the prompt.
+            prompt: Token ids.
+            tokenizer: Of the model.
         """
         reasoning: Parser | None = None
         calls: Parser | None = None
-        # A grammar holds from the first token on, so that nothing is thought.
-        if self._parsers.reasoning is not None and not self._is_structured:
-            given = self.chat_template_kwargs or {}
-            reasoning = self._parsers.reasoning.parser(prompt_end, given)
+        if self._parsers.reasoning is not None:
+            reasoning = self._reasoning(prompt, tokenizer)
         if self._is_forced:
             calls = NamedCall(self._choice) if self.is_named else ListedCalls()
         elif self.tools and self._choice == "auto":
-            calls = self._parsers.require_tools().parser(self.tools_as_json())
+            calls = self._parsers.require_tools().parser(self.tools_as_json)
         return MessageParser(
             reasoning,
             calls,
@@ -218,10 +238,12 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
             fields["structured_outputs"] = StructuredOutputsParams(json=self._schema_of_calls())
         params = self.sampling(**fields)
         self._is_structured = params.structured_outputs is not None
+        if self._is_structured and self._parsers.reasoning is not None:
+            return params.derived(find_reasoning_ends=self._reasoning_ends)
         return params
 
     def _schema_of_calls(self) -> Json:
-        tools = self.tools_as_json()
+        tools = self.tools_as_json
         if self.is_named:
             return schema_of_one(next(t for t in tools if t["function"]["name"] == self._choice))
         return schema_of_several(tools, None if self.parallel_tool_calls else 1)

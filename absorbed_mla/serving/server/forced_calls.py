@@ -11,7 +11,7 @@ from absorbed_mla.serving.server.tool_calls import new_call_id
 
 Json = dict[str, Any]
 # Of a call in the list, up to its arguments.
-_HEAD = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"parameters"\s*:\s*')
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"parameters"\s*:\s*')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 # The rest of a string, with its end or without.
 _STRING = re.compile(r'(?:[^"\\]|\\.)*("?)', re.DOTALL)
@@ -35,6 +35,8 @@ def schema_of_several(tools: Sequence[Mapping[str, Any]], most: int | None) -> J
         for key in ("$defs", "definitions"):
             if key in parameters:
                 own, others = parameters.pop(key), definitions.setdefault(key, {})
+                if not isinstance(own, dict):
+                    raise ValueError(f"{key} of tools must be an object, got {own!r:.100}")
                 twice = sorted(name for name in own if others.get(name, own[name]) != own[name])
                 if twice:
                     raise ValueError(f"tools must not have several {key} of {', '.join(twice)}")
@@ -81,6 +83,8 @@ class ListedCalls:
             if self._depth is None:
                 head = _HEAD.search(self._rest)
                 if head is None:
+                    # White space has no end, and would be read again with each token.
+                    self._rest = "".join(self._rest.split())
                     return found
                 found.calls[self._count] = CallPiece(new_call_id(), head[1])
                 self._rest = self._rest[head.end() :]

@@ -55,6 +55,8 @@ class _Hashable(FailFast):
 
 # A list that is refused at its first wrong entry: of millions, each would get an error of its own.
 List = Annotated[list[_Item], _Hashable()]
+# Of a request; smaller ones come earlier.
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # Fields of SamplingParams that the two routes have in a way of their own.
 _OF_A_ROUTE = {"max_tokens", "logprobs"}
 
@@ -124,6 +126,7 @@ class GenerationRequest(_OfBoth):  # type: ignore[valid-type, misc]
     # Names them so in log-probabilities.
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = None
+    priority: Priority = 0
 
     def salted(self, prompt: Prompt) -> Prompt:
         """A prompt that shares cached blocks as the request asks for."""

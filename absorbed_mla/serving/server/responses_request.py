@@ -13,6 +13,7 @@ from absorbed_mla.serving.server.protocol import (
     SAMPLING_FIELDS,
     KnownFields,
     List,
+    Priority,
 )
 from absorbed_mla.serving.server.service import MakePrompt
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_RESPONSES
@@ -125,6 +126,7 @@ class ResponsesRequest(_OfResponses):  # type: ignore[valid-type, misc]
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Json | None = None
+    priority: Priority = 0
     request_id: str | None = Field(default=None, pattern=r"^[!-~]{1,200}$")
     _chat: ChatRequest | None = PrivateAttr(default=None)
 

@@ -273,6 +273,7 @@ class Service:
         params: SamplingParams,
         size: int = 0,
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> RequestStream:
         """Run prompts, for a caller in a running loop.
 
@@ -281,6 +282,7 @@ class Service:
             params: Of each of them.
             size: Bytes of the request.
             lora_request: Adapter of each prompt.
+            priority: Of each of them.
 
         Returns:
             For their updates; to be closed.
@@ -296,7 +298,12 @@ class Service:
                 return
             try:
                 self._require_running()
-                encoded = partial(self.llm.encode_prompt, params=params, lora_request=lora_request)
+                encoded = partial(
+                    self.llm.encode_prompt,
+                    params=params,
+                    lora_request=lora_request,
+                    priority=priority,
+                )
                 made = [encoded(make(self.llm)) for make in prompts]
                 self._queue(_Submit(dict(zip(names, made)), params, stream))
             except ServiceStopped as error:

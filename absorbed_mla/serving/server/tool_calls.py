@@ -74,16 +74,15 @@ class ToolCallParser:
     """
 
     def __init__(self, format: ToolFormat, tools: Sequence[Json]) -> None:
-        self._format = format
-        functions = (tool["function"] for tool in tools)
-        self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        self._format, self._tools = format, tools
         self._state = "content"
         # What may be part of a mark; spaces that may be left out; what a state holds to its end.
         self._rest, self._spaces, self._held = "", "", ""
         # All since the content, while no call has begun there.
         self._raw = ""
-        # Calls that have begun; of the last one, its function and the argument that is read.
-        self._count, self._function, self._key = 0, "", ""
+        # Calls that have begun; of the last one, its arguments' schemas, and the one that is read.
+        self._count, self._key = 0, ""
+        self._properties: Any = None
         # Arguments that the call has, if they do not come as one JSON text; whether it has any.
         self._num_arguments: int | None = None
         self._is_empty, self._is_text = True, False
@@ -150,8 +149,10 @@ class ToolCallParser:
         if not header:
             self._state = "content"
             return
-        call, self._function = self._format.id_and_name(header)
-        found.calls[self._count] = CallPiece(call, self._function)
+        call, name = self._format.id_and_name(header)
+        found.calls[self._count] = CallPiece(call, name)
+        named = (one["function"] for one in self._tools if one["function"]["name"] == name)
+        self._properties = (next(named, {}).get("parameters") or {}).get("properties")
         self._count += 1
         self._raw, self._spaces, self._is_empty = "", "", True
         self._num_arguments = None if self._state == "arguments" else 0
@@ -180,7 +181,7 @@ class ToolCallParser:
             found.calls.setdefault(self._count - 1, CallPiece()).arguments += text
 
     def _schema(self) -> Json:
-        properties = self._schemas.get(self._function, {}).get("properties")
+        properties = self._properties
         found = properties.get(self._key) if isinstance(properties, dict) else None
         return found if isinstance(found, dict) else {}
 
@@ -222,14 +223,18 @@ _TYPE_NAMES = {
 
 def _types(schema: Json) -> set[str]:
     """Types of values that a schema names."""
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
-    for other in ("anyOf", "oneOf"):
-        for one in schema.get(other) or ():
-            types |= _types(one) if isinstance(one, dict) else set()
-    if not types and isinstance(schema.get("enum"), list):
-        types = {_TYPE_NAMES.get(type(value), "string") for value in schema["enum"]}
+    named = schema.get("type")
+    types = {one for one in (named, *_listed(named)) if isinstance(one, str)}
+    for one in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
+        types |= _types(one) if isinstance(one, dict) else set()
+    if not types:
+        types = {_TYPE_NAMES.get(type(value), "string") for value in _listed(schema.get("enum"))}
     return types | ({"integer"} if "number" in types else set())
+
+
+def _listed(given: Any) -> list:
+    """Nothing of what a client's schema has in place of a list."""
+    return given if isinstance(given, list) else []
 
 
 def _dumped(value: Any) -> str:

@@ -17,7 +17,6 @@ _OF_BOTH: dict[str, tuple] = {
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ({},)),
     **dict.fromkeys(("early_stopping", "store", "use_beam_search"), (False,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
-    "priority": (0,),
     "spaces_between_special_tokens": (True,),
 }
 _OF_COMPLETIONS: dict[str, tuple] = {"suffix": ("",)}

@@ -103,6 +103,8 @@ class GrammarChecks:
         self._for_grammars: Any = None
         # Hashes of grammars.
         self._known: dict[bytes, None] = {}
+        # What was checked last, such as for another prompt of a request, with its grammar.
+        self._last: tuple[StructuredOutputsParams | None, str] = None, ""
 
     @property
     def vocabulary(self) -> TokenVocabulary:
@@ -110,13 +112,18 @@ class GrammarChecks:
         assert self._vocabulary is not None
         return self._vocabulary
 
-    def check(self, params: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams) -> str:
         """Check that requests can run; the first one takes a second or two.
+
+        Returns:
+            Their grammar.
 
         Raises:
             ValueError: If there is no library or no tokenizer, or the grammar is wrong, takes too
                 much, or allows no text.
         """
+        if params is (last := self._last)[0]:
+            return last[1]
         require_library()
         if self._tokenizer is None or self._vocab_size is None:
             raise ValueError("structured_outputs needs a tokenizer")
@@ -130,7 +137,8 @@ class GrammarChecks:
                 self._vocabulary = TokenVocabulary.of(self._tokenizer, self._vocab_size)
                 self._for_grammars = self._vocabulary.for_grammars()
             if name in self._known:
-                return
+                self._last = params, grammar
+                return grammar
         start = time.thread_time()
         if error := _first_error(matcher_of(grammar, self._for_grammars)):
             raise ValueError(f"structured_outputs: {error[:500]}")
@@ -142,6 +150,8 @@ class GrammarChecks:
             self._known[name] = None
             while len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
+        self._last = params, grammar
+        return grammar
 
 
 def _first_error(matcher: Any) -> str:

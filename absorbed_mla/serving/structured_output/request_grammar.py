@@ -21,6 +21,8 @@ class RequestGrammar:
     Args:
         matcher: llguidance's, of this request alone.
         stop_tokens: That end the request.
+        reasoning_ends: Token ids, several ways, that end what is thought before the text; none: the
+            text begins with the output. Until then all tokens are allowed.
 
     Attributes:
         bitmask: Where the tokens that it allows are written.
@@ -28,11 +30,18 @@ class RequestGrammar:
     """
 
     def __init__(
-        self, matcher: Future[Any], stop_tokens: Sequence[int], bitmask: PackedBitmask
+        self,
+        matcher: Future[Any],
+        stop_tokens: Sequence[int],
+        bitmask: PackedBitmask,
+        reasoning_ends: Sequence[Sequence[int]] = (),
     ) -> None:
         self._future, self._stop_tokens, self.bitmask = matcher, frozenset(stop_tokens), bitmask
         # Output tokens that it has read.
         self._count = 0
+        # While something is thought, and the last tokens of that.
+        self._reasoning_ends = [list(end) for end in reasoning_ends]
+        self._thought: list[int] = []
         self.is_complete = self._failed = False
 
     @property
@@ -63,7 +72,26 @@ class RequestGrammar:
         self.advance(tokens)
         return self.is_complete
 
+    def behind_reasoning(self, drafts: Sequence[int]) -> Sequence[int] | None:
+        """Those of the drafts behind the output that are not thought; None: all of them are."""
+        if not self._reasoning_ends:
+            return drafts
+        thought = [*self._thought, *drafts]
+        for left in range(len(drafts) - 1, -1, -1):
+            if self._ends_reasoning(thought[: len(thought) - left]):
+                return drafts[len(drafts) - left :]
+        return None
+
+    def _ends_reasoning(self, thought: Sequence[int]) -> bool:
+        return any(thought[-len(end) :] == end for end in self._reasoning_ends)
+
     def _read(self, token: int) -> None:
+        if self._reasoning_ends:
+            longest = max(map(len, self._reasoning_ends))
+            self._thought = [*self._thought, token][-longest:]
+            if self._ends_reasoning(self._thought):
+                self._reasoning_ends = []
+            return
         matcher = self._matcher
         if token in self._stop_tokens and matcher.is_accepting():
             self.is_complete = True
@@ -131,7 +159,7 @@ class RequestGrammars:
     def of(self, params: SamplingParams) -> RequestGrammar:
         """The grammar of a request, which is there when its first token is drawn."""
         assert params.structured_outputs is not None
-        grammar = grammar_of(params.structured_outputs)
+        grammar = params.grammar or grammar_of(params.structured_outputs)
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
             compiled = self._threads.submit(matcher_of, grammar, self._tokenizer)
@@ -139,7 +167,7 @@ class RequestGrammars:
         if len(self._compiled) > _MOST_COMPILED:
             del self._compiled[next(iter(self._compiled))]
         matcher = self._threads.submit(lambda: compiled.result().deep_copy())
-        return RequestGrammar(matcher, params.stop_token_ids, self._bitmask)
+        return RequestGrammar(matcher, params.stop_token_ids, self._bitmask, params.reasoning_ends)
 
     def close(self) -> None:
         """End the thread."""

@@ -44,8 +44,8 @@ def run(check, runner: FakeRunner | None = None) -> FakeRunner:
     return runner
 
 
-async def collect(llm, *args) -> list:
-    return [output async for output in llm.generate(*args)]
+async def collect(llm, *args, **options) -> list:
+    return [output async for output in llm.generate(*args, **options)]
 
 
 class TestOutputs:
@@ -83,6 +83,13 @@ class TestOutputs:
             assert (await llm.get_tokenizer()).vocab_size == 257
 
         assert run(check).salts == ["x", None]
+
+    def test_priority(self):
+        async def check(llm):
+            with pytest.raises(ValueError, match="priority needs scheduling_policy='priority'"):
+                await collect(llm, "a", priority=1)
+
+        run(check)
 
     def test_a_stop_string(self):
         async def check(llm):

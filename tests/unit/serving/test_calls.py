@@ -458,10 +458,8 @@ class TestAsVLLMHasThem:
             (torch.tensor([[1, 2]]), "token ids must be integers"),
             (None, "token ids must be integers, got None"),
             ({"prompt": "a", "cache_salt": ""}, "prompt 1: cache_salt must be a text that is not"),
-            (
-                {"prompt": "a", "cache_salt": 7},
-                "cache_salt must be a text that is not empty, got 7",
-            ),
+            ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a text .* 1024 .*, got 7"),
+            ({"prompt": "a", "cache_salt": "x" * 1025}, "cache_salt must be a text .*, got 'xx"),
         ],
     )
     def test_no_prompts(self, prompt, error):
@@ -504,8 +502,29 @@ class TestAsVLLMHasThem:
     def test_what_is_not_here(self):
         llm = fake_llm()
         assert llm.generate("a", PARAMS, False, lora_request=None, priority=None)
-        with pytest.raises(ValueError, match="generate does not take priority"):
-            llm.generate("a", PARAMS, False, priority=[1])
+        with pytest.raises(ValueError, match="generate does not take lora_request"):
+            llm.generate("a", PARAMS, False, lora_request=1)
+
+    def test_priority(self):
+        runner = FakeRunner(scheduling_policy="priority")
+        llm = fake_llm(runner)
+        llm.generate(["a", "b"], PARAMS.replace(n=2), False, priority=np.array([3, -1]))
+        llm.generate(["a"], PARAMS, False)
+        llm.add_request("a", PARAMS, priority=2)
+        llm.step()
+        assert runner.priorities == [3, 3, -1, -1, 0, 2]
+
+    @pytest.mark.parametrize(
+        ("options", "priority", "error"),
+        [
+            ({}, [0, 1], "prompt 1: priority needs scheduling_policy='priority', got 'fcfs'"),
+            ({"scheduling_policy": "priority"}, [0], "there are 2 prompts and 1 priorities"),
+            ({"scheduling_policy": "priority"}, [0, "1"], "priority must be an integer, got '1'"),
+        ],
+    )
+    def test_priorities_that_are_refused(self, options, priority, error):
+        with pytest.raises(ValueError, match=error):
+            fake_llm(FakeRunner(**options)).generate(["a", "b"], PARAMS, False, priority=priority)
 
     def test_the_tokenizer(self):
         llm = fake_llm()

@@ -98,6 +98,7 @@ def _gpt_builder() -> object:
 
 REFUSING = {
     names.ANY_ENGINE: _engine(),
+    names.PRIORITIES: _engine(scheduling_policy="priority"),
     names.PREFIX_CACHING: _engine(prefix_caching=True),
     names.PREFIX_CACHE_DIR: _engine(prefix_caching=True, prefix_cache_dir="x"),
     names.DRAFTS: _drafting,

@@ -176,6 +176,7 @@ class TestDeclarations:
             "num_speculative_tokens": 2,
             "seed": 3,
             "cache_tokens": 6400,
+            "scheduling_policy": "priority",
         }
         assert set(changed) == set(options_of(CommonFields)), "a new one needs a value here"
         changed |= {"max_num_seqs": 5, "enable_chunked_prefill": False}

@@ -138,7 +138,7 @@ PUBLISHED = {
     ),
     "dsa": ("dsa/kernels.json",),
     "pretraining": ("pretraining/*.json",),
-    "serving": ("generation/serving*.json", "generation/structured.json", "generation/traffic*.json"),
+    "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
 # Whose published results take seconds to draw.

@@ -7,7 +7,7 @@ import pytest
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add
-from absorbed_mla.serving.executor.dp_load_balancer import Front
+from absorbed_mla.serving.executor.dp_load_balancer import DPLoadBalancer
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -23,7 +23,12 @@ class FakeRanks:
         self._room = room
 
     def options(self) -> EngineOptions:
-        return EngineOptions(max_sequence_length=64, max_requests=self._room, vocab_size=257)
+        return EngineOptions(
+            max_sequence_length=64,
+            max_requests=self._room,
+            vocab_size=257,
+            scheduling_policy="priority",
+        )
 
     def each(self, name, arguments):
         for sent, [*own] in zip(self.sent, arguments, strict=True):
@@ -45,54 +50,54 @@ def lengths(ranks: FakeRanks) -> list[list[int]]:
 
 def test_the_rank_with_fewest_tokens():
     ranks = FakeRanks(2)
-    front = Front(ranks, 2)
-    front.step([add(10), add(3), add(4), add(5), add(20)])
+    balancer = DPLoadBalancer(ranks, 2)
+    balancer.step([add(10), add(3), add(4), add(5), add(20)])
     assert lengths(ranks) == [[10, 20], [3, 4, 5]]
 
 
 def test_a_rank_with_room_comes_first():
     ranks = FakeRanks(2, room=2)
-    Front(ranks, 2).step([add(30), add(1), add(1), add(1), add(1)])
+    DPLoadBalancer(ranks, 2).step([add(30), add(1), add(1), add(1), add(1)])
     assert lengths(ranks) == [[30, 1], [1, 1, 1]]
 
 
 def test_what_was_generated_counts():
     """Two requests grow faster than one; what has ended counts no more."""
     ranks = FakeRanks(2)
-    front = Front(ranks, 2)
-    front.step([add(6, tokens=9), add(4, tokens=9), add(1, tokens=4)])
+    balancer = DPLoadBalancer(ranks, 2)
+    balancer.step([add(6, tokens=9), add(4, tokens=9), add(1, tokens=4)])
     assert lengths(ranks) == [[6], [4, 1]]
-    front.step([])
-    front.step([add(2, tokens=1)])
+    balancer.step([])
+    balancer.step([add(2, tokens=1)])
     assert lengths(ranks) == [[6, 2], [4, 1]]
-    front.step([])
-    front.step([add(3)])
+    balancer.step([])
+    balancer.step([add(3)])
     assert lengths(ranks) == [[6, 2], [4, 1, 3]]
 
 
 def test_progress_has_the_number_of_the_command():
     ranks = FakeRanks(3)
-    front = Front(ranks, 3)
-    found = front.step([add(length, tokens=1) for length in (5, 4, 3, 2)])
+    balancer = DPLoadBalancer(ranks, 3)
+    found = balancer.step([add(length, tokens=1) for length in (5, 4, 3, 2)])
     assert [one.number for one in found] == [0, 1, 2, 3]
     # FakeRunner's first token is the prompt's last.
     assert [one.tokens for one in found] == [[5], [4], [3], [2]]
     assert all(isinstance(one.result, Result) for one in found)
-    assert [one.number for one in front.step([add(2, tokens=1)])] == [4]
+    assert [one.number for one in balancer.step([add(2, tokens=1)])] == [4]
 
 
 def test_abort():
     """On the request's rank; one that has ended is no longer known."""
     ranks = FakeRanks(2)
-    front = Front(ranks, 2)
-    front.step([add(5), add(4), add(3, tokens=1)])
-    found: list[Progress] = front.step([Abort(1), Abort(2), Abort(77)])
+    balancer = DPLoadBalancer(ranks, 2)
+    balancer.step([add(5), add(4), add(3, tokens=1)])
+    found: list[Progress] = balancer.step([Abort(1), Abort(2), Abort(77)])
     assert [(one.number, one.result.finish) for one in found if one.result] == [(1, "abort")]
     assert [one.aborted for one in ranks.runners] == [[], [0]]
-    front.sleep()
+    balancer.sleep()
     # Engines count anew when they wake.
     ranks.runners = [FakeRunner(), FakeRunner()]
-    assert [one.number for one in front.step([add(2)])] == [0]
+    assert [one.number for one in balancer.step([add(2)])] == [0]
 
 
 def test_seeds_do_not_depend_on_ranks():
@@ -100,7 +105,7 @@ def test_seeds_do_not_depend_on_ranks():
     seeds = []
     for size in (2, 3):
         ranks = FakeRanks(size)
-        Front(ranks, size).step([add(5), add(4, seed=7), add(3), add(2)])
+        DPLoadBalancer(ranks, size).step([add(5), add(4, seed=7), add(3), add(2)])
         one = {len(a.prompt): a.params.seed for sent in ranks.sent for a in sent}
         seeds.append(one)
     assert seeds[0] == seeds[1]
@@ -113,12 +118,15 @@ def test_statistics():
 
 
 def test_llm():
-    """Outputs come in the order of the prompts, whose salts their ranks know."""
-    llm = fake_llm(Front(ranks := FakeRanks(3), 3))
+    """Outputs come in the order of the prompts, of which ranks know salts and priorities."""
+    llm = fake_llm(DPLoadBalancer(ranks := FakeRanks(3), 3))
     prompts = ["abc", "de", "fghij", "k", "lmnopqr"]
     params = SamplingParams(max_tokens=7, n=2)
     salted = [{"prompt": text, "cache_salt": text[0]} for text in prompts]
-    found = llm.generate(salted, params, use_tqdm=False)
+    found = llm.generate(salted, params, use_tqdm=False, priority=[3, 1, 2, 0, 4])
+    assert sorted(one for rank in ranks.runners for one in rank.priorities) == sorted(
+        [*range(5)] * 2
+    )
     assert sorted(salt for one in ranks.runners for salt in one.salts) == [*"aaddffkkll"]
     expected = fake_llm().generate(prompts, params.replace(n=1), use_tqdm=False)
     assert [one.prompt for one in found] == prompts

@@ -28,7 +28,7 @@ from tests.unit.serving.server.test_metrics import metrics_of
 
 @pytest.fixture(scope="module")
 def served():
-    with serving() as made:
+    with serving(scheduling_policy="priority") as made:
         yield made
 
 
@@ -388,6 +388,15 @@ def test_cache_salt(client, served):
     chat(client, "a", extra_body=salt)
     chat(client, "a", extra_body={"cache_salt": None})
     assert served.runner.salts[before:] == [*"xxxxxx", None]
+
+
+def test_priority(client, served):
+    """Of every prompt of a request."""
+    before = len(served.runner.priorities)
+    complete(client, ["a", "b"], extra_body={"priority": -3})
+    chat(client, "a", extra_body={"priority": 2})
+    client.responses.create(model="tiny", input="a", extra_body={"priority": 5})
+    assert served.runner.priorities[before:] == [-3, -3, 2, 5]
 
 
 def test_models(client):

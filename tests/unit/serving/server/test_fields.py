@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.server.chat_request import ChatRequest, Tool
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import CompletionRequest
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 
 BODIES = {
     CompletionRequest: {"prompt": "a", "max_tokens": 4},
@@ -24,7 +26,6 @@ NO_OPS = [
     (BOTH, "early_stopping", [False], True),
     (BOTH, "kv_transfer_params", [{}], {"a": 1}),
     (BOTH, "length_penalty", [1], 0.5),
-    (BOTH, "priority", [0], 1),
     (BOTH, "spaces_between_special_tokens", [True], False),
     (BOTH, "store", [False], True),
     (BOTH, "guided_decoding_backend", [], "outlines"),
@@ -153,7 +154,21 @@ def test_tools_that_are_not_to_be_called():
     llm, options = recorded("chat")
     body.prompts()[0](llm)
     assert options == {"tools": tools} and body.params().skip_special_tokens
-    assert body.message_parser("").is_plain and read(ChatRequest, tools=[]).params()
+    assert (
+        body.message_parser([], ByteTokenizer()).is_plain and read(ChatRequest, tools=[]).params()
+    )
+
+
+def test_tools_are_read_once(monkeypatch):
+    """Not for each of 1,024 outputs, which would keep other clients waiting for a minute."""
+    dumped = []
+    monkeypatch.setattr(Tool, "model_dump", lambda self, **_: dumped.append(self) or {"a": 1})
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = read(ChatRequest, tools=[tool])
+    body.use(OutputParsers(TOOL_PARSERS["glm45"]))
+    for _ in range(3):
+        assert not body.message_parser([], ByteTokenizer()).is_plain
+    assert len(dumped) == 1
 
 
 def test_forced_calls_exclude_other_formats():
@@ -167,11 +182,10 @@ def test_forced_calls_exclude_other_formats():
     assert read(ChatRequest, tools=tools, tool_choice="required", **text).params()
 
 
-def test_reasoning_is_not_sought_in_structured_output():
-    """The grammar holds from the first token on."""
-    parsers = OutputParsers(reasoning=REASONING_PARSERS["deepseek_r1"])
-    for fields, is_plain in (({}, False), ({"structured_outputs": {"regex": "a"}}, True)):
-        body = read(ChatRequest, **fields)
-        body.use(parsers)
-        assert not body.params().skip_special_tokens
-        assert body.message_parser("").is_plain is is_plain
+def test_reasoning_before_structured_output():
+    """Only where there is a parser."""
+    for format, ends in (("deepseek_r1", [[*b"</think>"]]), ("deepseek_v3", []), (None, None)):
+        body = read(ChatRequest, structured_outputs={"regex": "a"})
+        body.use(OutputParsers(reasoning=REASONING_PARSERS[format] if format else None))
+        find = body.params().find_reasoning_ends
+        assert (find and find([65], ByteTokenizer())) == ends

@@ -25,7 +25,7 @@ class CountingLLM:
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0
 
-    def encode_prompt(self, prompt, params):
+    def encode_prompt(self, prompt, params, priority):
         return prompt
 
     def add_request(self, prompt, params, name):

@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.forced_calls import schema_of_one, schema_of_several
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
@@ -157,9 +158,9 @@ class TestForced:
         found, llm = [], served.service.llm
         encode, add = llm.encode_prompt, llm.add_request
 
-        def plain(prompt, params, *rest):
+        def plain(prompt, params, **rest):
             found.append(params)
-            return encode(prompt, params.replace(structured_outputs=None), *rest)
+            return encode(prompt, params.replace(structured_outputs=None), **rest)
 
         monkeypatch.setattr(llm, "encode_prompt", plain)
         monkeypatch.setattr(
@@ -171,9 +172,10 @@ class TestForced:
 
     def test_required(self, client, served, params, monkeypatch):
         listed = [{"name": name, "parameters": given} for name, given in CALLS]
-        monkeypatch.setattr(served.runner, "says", json.dumps(listed))
+        monkeypatch.setattr(served.runner, "says", f"Look.</think>{json.dumps(listed)}")
         fields = {"tools": TOOLS, "tool_choice": "required"}
-        assert joined(chat(client, **fields, stream=True)) == ("", "", CALLS, "tool_calls")
+        found = joined(chat(client, **fields, stream=True))
+        assert found == ("", "Look.", CALLS, "tool_calls")
         message = chat(client, **fields, parallel_tool_calls=False).choices[0].message
         assert message.content is None and len(message.tool_calls) == 1
         schemas = [one.structured_outputs.json for one in params]
@@ -182,9 +184,9 @@ class TestForced:
     def test_named(self, client, served, params, monkeypatch):
         """The end is that of a text, as OpenAI has it."""
         name, given = CALLS[1]
-        monkeypatch.setattr(served.runner, "says", json.dumps(given))
+        monkeypatch.setattr(served.runner, "says", f"<think>Look.</think>{json.dumps(given)}")
         fields = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": name}}}
-        assert joined(chat(client, **fields, stream=True)) == ("", "", CALLS[1:2], "stop")
+        assert joined(chat(client, **fields, stream=True)) == ("", "Look.", CALLS[1:2], "stop")
         [call] = chat(client, **fields).choices[0].message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == (name, given)
         assert params[0].structured_outputs.json == schema_of_one(TOOLS[1])
@@ -196,6 +198,20 @@ def test_without_tools(client, served, monkeypatch):
     message = chat(client).choices[0].message
     assert message.content == SAYS.partition("</think>")[2] and message.reasoning == "Look."
     assert joined(chat(client, stream=True))[:3] == (message.content, "Look.", [])
+
+
+@pytest.mark.parametrize(
+    ("begun", "reasoning", "content"),
+    [("<think>a</think>b", "", "c"), ("</think><think>a", "c", ""), ("a", "c", "")],
+)
+def test_reasoning_of_a_message_that_goes_on(begun, reasoning, content):
+    """Which may be behind what was thought."""
+    messages = [*ASK, {"role": "assistant", "content": begun}]
+    fields = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    body = ChatRequest(**fields)
+    body.use(OutputParsers(None, REASONING_PARSERS["deepseek_r1"]))
+    message = body.message_parser([*begun.encode()], ChatBytes()).read("c", True)
+    assert (message.reasoning, message.content) == (reasoning, content)
 
 
 def test_special_tokens_are_marks(client, served):

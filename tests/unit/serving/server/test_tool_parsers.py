@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
@@ -23,7 +24,8 @@ from absorbed_mla.serving.server.tool_calls import converted
 from absorbed_mla.serving.structured_output.grammar import grammar_of, matcher_of
 from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
-from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from tests.support.tokenizers import byte_level
 
 CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
 NOTE = {"text": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "tags": {"type": "array"}}
@@ -223,6 +225,12 @@ def test_names_of_kimi(header, name):
         ("{1, 2}", {}, "{1, 2}"),
         ("[" * 10_000, {}, "[" * 10_000),
         ("NaN", {"type": "number"}, "NaN"),
+        # Schemas are the client's, and nobody has checked them.
+        *(
+            ("3", {name: wrong}, 3)
+            for name in ("type", "anyOf", "enum")
+            for wrong in (5, None, [5])
+        ),
     ],
 )
 def test_arguments_by_their_schemas(text, schema, value):
@@ -259,6 +267,39 @@ def test_reasoning(name, prompt, kwargs, text, reasoning, content):
             assert (message.reasoning, message.content) == (reasoning if shows else "", content)
 
 
+_SECTION = "<|tool_calls_section_begin|>"
+BEFORE_STRUCTURED = [
+    # Format, end of the prompt, chat_template_kwargs, ends of reasoning, text, and its parts.
+    ("deepseek_r1", "", {}, ["</think>"], "<think>why</think>{}", "why", "{}"),
+    ("deepseek_v3", "", {}, [], "<think>", "", "<think>"),
+    ("deepseek_v3", "", {"thinking": True}, ["</think>"], "why", "why", ""),
+    ("glm45", "", {}, ["</think>"], "why</think>{}", "why", "{}"),
+    ("glm45", "", {"enable_thinking": False}, [], "{}", "", "{}"),
+    ("glm45", "<think></think>\n", {}, [], "{}", "", "{}"),
+    ("kimi_k2", "", {}, ["</think>", _SECTION], f"why{_SECTION}[{{", "why", "[{"),
+    ("kimi_k2", "<think>", {}, ["</think>", _SECTION], "why</think>{}", "why", "{}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "kwargs", "marks", "text", "reasoning", "content"), BEFORE_STRUCTURED
+)
+def test_reasoning_before_structured_output(name, prompt, kwargs, marks, text, reasoning, content):
+    """The text begins where the grammar does."""
+    for pieces in splits(text):
+        parser = REASONING_PARSERS[name].parser(prompt, kwargs, structured=True)
+        assert parser.ends(ByteTokenizer()) == [list(mark.encode()) for mark in marks]
+        message, _ = read(pieces, MessageParser(parser, None))
+        assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_a_mark_that_is_no_token():
+    """Others may have parts of it, and of the text behind it."""
+    parser = REASONING_PARSERS["deepseek_r1"].parser("", {}, structured=True)
+    with pytest.raises(ValueError, match="need a tokenizer that has </think> as one token, got 8"):
+        parser.ends(HuggingFaceTokenizer(byte_level()))
+
+
 def test_reasoning_before_calls():
     text = f"I <need>.</think>\n{TEXTS['kimi_k2']}"
     for pieces in splits(text):
@@ -276,6 +317,14 @@ class TestForcedCalls:
             for pieces in splits(text):
                 message, _ = read(pieces, MessageParser(None, ListedCalls()))
                 assert calls_of(message) == CALLS and not message.content
+
+    def test_white_space_without_an_end(self):
+        """As models write that do not find one: each token of it takes no longer."""
+        calls, start = ListedCalls(), time.process_time()
+        for text in ("[\n", '{"name":', ' "f",'):
+            assert not any(calls.read(one) for one in (text, *[" " * 40] * 1000))
+        assert time.process_time() - start < 5
+        assert calls.read('"parameters":{"a": " b"}').calls[0].arguments == '{"a": " b"}'
 
     def test_listed_and_cut_off(self):
         text = '[{"name":"weather","parameters":{"city":"Os\\'

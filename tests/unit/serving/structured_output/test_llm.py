@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Literal
+import re
+from types import SimpleNamespace
+from typing import ClassVar, Literal
 
 import pytest
 
 from absorbed_mla import LLM, AsyncLLM
+from absorbed_mla.registry import TOOL_PARSERS
+from absorbed_mla.serving.structured_output import grammar, request_grammar
 from tests.support.engine import generating_model
 from tests.support.llm import serving
 from tests.support.structured import KINDS, StructuredTokenizer, sampled, structured
@@ -31,12 +35,39 @@ class Answer(pydantic.BaseModel):
     b: list[bool]
 
 
+class ThinkingTokenizer(StructuredTokenizer):
+    """With marks of reasoning, which are no text, and letters of calls; templates may have both."""
+
+    marks: ClassVar = {"<think>": 60, "</think>": 61}
+    special_tokens = (60, 61)
+    letters: ClassVar = {58: "m", 59: "p"}
+
+    def encode(self, text, *, begin=None):
+        found = []
+        for part in re.split("(</?think>)", text):
+            found += [self.marks[part]] if part in self.marks else super().encode(part)
+        return found
+
+    def stream(self, prompt, *, skip_special_tokens=True):
+        plain, texts = super().stream(prompt), {60: "<think>", 61: "</think>", **self.letters}
+
+        def push(tokens):
+            each = (texts[token] if token in texts else plain.push([token]) for token in tokens)
+            return "".join(each)
+
+        return SimpleNamespace(push=push, finish=plain.finish)
+
+    def token_bytes(self, token):
+        return self.letters[token].encode() if token in self.letters else super().token_bytes(token)
+
+    def chat(self, messages, *, ended=False, **options):
+        return super().chat(messages) + (self.encode("<think></think>") if ended else [])
+
+
 @pytest.fixture(scope="module")
 def llm():
     options = {"max_model_len": 256, "max_num_seqs": 8, "cache_tokens": 2048}
-    made = LLM.from_model(
-        generating_model(num_layers=1), tokenizer=StructuredTokenizer(), **options
-    )
+    made = LLM.from_model(generating_model(num_layers=1), tokenizer=ThinkingTokenizer(), **options)
     with made:
         made.wake()
         yield made
@@ -44,7 +75,11 @@ def llm():
 
 @pytest.fixture(scope="module")
 def client(llm):
-    with serving(llm=llm) as served:
+    from absorbed_mla.serving.server.output_parsers import OutputParsers
+    from absorbed_mla.serving.server.reasoning import REASONING_PARSERS
+
+    parsers = OutputParsers(TOOL_PARSERS["glm45"], REASONING_PARSERS["deepseek_v3"])
+    with serving(llm=llm, app_options={"parsers": parsers}) as served:
         yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="-", max_retries=0)
 
 
@@ -66,6 +101,15 @@ def test_several_outputs(llm):
     stopped = [check(name, one) for name, outputs in zip(NAMES, found) for one in outputs]
     assert sum(stopped) >= len(stopped) - 4
     assert len({one.text for outputs in found for one in outputs}) > len(NAMES)
+
+
+def test_a_grammar_is_read_once(llm, monkeypatch):
+    """Not for each prompt and output of a request: between steps, others would wait for that."""
+    found, made = [], grammar.grammar_of
+    for module in (grammar, request_grammar):
+        monkeypatch.setattr(module, "grammar_of", lambda one: found.append(one) or made(one))
+    params = structured(choice=["ab", "x1"]).replace(n=3)
+    assert len(llm.generate(["ab"] * 4, params, False)) == 4 and len(found) == 1
 
 
 PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
@@ -159,6 +203,66 @@ def test_response_format(client):
         model="tiny", messages=[message], response_format=Answer, temperature=1.2, seed=3
     )
     assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+TOOL = {"type": "function", "function": {"name": "ab", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "ab"}}
+ASKED = {
+    "format": {"response_format": FORMAT},
+    "structured": {"structured_outputs": {"json": SCHEMA}},
+    "required": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+    "named": {"tools": [TOOL], "tool_choice": NAMED},
+}
+
+
+def think(client, seed, **extra):
+    fields = {"max_tokens": 150, "temperature": 3.0, "seed": seed, "logit_bias": {61: 12}, **extra}
+    message = {"role": "user", "content": "ab"}
+    [choice] = client.chat.completions.create(
+        model="tiny", messages=[message], extra_body=fields
+    ).choices
+    return choice
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(
+    ("thinks", "kwargs"),
+    [(True, {"thinking": True}), (False, {"thinking": True, "ended": True}), (False, {})],
+)
+def test_behind_reasoning(client, asked, thinks, kwargs):
+    """Whatever is thought, the text behind is valid; nothing is where the template ended it."""
+    asked, ended, thoughts = {**asked, "chat_template_kwargs": kwargs}, 0, set()
+    for seed in range(4):
+        choice = think(client, seed, **asked)
+        thoughts.add(getattr(choice.message, "reasoning", None))
+        if choice.finish_reason == "length":
+            continue
+        ended += 1
+        calls = choice.message.tool_calls
+        text = calls[0].function.arguments if calls else choice.message.content
+        assert json.loads(text)["a"] in (1, 12) and bool(calls) == ("tools" in asked)
+    assert ended and (thoughts != {None}) == thinks
+
+
+THINKS = {"chat_template_kwargs": {"thinking": True}}
+
+
+def test_too_short_for_what_is_thought(client):
+    fields = {"max_tokens": 5, "logit_bias": {61: -100, 63: -100}, **ASKED["format"], **THINKS}
+    choice = think(client, 1, **fields)
+    assert choice.finish_reason == "length" and not choice.message.content
+    assert choice.message.reasoning
+
+
+def test_responses_and_completions(client):
+    """The latter are as the prompt has them: nobody finds reasoning there."""
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    bias = {"logit_bias": {61: 12}, "seed": 2}
+    fields = {"temperature": 3, "text": {"format": form}, "extra_body": bias | THINKS}
+    answer = client.responses.create(model="tiny", input="ab", **fields)
+    assert [one.type for one in answer.output] == ["reasoning", "message"]
+    assert json.loads(answer.output_text)["a"] in (1, 12)
+    assert json.loads(complete(client, response_format=FORMAT, **bias))["a"] in (1, 12)
 
 
 @pytest.mark.parametrize(

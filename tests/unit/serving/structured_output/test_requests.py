@@ -14,7 +14,9 @@ from tests.support.engine import CHUNKED, KEPT, engine_of, prompt
 from tests.support.overlap_scheduler import count_in_flight, parity_model
 from tests.support.structured import (
     KINDS,
+    REASONING_ENDS,
     VOCABULARY,
+    behind_reasoning,
     check_texts,
     sampled,
     structured,
@@ -27,6 +29,9 @@ NAMES = list(KINDS)
 PROMPTS = [prompt(20 + 3 * i, i) for i in range(2 * len(NAMES))]
 FREE = [sampled(seed=i, max_tokens=40 + i) for i in range(len(NAMES))]
 CONSTRAINED = [structured(**KINDS[name][0]).replace(seed=i) for i, name in enumerate(NAMES)]
+# Every second one of these thinks before its text.
+THINKING = NAMES[::2]
+CONSTRAINED[::2] = [one.derived(reasoning_ends=REASONING_ENDS) for one in CONSTRAINED[::2]]
 MIXED = [one for pair in zip(FREE, CONSTRAINED) for one in pair]
 
 
@@ -51,7 +56,11 @@ def engine_with(model, **options):
 def check_mixed(engine, alone):
     results = engine.generate(PROMPTS, MIXED)
     assert results[::2] == alone
-    assert check_texts(results[1::2], NAMES) >= len(NAMES) - 2
+    assert check_texts(results[1::2], NAMES, THINKING) >= len(NAMES) - 3
+    begun = [behind_reasoning(one.tokens) for one in results[1::4]]
+    # Most think something, and some have nothing else.
+    assert sum(one is None for one in begun) < len(begun) // 2
+    assert any(len(one.tokens) > len(text or ()) + 1 for one, text in zip(results[1::4], begun))
     engine.require_no_leak()
     return results
 
