@@ -98,11 +98,11 @@ class TestSums:
     def test_given_back(self):
         with batch_invariant_mode():
             pass
-        assert mappings._reduce is collectives.reduce_in_rank_order
+        assert mappings._reduce is collectives.reduce_by_tree
 
 
 def test_the_host_sums_again_afterwards():
     with batch_invariant_mode():
-        assert mappings._reduce is collectives.reduce_in_rank_order
+        assert mappings._reduce is collectives.reduce_by_tree
     assert mappings._reduce is megatron_operators.megatron_reduce
     assert mappings._reduce_scatter_along_first_dim is megatron_operators.megatron_reduce_scatter
