@@ -80,7 +80,7 @@ class _Column(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = parts.summed_product(rows, weight, share.parts, share.stride)
-            dx = share.total(dx.view(*grad.shape[:-1], -1), x.dtype)
+            dx = share.total(dx.view(*grad.shape[:-1], x.shape[-1]), x.dtype)
         if ctx.needs_input_grad[1]:
             dw = products.of_part(rows.T, _rows(share.gather(x)), weight.dtype)
         return dx, dw, None
@@ -94,7 +94,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.share = share
         found = parts.summed_product(_rows(x), weight.T, share.parts)
-        return share.total(found.view(*x.shape[:-1], -1), x.dtype)
+        return share.total(found.view(*x.shape[:-1], len(weight)), x.dtype)
 
     @staticmethod
     @once_differentiable

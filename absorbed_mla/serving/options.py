@@ -155,6 +155,14 @@ class ModelFields(Options):
     parity: bool = option(False, needs={"form": ("absorbed",), **_ON_ONE_RANK})
     """Equal tokens to the bit whatever runs beside a request; slower. Its log-probabilities are
     those of training (docs/parity.md)."""
+    tensor_parallel_parts: int | None = option(
+        None,
+        choices=(2, 4, 8, 16, 32, 64),
+        unset="as processes divide them",
+        needs={"parity": (True,), "experts": ("auto", "sequential")},
+    )
+    """Parts of every sum over tensor-parallel processes; tokens and log-probabilities are then
+    equal to the bit at every ``tensor_parallel_size`` that divides it, at 1 too."""
     follow_links: bool = option(False)
     """Read through links that lead out of the model's folder. Those of a snapshot in the Hugging
     Face hub's cache, to the files of the same model, are always read."""

@@ -22,14 +22,14 @@ WIDTHS = {
 pytestmark = needs.processes(2, 4, 8)
 
 
-def step(layers, dtype, tp, sequence_parallel) -> dict[str, torch.Tensor]:
-    with world.parallel(tp=tp):
+def step(layers, dtype, tp, sequence_parallel, mla=MLA, options=None, mtp=False, ways=("prefill", "halves", "decode"), groups=None, **more) -> dict[str, torch.Tensor]:
+    with world.parallel(tp=tp, **(groups or {})):
         model = parity_model(
             dtype,
-            mla=MLA,
+            mla=mla, options=options, mtp=mtp,
             tensor_model_parallel_size=tp,
             sequence_parallel=sequence_parallel and tp > 1,
-            **WIDTHS[layers],
+            **{**WIDTHS[layers], **more},
         )
         tokens = tokens_of(2, 24)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -48,7 +48,7 @@ def step(layers, dtype, tp, sequence_parallel) -> dict[str, torch.Tensor]:
             named.append((name, g))
         found.update(whole_tensors(named))
         for name, sizes in chunkings(24).items():
-            if name in ("prefill", "halves", "decode"):
+            if name in ways:
                 found[name] = cached(model, tokens, sizes)
         return found
 
