@@ -48,9 +48,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         total = tree_sum([part.sum(-1) for part in exps])
         chosen = torch.cat(shifted, -1).gather(-1, ctx.place).squeeze(-1)
         # One rank has the target; zeros of the others change nothing.
-        total, chosen = (
-            collectives.reduce_by_tree(x, group) for x in (total, chosen * ctx.there)
-        )
+        total, chosen = (collectives.reduce_by_tree(x, group) for x in (total, chosen * ctx.there))
         ctx.save_for_backward(torch.cat(exps, -1).div_(total.unsqueeze(-1)))
         return total.log() - chosen
 

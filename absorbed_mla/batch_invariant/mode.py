@@ -87,9 +87,7 @@ def enable_batch_invariant_mode(
         megatron_operators.enable(OPERATORS)
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
-    megatron_operators.replace_sums(
-        collectives.reduce_by_tree, collectives.reduce_scatter_by_tree
-    )
+    megatron_operators.replace_sums(collectives.reduce_by_tree, collectives.reduce_scatter_by_tree)
 
 
 def disable_batch_invariant_mode(device_type: str | None = None) -> None:

@@ -205,9 +205,7 @@ def row_linear(layer: Any, input_: Tensor) -> tuple[Tensor, None]:
     return _Row.apply(input_, layer.weight, share), None
 
 
-def router_linear(
-    x: Tensor, weight: nn.Parameter, bias: None, router_dtype: torch.dtype
-) -> Tensor:
+def router_linear(x: Tensor, weight: nn.Parameter, bias: None, router_dtype: torch.dtype) -> Tensor:
     """In place of Megatron's ``router_gating_linear``.
 
     Args:

@@ -155,6 +155,4 @@ def _require(
 ) -> None:
     if value not in accepted:
         choices = " or ".join(map(repr, accepted))
-        raise ValueError(
-            f"{option} does not go with {name}={value!r}: {reason}; use {choices}"
-        )
+        raise ValueError(f"{option} does not go with {name}={value!r}: {reason}; use {choices}")
