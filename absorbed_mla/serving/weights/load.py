@@ -224,7 +224,7 @@ def _megatron_config(
         "activation_func": torch.nn.functional.silu,
         "pipeline_dtype": args.params_dtype,
         **_parallel_fields(config),
-        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+        "moe_token_dispatcher_type": "alltoall" if on_gpu or parts else "allgather",
         "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE and not parts else "local",
         # One MTP layer may draft several tokens, one after the other.
         "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
