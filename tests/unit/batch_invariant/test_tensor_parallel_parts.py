@@ -160,7 +160,7 @@ class TestRefused:
                 trained(parity_model(torch.float32), tokens_of(1, 4))
         with batch_invariant_mode(tensor_parallel_parts=4):
             model = parity_model(torch.float32, **{**LAYERS["dense"], "ffn_hidden_size": 42})
-            with pytest.raises(ValueError, match="tensor_parallel_parts=4 must divide .* 84 of"):
+            with pytest.raises(ValueError, match=r"tensor_parallel_parts=4 must divide .* 84 of"):
                 trained(model, tokens_of(1, 4))
 
     def test_ranks(self, _on):
