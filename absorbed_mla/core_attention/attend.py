@@ -136,7 +136,7 @@ def _block_gradients(
     weights: tuple[Tensor, ...],
     rules: ScoreRules,
 ) -> BlockGradients:
-    """Gradients of a block of keys; with fixed parts that of kv is the sum over all ranks' heads."""
+    """Gradients of a block of keys; with fixed parts that of kv is summed over all ranks' heads."""
     if parts.count() is None:
         return plan.form.backward(grad, output, query, kv, weights, plan.backend, rules)
     # By heads, [S, B, N, ...] and weights [N, ...].

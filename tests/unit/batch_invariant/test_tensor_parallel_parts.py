@@ -11,6 +11,7 @@ from torch import nn
 from absorbed_mla import absorb
 from absorbed_mla.batch_invariant import (
     batch_invariant_mode,
+    enable_batch_invariant_mode,
     megatron_operators,
     norms,
     parts,
@@ -132,8 +133,7 @@ class TestRefused:
     @pytest.mark.parametrize("count", [0, 3, 12])
     def test_number(self, count):
         with pytest.raises(ValueError, match=f"tensor_parallel_parts must be a power .* {count}"):
-            with batch_invariant_mode(tensor_parallel_parts=count):
-                pass
+            enable_batch_invariant_mode(tensor_parallel_parts=count)
         assert parts.count() is None
 
     @pytest.mark.parametrize(
@@ -155,9 +155,12 @@ class TestRefused:
 
     def test_what_cannot_be_cut(self):
         """Before anything is computed for heads, in the layer for channels."""
-        with batch_invariant_mode(tensor_parallel_parts=8):
-            with pytest.raises(ValueError, match="a rank's 4 of them cannot be cut into 8"):
-                trained(parity_model(torch.float32), tokens_of(1, 4))
+        message = "a rank's 4 of them cannot be cut into 8"
+        with (
+            batch_invariant_mode(tensor_parallel_parts=8),
+            pytest.raises(ValueError, match=message),
+        ):
+            trained(parity_model(torch.float32), tokens_of(1, 4))
         with batch_invariant_mode(tensor_parallel_parts=4):
             model = parity_model(torch.float32, **{**LAYERS["dense"], "ffn_hidden_size": 42})
             with pytest.raises(ValueError, match=r"tensor_parallel_parts=4 must divide .* 84 of"):
