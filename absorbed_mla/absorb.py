@@ -7,10 +7,12 @@ DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant import is_enabled, parts
 from absorbed_mla.kernels.transposed_product import may_lose_last_row
 from absorbed_mla.once_differentiable import once_differentiable
 
@@ -72,6 +74,9 @@ def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 def _head_product(equation: str, x: Tensor, weight: Tensor) -> Tensor:
     """``x`` [S, B, N, ..] times a weight [N, ..], whose gradient misses no token."""
+    if parts.count() is not None:
+        product = functools.partial(torch.einsum, equation)
+        return torch.cat(parts.by_parts(product, (2, 0), x, weight), dim=2)
     tokens, batch = x.shape[:2]
     trains = x.is_cuda and tokens > 1 and torch.is_grad_enabled()
     if trains and may_lose_last_row(x, tokens * batch):
@@ -103,8 +108,15 @@ class _HeadProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)
-        parts = (slice(None),)
-        if len(x) > 1 and may_lose_last_row(x, x.shape[0] * x.shape[1]):
-            parts = slice(None, -1), slice(-1, None)
-        return dx, sum(torch.einsum("sbnk,sbnc->nkc", x[part], grad[part]) for part in parts)
+        if parts.count() is not None:
+            found = parts.by_parts(_head_gradients, (2, 2, 0), grad, x, weight)
+            return tuple(torch.cat(some, dim) for some, dim in zip(zip(*found), (2, 0)))
+        return _head_gradients(grad, x, weight)
+
+
+def _head_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)
+    rows = (slice(None),)
+    if len(x) > 1 and may_lose_last_row(x, x.shape[0] * x.shape[1]):
+        rows = slice(None, -1), slice(-1, None)
+    return dx, sum(torch.einsum("sbnk,sbnc->nkc", x[part], grad[part]) for part in rows)

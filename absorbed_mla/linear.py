@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as torch_module
 
+from absorbed_mla.batch_invariant import parts
+from absorbed_mla.batch_invariant.parallel_linear import duplicated_linear
 from absorbed_mla.norm import mark_parameter
 
 
@@ -74,6 +76,8 @@ class DuplicatedLinear(_OneWeight):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map ``x`` [..., input_size] to [..., output_size]; None stands for the bias."""
+        if parts.count() is not None:
+            return duplicated_linear(x, self.weight), None
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
@@ -128,8 +132,9 @@ class HeadwiseUpProjection(_OneWeight):
 
 
 def refuse_other_up_projections(*layers: nn.Module) -> None:
-    """Refuse layers wrapped by ``fully_shard``, which frees their weight while it is in use, or by
-    an adapter, whose part would be lost.
+    """Refuse layers wrapped by ``fully_shard`` or by an adapter.
+
+    The first frees their weight while it is in use, the second's part would be lost.
 
     Raises:
         ValueError: Naming the layers and what to do instead.

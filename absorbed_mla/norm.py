@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from absorbed_mla.batch_invariant import is_enabled
-from absorbed_mla.batch_invariant.norms import rms_norm
+from absorbed_mla.batch_invariant.norms import rms_norm, scaled
 from absorbed_mla.graph_capture import SaveForBackward
 
 # Tokens of a step that decodes, at most; PyTorch's kernel takes 6 us for one.
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
             weight = weight + 1
         normed = x.to(compute)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * weight).to(self.weight.dtype)
+        return scaled(normed, weight, self.weight).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Width and epsilon, for ``print(model)``."""

@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import parts
+
 
 def leave_column_parallel(
     x: Tensor,
@@ -71,8 +73,10 @@ def enter_head_parallel(
     """
     if tp_group.size() == 1:
         return x
+    # With a fixed number of parts the core attention's backward sums over ranks, in fp32.
+    summed = parts.count() is not None
     if sequence_parallel:
         return gather_from_sequence_parallel_region(
-            x, tensor_parallel_output_grad=True, group=tp_group
+            x, tensor_parallel_output_grad=not summed, group=tp_group
         )
-    return copy_to_tensor_model_parallel_region(x, group=tp_group)
+    return x if summed else copy_to_tensor_model_parallel_region(x, group=tp_group)

@@ -1,4 +1,4 @@
-"""Tensor-parallel sums in rank order, whatever algorithm NCCL would take.
+"""Tensor-parallel sums by a tree over the ranks, whatever algorithm NCCL would take.
 
 Ring algorithms start the sum of each chunk of the buffer at another rank. With more than two ranks
 the result of a token would then depend on its place in the buffer.
@@ -6,26 +6,35 @@ the result of a token would then depend on its place in the buffer.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import megatron_operators
+from absorbed_mla.batch_invariant.tree import tree_sum
 
 # Two summands may be added in either order.
 _COMMUTATIVE_RANKS = 2
+# Larger tensors are summed a share by each rank, which takes two collectives and less memory.
+_SHARED_ELEMENTS = 1 << 20
 
 
-def reduce_in_rank_order(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_by_tree(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, on every rank; it may be ``input_`` itself."""
-    if group.size() <= _COMMUTATIVE_RANKS:
+    ranks = group.size()
+    if ranks <= _COMMUTATIVE_RANKS:
         return megatron_operators.megatrons(megatron_operators.megatron_reduce)(input_, group)
-    parts = input_.new_empty(group.size() * input_.numel())
-    dist.all_gather_into_tensor(parts, input_.flatten(), group=group)
-    return _total(parts.view(group.size(), *input_.shape))
+    flat = input_.reshape(-1)
+    if flat.numel() >= _SHARED_ELEMENTS and flat.numel() % ranks == 0:
+        total = input_.new_empty(input_.shape)
+        share = reduce_scatter_by_tree(flat, group)
+        dist.all_gather_into_tensor(total.view(-1), share, group=group)
+        return total
+    parts = input_.new_empty(ranks * flat.numel())
+    dist.all_gather_into_tensor(parts, flat, group=group)
+    return tree_sum(parts.view(ranks, *input_.shape).unbind())
 
 
-def reduce_scatter_in_rank_order(
+def reduce_scatter_by_tree(
     input_: Tensor,
     group: dist.ProcessGroup,
     input_split_sizes: list[int] | None = None,
@@ -53,11 +62,4 @@ def reduce_scatter_in_rank_order(
         input_split_sizes=sizes,
         group=group,
     )
-    return _total(parts.view(ranks, own, *input_.shape[1:]))
-
-
-def _total(parts: Tensor) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = torch.add(total, part)
-    return total
+    return tree_sum(parts.view(ranks, own, *input_.shape[1:]).unbind())

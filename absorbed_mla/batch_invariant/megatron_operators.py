@@ -10,16 +10,21 @@ No other file of the mode touches a private name of Megatron's.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import cross_entropy, layers, mappings
+from megatron.core.transformer import mlp
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
+from megatron.core.transformer.moe import router
 
 from absorbed_mla.megatron_names import EVERY, REFUSED, SINCE_0_19, MegatronName, Need
 
 _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
 def _operator(name: str, replaced_by: str, versions: tuple[str, ...] = EVERY) -> MegatronName:
@@ -33,9 +38,9 @@ TE_RMS_NORM = _operator("BatchInvariantRMSNormFn", "norms.TERMSNorm")
 TE_NORMALIZATION = _operator(
     "_te_apply_normalization_patched", "norms.apply_normalization", SINCE_0_19
 )
-REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_in_rank_order")
+REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_by_tree")
 REDUCE_SCATTER = MegatronName(
-    _MAPPINGS, "_reduce_scatter_along_first_dim", "collectives.reduce_scatter_in_rank_order"
+    _MAPPINGS, "_reduce_scatter_along_first_dim", "collectives.reduce_scatter_by_tree"
 )
 
 SUMS = Need("batch-invariant mode", REFUSED, (REDUCE, REDUCE_SCATTER))
@@ -44,7 +49,39 @@ GPU_OPERATORS = Need(
     "Megatron's stand-in stays, of one that it installs under another name",
     (MM, ADDMM, TE_GEMM, TE_RMS_NORM, TE_NORMALIZATION),
 )
-BATCH_INVARIANT_NEEDS = (SUMS, GPU_OPERATORS)
+COLUMN = MegatronName(
+    f"{_LAYERS}.ColumnParallelLinear", "_forward_impl", "parallel_linear.column_linear"
+)
+ROW = MegatronName(f"{_LAYERS}.RowParallelLinear", "forward", "parallel_linear.row_linear")
+ROUTER = MegatronName(
+    "megatron.core.transformer.moe.router",
+    "router_gating_linear",
+    "parallel_linear.router_linear",
+)
+EXPERT = MegatronName(
+    "megatron.core.transformer.mlp.MLP", "forward", "the same with parallel_linear.TokenScale"
+)
+CROSS_ENTROPY = MegatronName(
+    "megatron.core.tensor_parallel.cross_entropy",
+    "_VocabParallelCrossEntropy",
+    "cross_entropy.VocabParallelCrossEntropy",
+)
+GRADIENTS = MegatronName(
+    _FINALIZE, "_allreduce_non_tensor_model_parallel_grads", "no sum, as backward made it"
+)
+TENSOR_PARALLEL_PARTS = Need(
+    "tensor_parallel_parts", REFUSED, (COLUMN, ROW, ROUTER, EXPERT, CROSS_ENTROPY, GRADIENTS)
+)
+BATCH_INVARIANT_NEEDS = (SUMS, GPU_OPERATORS, TENSOR_PARALLEL_PARTS)
+# By dotted path, where the parts' names are.
+_OWNERS = {
+    COLUMN.owner: layers.ColumnParallelLinear,
+    ROW.owner: layers.RowParallelLinear,
+    ROUTER.owner: router,
+    EXPERT.owner: mlp.MLP,
+    CROSS_ENTROPY.owner: cross_entropy,
+    GRADIENTS.owner: importlib.import_module(_FINALIZE),
+}
 
 megatron_reduce: Callable | None = getattr(mappings, REDUCE.name, None)
 megatron_reduce_scatter: Callable | None = getattr(mappings, REDUCE_SCATTER.name, None)
@@ -60,6 +97,7 @@ def megatrons(function: Callable | None) -> Callable:
 
 # Megatron's own, while ours have their names.
 _theirs: dict[MegatronName, Any] = {}
+_of_parts: dict[MegatronName, Any] = {}
 
 
 def enable(ours: Mapping[MegatronName, Any]) -> None:
@@ -121,3 +159,26 @@ def restore_sums() -> None:
     if not SUMS.missing({_MAPPINGS: mappings}):
         REDUCE.replace(mappings, megatron_reduce)
         REDUCE_SCATTER.replace(mappings, megatron_reduce_scatter)
+
+
+def replace_for_parts(ours: Mapping[MegatronName, Callable[[Any], Any]]) -> None:
+    """Replace what makes sums over tensor-parallel ranks, and products of what they sum.
+
+    Args:
+        ours: By name, what makes the replacement of Megatron's own.
+
+    Raises:
+        ValueError: If this release of Megatron has not all of the names.
+    """
+    TENSOR_PARALLEL_PARTS.require(_OWNERS)
+    for name, make in ours.items():
+        if name not in _of_parts:
+            _of_parts[name] = name.of(_OWNERS[name.owner])
+            name.replace(_OWNERS[name.owner], make(_of_parts[name]))
+
+
+def restore_for_parts() -> None:
+    """Undo :func:`replace_for_parts`."""
+    for name, theirs in _of_parts.items():
+        name.replace(_OWNERS[name.owner], theirs)
+    _of_parts.clear()

@@ -16,7 +16,17 @@ import torch
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import collectives, megatron_operators, norms, products, te_gemm
+from absorbed_mla.batch_invariant import (
+    collectives,
+    megatron_operators,
+    norms,
+    parallel_linear,
+    parts,
+    products,
+    te_gemm,
+)
+from absorbed_mla.batch_invariant.cross_entropy import VocabParallelCrossEntropy
+from absorbed_mla.batch_invariant.gradients import require_complete_gradients
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
@@ -27,6 +37,15 @@ OPERATORS = {
     megatron_operators.TE_GEMM: te_gemm.general_gemm,
     megatron_operators.TE_RMS_NORM: norms.TERMSNorm,
     megatron_operators.TE_NORMALIZATION: norms.apply_normalization,
+}
+# What takes the place of Megatron's own, given that, where the number of parts is fixed.
+_OF_PARTS = {
+    megatron_operators.COLUMN: lambda _: parallel_linear.column_linear,
+    megatron_operators.ROW: lambda _: parallel_linear.row_linear,
+    megatron_operators.ROUTER: lambda _: parallel_linear.router_linear,
+    megatron_operators.EXPERT: parallel_linear.expert_forward,
+    megatron_operators.CROSS_ENTROPY: lambda _: VocabParallelCrossEntropy,
+    megatron_operators.GRADIENTS: lambda _: require_complete_gradients,
 }
 # Device type -> the library that holds the operators replaced on it.
 _replaced: dict[str, torch.library.Library] = {}
@@ -41,7 +60,9 @@ def is_enabled(device: torch.device) -> bool:
     return device.type in _replaced
 
 
-def enable_batch_invariant_mode(device_type: str | None = None) -> None:
+def enable_batch_invariant_mode(
+    device_type: str | None = None, tensor_parallel_parts: int | None = None
+) -> None:
     """Make products, norms and activations of this process batch-invariant.
 
     It holds for the whole process, other packages' modules too, until
@@ -49,20 +70,24 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``; None: a GPU where there is one.
+        tensor_parallel_parts: A power of 2. Tensor-parallel sums, also on one rank, are then made
+            by a tree over so many parts, and logits, losses and gradients are the same bits at
+            every tensor-parallel size that divides it; slower. None: as before, at first not so.
 
     Raises:
-        ValueError: For another device, or a release of Megatron that makes sums over ranks by other
-            functions.
+        ValueError: For another device or number, or a release of Megatron that makes sums over
+            ranks by other functions.
     """
     device_type = _device_type(device_type)
     megatron_operators.require_sums()
+    if tensor_parallel_parts is not None:
+        parts.set_count(tensor_parallel_parts)
+        megatron_operators.replace_for_parts(_OF_PARTS)
     if device_type == "cuda":
         megatron_operators.enable(OPERATORS)
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
-    megatron_operators.replace_sums(
-        collectives.reduce_in_rank_order, collectives.reduce_scatter_in_rank_order
-    )
+    megatron_operators.replace_sums(collectives.reduce_by_tree, collectives.reduce_scatter_by_tree)
 
 
 def disable_batch_invariant_mode(device_type: str | None = None) -> None:
@@ -74,13 +99,17 @@ def disable_batch_invariant_mode(device_type: str | None = None) -> None:
         _replaced.pop(device_type)._destroy()
     if not _replaced:
         megatron_operators.restore_sums()
+        megatron_operators.restore_for_parts()
+        parts.set_count(None)
 
 
 @contextlib.contextmanager
-def batch_invariant_mode(device_type: str | None = None) -> Iterator[None]:
+def batch_invariant_mode(
+    device_type: str | None = None, tensor_parallel_parts: int | None = None
+) -> Iterator[None]:
     """:func:`enable_batch_invariant_mode` in a ``with`` block; it stays on if it was on."""
     was_on = is_enabled(torch.device(_device_type(device_type)))
-    enable_batch_invariant_mode(device_type)
+    enable_batch_invariant_mode(device_type, tensor_parallel_parts)
     try:
         yield
     finally:
@@ -122,6 +151,7 @@ def _cpu_operators() -> dict[str, Callable]:
     def softplus(x: Tensor, beta=1, threshold=20) -> Tensor:
         return cpu.in_vectors(aten.softplus.out, x, beta, threshold)
 
+    backward = partial(partial, cpu.in_vectors, result="grad_input")
     return {
         "mm": cpu.mm,
         "addmm": cpu.addmm,
@@ -130,4 +160,8 @@ def _cpu_operators() -> dict[str, Callable]:
         "sigmoid": partial(cpu.in_vectors, aten.sigmoid.out),
         "gelu": gelu,
         "softplus": softplus,
+        # Gradients, since a rank's channels end elsewhere than the whole layer's.
+        "silu_backward": backward(aten.silu_backward.grad_input),
+        "gelu_backward": backward(aten.gelu_backward.grad_input),
+        "softplus_backward": backward(aten.softplus_backward.grad_input),
     }

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from absorbed_mla.batch_invariant import megatron_operators
+from absorbed_mla.batch_invariant import megatron_operators, parts
+from absorbed_mla.batch_invariant.parallel_linear import sum_over_tokens
 from absorbed_mla.batch_invariant.products import DTYPES
 from absorbed_mla.once_differentiable import once_differentiable
 
@@ -28,17 +29,50 @@ def rms_norm(
         zero_centered: Whether 1 is added to the weight.
         dtype: Of the result.
     """
-    return _RMSNorm.apply(x, weight, eps, zero_centered, dtype)
+    return _RMSNorm.apply(x, weight, eps, zero_centered, dtype, _group(weight))
+
+
+def scaled(x: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
+    """``x`` [tokens, ..., width] times ``weight`` [width], made from ``parameter``."""
+    group = _group(parameter)
+    return x * weight if group is _ALL_AT_ONCE else _Scaled.apply(x, weight, group)
+
+
+# The weight's gradient is summed over all tokens of a rank, not by parts of them.
+_ALL_AT_ONCE = object()
+
+
+def _group(weight: Tensor) -> Any:
+    """The ranks that share the weight's tokens, or None, where its gradient is summed by parts."""
+    return _ALL_AT_ONCE if parts.count() is None else parts.token_group(weight)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+
+        def summand(tokens: slice) -> Tensor:
+            return (grad[tokens] * x[tokens]).flatten(0, -2).sum(0)
+
+        return grad * weight, sum_over_tokens(summand, len(x), ctx.group), None
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps, zero_centered, dtype) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps, zero_centered, dtype, group) -> Tensor:
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_forward
 
         result, scale = rms_norm_forward(_rows(x), weight, eps, zero_centered, dtype)
         ctx.save_for_backward(x, weight, scale)
-        ctx.zero_centered = zero_centered
+        ctx.zero_centered, ctx.group = zero_centered, group
         return result.view(x.shape)
 
     @staticmethod
@@ -47,10 +81,24 @@ class _RMSNorm(torch.autograd.Function):
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward
 
         x, weight, scale = ctx.saved_tensors
-        x_grad, weight_grad = rms_norm_backward(
-            _rows(grad).contiguous(), _rows(x).contiguous(), weight, scale, ctx.zero_centered
-        )
-        return x_grad.view(x.shape), weight_grad, None, None, None
+        rows = _rows(grad).contiguous(), _rows(x).contiguous()
+        x_grad, weight_grad = rms_norm_backward(*rows, weight, scale, ctx.zero_centered)
+        if ctx.group is not _ALL_AT_ONCE:
+            weight_grad = _weight_gradient(ctx, *rows, len(x)).to(weight.dtype)
+        return x_grad.view(x.shape), weight_grad, None, None, None, None
+
+
+def _weight_gradient(ctx, grad: Tensor, x: Tensor, tokens: int) -> Tensor:
+    from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward
+
+    _, weight, scale = ctx.saved_tensors
+    batch, wide = len(x) // max(tokens, 1), weight.float()
+
+    def summand(part: slice) -> Tensor:
+        own = slice(part.start * batch, part.stop * batch)
+        return rms_norm_backward(grad[own], x[own], wide, scale[own], ctx.zero_centered)[1]
+
+    return sum_over_tokens(summand, tokens, ctx.group)
 
 
 class TERMSNorm:

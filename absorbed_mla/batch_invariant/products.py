@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CACHE_LINE = 64
 
 
 def mm(left: Tensor, right: Tensor) -> Tensor:
@@ -32,6 +33,28 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta=1, alpha=1) -> Tens
         return matrix_product(left, right, bias)
     product = matrix_product(left, right) * alpha
     return product if beta == 0 else torch.add(product, bias, alpha=beta)
+
+
+def of_part(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left`` times ``right`` in parity mode, by an order of sums that their height settles.
+
+    Args:
+        left: [rows, summands].
+        right: [summands, columns].
+        dtype: Of the result, which is rounded once.
+    """
+    if left.is_cuda and _has_kernel(left, right):
+        from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+        from absorbed_mla.kernels.invariant.tiles import PART
+
+        return matrix_product(left, right, dtype=dtype, part=PART)
+    # On a CPU how a product is summed may depend on where and how the matrix lies in memory.
+    right = right.to(dtype)
+    turned = right.stride(0) == 1
+    matrix = (right.T if turned else right).contiguous()
+    if matrix.data_ptr() % _CACHE_LINE:
+        matrix = matrix.clone()
+    return torch.mm(left.to(dtype), matrix.T if turned else matrix)
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:

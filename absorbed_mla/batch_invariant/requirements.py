@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.batch_invariant import parts
 from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_enabled
 from absorbed_mla.options import AbsorbedMLAOptions
 
@@ -28,6 +29,18 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "moe_input_jitter_eps": ((None,), "it is random"),
     "fp8": ((None, False), "the scale of a token's values depends on the batch"),
     "moe_grouped_gemm": ((False,), "Megatron has no batch-invariant grouped product"),
+}
+# The same with ``tensor_parallel_parts``.
+_FIELDS_OF_PARTS: dict[str, tuple[tuple, str]] = {
+    "transformer_impl": (("local",), "TransformerEngine's layers have sums of their own"),
+    "add_bias_linear": ((False,), "sums of the gradients of biases are not covered"),
+    "gradient_accumulation_fusion": ((False,), "a kernel would sum up all parts at once"),
+    "defer_embedding_wgrad_compute": ((False,), "Megatron would compute the gradient"),
+    "gtp_weight_remat_size": ((1, None), "other ranks share the weights"),
+    "cross_entropy_loss_fusion": ((False,), "it has sums of its own"),
+    "moe_shared_expert_gate": ((False,), "sums of its gradient are not covered"),
+    "moe_router_fusion": ((False,), "it has sums of its own"),
+    "experimental_attention_variant": ((None,), "its indexer's loss sums over heads"),
 }
 
 
@@ -99,6 +112,8 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
             "call absorbed_mla.batch_invariant.enable_batch_invariant_mode() before the first "
             f"forward (it is off for device type {device.type!r})"
         )
+    if parts.count() is not None:
+        _require_parts(config)
     if device.type == "cuda" and _adds_experts_by_atomics(config):
         raise ValueError(
             f"batch_invariant=True with moe_router_topk={config.moe_router_topk} needs "
@@ -107,6 +122,20 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
         )
     # If Megatron's own function switched the mode on, its operators are exchanged for ours.
     enable_batch_invariant_mode(device.type)
+
+
+def _require_parts(config: MLATransformerConfig) -> None:
+    """Refuse a model with sums that ``tensor_parallel_parts`` does not cover."""
+    for name, (accepted, reason) in _FIELDS_OF_PARTS.items():
+        _require(name, getattr(config, name, accepted[0]), accepted, reason, parts.OPTION)
+    if config.num_moe_experts:
+        fused = (False,), "it sums up the gradients of probabilities at once"
+        _require("bias_activation_fusion", config.bias_activation_fusion, *fused, parts.OPTION)
+        if config.expert_model_parallel_size > 1:
+            accepted = ("alltoall",), "others sum up the experts of a rank first"
+            kind = config.moe_token_dispatcher_type
+            _require("moe_token_dispatcher_type", kind, *accepted, parts.OPTION)
+    parts.split_size(config.num_attention_heads, parts.count())
 
 
 def declare_experts_in_order(config: MLATransformerConfig) -> None:
@@ -122,9 +151,9 @@ def _adds_experts_by_atomics(config: MLATransformerConfig) -> bool:
     return several and not in_order
 
 
-def _require(name: str, value: Any, accepted: tuple, reason: str) -> None:
+def _require(
+    name: str, value: Any, accepted: tuple, reason: str, option: str = "batch_invariant=True"
+) -> None:
     if value not in accepted:
         choices = " or ".join(map(repr, accepted))
-        raise ValueError(
-            f"batch_invariant=True does not go with {name}={value!r}: {reason}; use {choices}"
-        )
+        raise ValueError(f"{option} does not go with {name}={value!r}: {reason}; use {choices}")

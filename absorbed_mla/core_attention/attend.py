@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import collectives, parts
+from absorbed_mla.batch_invariant.tree import tree_sum
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.forms.base import BlockGradients, Form, Query
 from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
@@ -115,7 +117,7 @@ class _Attention(torch.autograd.Function):
         def block_gradient(block: KeyBlock) -> Tensor:
             nonlocal total
             rules = plan.rules_on(block)
-            part = plan.form.backward(grad, output, query, block.kv, weights, plan.backend, rules)
+            part = _block_gradients(plan, grad, output, query, block.kv, weights, rules)
             if total is None:
                 total = part
                 if plan.keys.num_blocks > 1:
@@ -138,6 +140,40 @@ class _Attention(torch.autograd.Function):
         weight_grads = (g.to(w.dtype) for g, w in zip(total.weights, weights))
         sink_grad = sink_gradient(grad, output, sink) if ctx.needs_input_grad[2] else None
         return None, None, sink_grad, *query_grads, kv_grad, *weight_grads
+
+
+def _block_gradients(
+    plan: AttentionPlan,
+    grad: OutputGradient,
+    output: AttentionOutput,
+    query: Query,
+    kv: Tensor,
+    weights: tuple[Tensor, ...],
+    rules: ScoreRules,
+) -> BlockGradients:
+    """Gradients of a block of keys; with fixed parts that of kv is summed over all ranks' heads."""
+    if parts.count() is None:
+        return plan.form.backward(grad, output, query, kv, weights, plan.backend, rules)
+    # By heads, [S, B, N, ...] and weights [N, ...].
+    by_heads = (grad.out, *output, *query, *([] if grad.lse is None else [grad.lse]))
+
+    def of_heads(*tensors: Tensor) -> BlockGradients:
+        out_grad, out, lse, *more = tensors[: len(by_heads)]
+        some = OutputGradient(out_grad, more[len(query)] if grad.lse is not None else None)
+        some_output, some_query = AttentionOutput(out, lse), tuple(more[: len(query)])
+        some_weights = tensors[len(by_heads) :]
+        return plan.form.backward(
+            some, some_output, some_query, kv, some_weights, plan.backend, rules
+        )
+
+    dims = [2] * len(by_heads) + [0] * len(weights)
+    found = parts.by_parts(of_heads, dims, *by_heads, *weights)
+    dkv = tree_sum([one.kv.to(parts.wide(kv.dtype)) for one in found])
+    return BlockGradients(
+        tuple(torch.cat(some, dim=2) for some in zip(*(one.query for one in found))),
+        collectives.reduce_by_tree(dkv, parts.tensor_parallel_group()),
+        tuple(torch.cat(some) for some in zip(*(one.weights for one in found))),
+    )
 
 
 def _split(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import parts
 from absorbed_mla.core_attention.backends.reference import reference_backward
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
@@ -41,12 +42,13 @@ def attend_to_tiles(
         a token that sees no key.
     """
     shape = query.shape[:2]
+    heads = None if parts.count() is None else parts.split_size(query.shape[1])
     query = padded_rows(query)
     largest = query.new_full(shape, -torch.inf)
     total, acc = query.new_zeros(shape), padded_rows(query.new_zeros(*shape, width))
     for key, seen in tiles:
         key = padded_rows(key.to(query.dtype))
-        scores = row_products(query, key.transpose(1, 2)) * scale
+        scores = _head_products(query, key.transpose(1, 2), heads) * scale
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         larger = torch.maximum(largest, scores.amax(-1))
         # -inf - -inf would be NaN for a token that has seen nothing.
@@ -54,7 +56,7 @@ def attend_to_tiles(
         probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
         total = total * decay + probs.sum(-1)
         value = key[..., : acc.shape[-1]].contiguous()  # the channels behind width are cut off
-        acc = acc * decay[..., None] + row_products(probs, value)
+        acc = acc * decay[..., None] + _head_products(probs, value, heads)
         largest = larger
     blind = total == 0
     out = acc[..., :width] / total.masked_fill(blind, 1.0)[..., None]
@@ -83,6 +85,13 @@ def row_products(left: Tensor, right: Tensor) -> Tensor:
     if missing <= 0 or not len(left):
         return _products(left, right)
     return _products(_more_matrices(left, missing), _more_matrices(right, missing))[: len(left)]
+
+
+def _head_products(left: Tensor, right: Tensor, heads: int | None) -> Tensor:
+    """:func:`row_products` of rows that are heads, so many at a time; None: of all."""
+    if heads is None:
+        return row_products(left, right)
+    return torch.cat([row_products(x.contiguous(), right) for x in left.split(heads, 1)], dim=1)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

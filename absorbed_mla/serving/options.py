@@ -177,6 +177,14 @@ class ModelFields(Options):
     one is free. All are multiplied in every step that has one."""
     max_lora_rank: int = option(16, least=1)
     """Of an adapter; ``kv_b_proj`` may have twice that of the others (docs/lora.md)."""
+    tensor_parallel_parts: int | None = option(
+        None,
+        choices=(2, 4, 8, 16, 32, 64),
+        unset="as processes divide them",
+        needs={"parity": (True,), "experts": ("auto", "sequential")},
+    )
+    """Parts of every sum over tensor-parallel processes; tokens and log-probabilities are then
+    equal to the bit at every ``tensor_parallel_size`` that divides it, at 1 too."""
     follow_links: bool = option(False)
     """Read through links that lead out of the model's folder. Those of a snapshot in the Hugging
     Face hub's cache, to the files of the same model, are always read."""

@@ -1,4 +1,4 @@
-"""Parity mode over tensor-parallel ranks: 2 as they are, 4 with sums in the order of the ranks."""
+"""Parity mode over tensor-parallel ranks: 2 as they are, 4 with sums by a tree over them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 
 from absorbed_mla.batch_invariant import batch_invariant_mode, collectives, megatron_operators
+from absorbed_mla.batch_invariant.tree import tree_sum
 from tests.support import needs, world
 from tests.support.combinations import thinned
 from tests.support.parity import LAYERS, differences, parity_model
@@ -70,9 +71,11 @@ class TestSums:
         with batch_invariant_mode():
             yield
 
-    def test_all_reduce(self):
+    @pytest.mark.parametrize("most", [0, 1 << 20], ids=["shared", "whole"])
+    def test_all_reduce(self, most, monkeypatch):
+        monkeypatch.setattr(collectives, "_SHARED_ELEMENTS", most)
         x, group = parts(), world.tp_group()
-        expected = sum(world.gather(x[None], 0))
+        expected = tree_sum(world.gather(x[None], 0))
         assert torch.equal(mappings._reduce(x.clone(), group), expected)
         for row in range(len(x)):
             assert torch.equal(mappings._reduce(x[row].clone(), group), expected[row])
@@ -80,7 +83,7 @@ class TestSums:
     @pytest.mark.parametrize("dim", [0, -1], ids=["first", "last"])
     def test_reduce_scatter(self, dim):
         x, group = parts().T if dim else parts(), world.tp_group()
-        expected = world.own_part(sum(world.gather(x.contiguous()[None], 0)), dim)
+        expected = world.own_part(tree_sum(world.gather(x.contiguous()[None], 0)), dim)
         scatter = (
             mappings._reduce_scatter_along_last_dim
             if dim
@@ -91,18 +94,18 @@ class TestSums:
     def test_reduce_scatter_of_uneven_parts(self):
         x, group, ranks = parts(), world.tp_group(), world.tp_size()
         sizes = [1] * (ranks - 1) + [len(parts()) - ranks + 1]
-        expected = sum(world.gather(x[None], 0)).split(sizes)[dist.get_rank(group)]
+        expected = tree_sum(world.gather(x[None], 0)).split(sizes)[dist.get_rank(group)]
         found = mappings._reduce_scatter_along_first_dim(x, group, input_split_sizes=sizes)
         assert torch.equal(found, expected)
 
     def test_given_back(self):
         with batch_invariant_mode():
             pass
-        assert mappings._reduce is collectives.reduce_in_rank_order
+        assert mappings._reduce is collectives.reduce_by_tree
 
 
 def test_the_host_sums_again_afterwards():
     with batch_invariant_mode():
-        assert mappings._reduce is collectives.reduce_in_rank_order
+        assert mappings._reduce is collectives.reduce_by_tree
     assert mappings._reduce is megatron_operators.megatron_reduce
     assert mappings._reduce_scatter_along_first_dim is megatron_operators.megatron_reduce_scatter

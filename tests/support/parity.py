@@ -13,6 +13,7 @@ from torch import Tensor
 from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import INTERPRETED, TINY, config_for, model_options
@@ -45,6 +46,7 @@ def parity_model(
     batch_invariant: bool = True,
     mla: OracleMLA | None = None,
     options: dict | None = None,
+    mtp: bool = False,
     **config,
 ) -> GPTModel:
     """A model whose logits depend strongly on the attention."""
@@ -57,7 +59,13 @@ def parity_model(
     spec = get_absorbed_mla_decoder_block_spec(
         config_for(mla, dtype, **config), backend="local", options=options
     )
-    return gpt_model(mla=mla, dtype=dtype, spec=spec, **config)
+    drafting = None
+    if mtp:
+        config |= {"mtp_num_layers": 1}
+        drafting = get_absorbed_mla_mtp_block_spec(
+            config_for(mla, dtype, **config), backend="local", options=options
+        )
+    return gpt_model(mla=mla, dtype=dtype, spec=spec, mtp_block_spec=drafting, **config)
 
 
 def tokens_of(batch: int = BATCH, count: int = TOKENS) -> Tensor:

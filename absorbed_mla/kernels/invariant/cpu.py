@@ -51,25 +51,35 @@ def is_one_matrix(right: Tensor) -> bool:
     return len(right) > 0 and (len(right) == 1 or not right.stride(0))
 
 
-def in_vectors(function: Callable[..., Tensor], x: Tensor, *args, **kwargs) -> Tensor:
+def in_vectors(
+    function: Callable[..., Tensor], x: Tensor, *args, result: str = "out", **kwargs
+) -> Tensor:
     """An elementwise function, computed in whole vectors.
 
     Args:
         function: An operator's ``out`` variant.
         x: Of any shape.
-        args: For ``function``, after ``x``.
+        args: For ``function``, after ``x``; tensors have the shape of ``x``.
+        result: What ``function`` calls its ``out``.
         kwargs: Likewise.
     """
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype())
+    operands = [_whole_vectors(one) if isinstance(one, Tensor) else one for one in (x, *args)]
+    flat = torch.empty_like(operands[0])
+    for start in range(0, len(flat), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        some = (one[part] if isinstance(one, Tensor) else one for one in operands)
+        function(*some, **{result: flat[part]}, **kwargs)
+    return flat[: x.numel()].view(x.shape)
+
+
+def _whole_vectors(x: Tensor) -> Tensor:
+    """The elements, and zeros behind them."""
     count = x.numel()
     flat = x.new_zeros(-(-count // _VECTOR) * _VECTOR)
     flat[:count].view(x.shape).copy_(x)
-    result = torch.empty_like(flat)
-    for start in range(0, len(flat), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        function(flat[part], *args, out=result[part], **kwargs)
-    return result[:count].view(x.shape)
+    return flat
 
 
 def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ def matrix_product(
     *,
     tile: Tile | None = None,
     split: bool | None = None,
+    part: int | None = None,
 ) -> Tensor:
     """Multiply two matrices in fp32, with an optional bias added before the result is rounded.
 
@@ -55,6 +56,7 @@ def matrix_product(
             ``can_multiply`` of hopper/product.py says.
         split: Whether parts have programs of their own, in all tiles or in none; None: as the tile
             has it. No bit depends on it. A wide tile has none.
+        part: Summands of a part; None: as ``tiles.py`` has it by the number of columns.
 
     Returns:
         [rows, columns].
@@ -66,7 +68,7 @@ def matrix_product(
         result = torch.empty(rows, columns, dtype=dtype or left.dtype, device=left.device)
     if not result.numel():
         return result
-    part = part_length(summands, columns, PART)
+    part = part or part_length(summands, columns, PART)
     parts = triton.cdiv(summands, part)
     if tile is None and split is None and _is_wide_chosen(left, right, bias, result, parts):
         tile = WIDE_TILE

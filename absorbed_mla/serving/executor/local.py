@@ -94,7 +94,7 @@ class LocalRunner:
         require_model(checkpoint, options)
         device = join(options, rank, world, store)
         if options.parity:
-            enable_batch_invariant_mode(device.type)
+            enable_batch_invariant_mode(device.type, options.tensor_parallel_parts)
         model = load_model(checkpoint, options, device)
         sizes = engine_options(
             model, options, model.max_sequence_length, checkpoint.config.vocab_size

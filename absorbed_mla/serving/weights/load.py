@@ -197,6 +197,8 @@ def _why_not_grouped(
         return "the model has no experts"
     if options.parity and parallel_state.get_expert_tensor_and_model_parallel_group().size() > 1:
         return f"in parity mode {SEVERAL_RANKS}"
+    if options.tensor_parallel_parts is not None:
+        return "they do not sum by tensor_parallel_parts"
     parts = parallel_state.get_expert_tensor_parallel_world_size()
     widths = {
         "hidden_size": config.hidden_size,
@@ -214,7 +216,7 @@ def _megatron_config(
 ) -> MLATransformerConfig:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    on_gpu = device.type == "cuda"
+    on_gpu, parts = device.type == "cuda", options.tensor_parallel_parts
     fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
     drafts = options.num_speculative_tokens
     fields |= {
@@ -225,8 +227,8 @@ def _megatron_config(
         "activation_func": torch.nn.functional.silu,
         "pipeline_dtype": args.params_dtype,
         **_parallel_fields(config),
-        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
-        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE else "local",
+        "moe_token_dispatcher_type": "alltoall" if on_gpu or parts else "allgather",
+        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE and not parts else "local",
         # One MTP layer may draft several tokens, one after the other.
         "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
         "cache_mla_latents": True,
@@ -295,7 +297,7 @@ def _build(
         )
     exchange = None
     # Ranks that divide the vocabulary.
-    parts = megatron_config.tensor_model_parallel_size
+    parts = options.tensor_parallel_parts or megatron_config.tensor_model_parallel_size
     if options.data_parallel_attention:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
         spec, parts = shard_layers(spec, exchange), exchange.size

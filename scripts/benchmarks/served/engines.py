@@ -76,11 +76,9 @@ class Settings:
 
 
 class _Ours:
-    """``absorbed_mla.LLM``; ``parity`` is an option of it, ``structured`` has outputs be JSON."""
+    """``absorbed_mla.LLM``; ``structured`` has outputs be JSON, others are options of it."""
 
-    def __init__(
-        self, settings: Settings, *, parity: bool = False, structured: bool = False
-    ) -> None:
+    def __init__(self, settings: Settings, *, structured: bool = False, **options: Any) -> None:
         from absorbed_mla import LLM, StructuredOutputsParams
 
         self._outputs = StructuredOutputsParams(json=_SCHEMA) if structured else None
@@ -93,7 +91,7 @@ class _Ours:
             cache_tokens=settings.cache_tokens,
             enable_prefix_caching=False,
             cuda_graphs=settings.graphs,
-            parity=parity,
+            **options,
         )
         self._seen: dict[str, int] = {}
 
@@ -200,6 +198,7 @@ def run(engine: Any, burst: Burst) -> dict[str, float | None]:
 ENGINES: dict[str, Callable[[Settings], Any]] = {
     "ours": _Ours,
     "ours-parity": partial(_Ours, parity=True),
+    "ours-parity-parts": partial(_Ours, parity=True, tensor_parallel_parts=8),
     "ours-structured": partial(_Ours, structured=True),
     "vllm": _VLLM,
 }

@@ -84,7 +84,7 @@ FIGURES = tuple(
 )
 # Implementations and what they are compared with.
 _VLLM = {"ours": "vllm", "ours-server": "vllm-server"}
-_DEFAULT = {"ours-parity": "ours"}
+_DEFAULT = {"ours-parity": "ours", "ours-parity-parts": "ours-parity"}
 # Columns of the tables, their figures, and how these are written.
 _BURSTS = {
     "TTFT ms": ("ttft_ms", "{:,.0f}"),

@@ -26,8 +26,15 @@ absorbed_mla/batch_invariant/megatron_operators.py
   operators_of_the_host_stay: megatron.disable_batch_invariant_mode()
     |        for name, operator
     -> for name, operator
+absorbed_mla/batch_invariant/parallel_linear.py
+  sums_of_ranks_rounded: share.total(found.view( -> share.total(found.to(x.dtype).view(
+absorbed_mla/batch_invariant/parts.py
+  gates_and_up_projections_in_other_parts: pieces[part::number]
+    -> pieces[part * stride : (part + 1) * stride]
 absorbed_mla/batch_invariant/te_gemm.py
   micro_batches_overwritten: add_(result) if accumulate else -> copy_(result) if accumulate else
+absorbed_mla/batch_invariant/tree.py
+  parts_added_one_after_the_other: list(summands) -> [sum(summands[1:], summands[0])]
 absorbed_mla/convert_command.py
   hidden_package_in_the_converter: ("checkpoint_conversion") -> ()
 absorbed_mla/deepseek_router.py

@@ -178,7 +178,7 @@ def test_the_hosts_function_is_completed(monkeypatch):
     monkeypatch.setattr(requirements, "is_enabled", lambda device: True)
     try:
         requirements.require_enabled(world.device(), config_for(TINY))
-        assert mappings._reduce is collectives.reduce_in_rank_order
+        assert mappings._reduce is collectives.reduce_by_tree
         scores = torch.tensor([1.0, 3.0, 2.0, 3.0], device=world.device())
         assert torch.topk(scores, 3, sorted=False).indices.tolist() == [1, 3, 2]
     finally:

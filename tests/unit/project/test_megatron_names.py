@@ -32,7 +32,8 @@ ROWS = {
     name for need in (*LAYER_NEEDS, *BATCH_INVARIANT_NEEDS, *SERVING_NEEDS) for name in need.names
 }
 IN_TABLES = {name.name for name in ROWS}
-REPLACED = {name.name for name in ROWS if name.replaced_by}
+# Every module has a forward; those of Megatron's classes are found by what is imported.
+REPLACED = {name.name for name in ROWS if name.replaced_by} - {"forward"}
 # Where Megatron gives a private name to something of its own.
 _DEFINED = re.compile(
     r"\b(?:def|class) (_[a-z]\w*)|\bself\.(_[a-z]\w*)\s*(?::[^=\n]+)?=(?!=)"

@@ -35,11 +35,12 @@ PARAMS = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
 SCRIPT = """\
 import sys
 from absorbed_mla import LLM, SamplingParams
-llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), tokenizer="bytes", parity=True)
-params = SamplingParams(max_tokens=int(sys.argv[3]), seed=5, ignore_eos=True)
+options = {"tokenizer": "bytes", "parity": True, "tensor_parallel_parts": 4}
+llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), **options)
+params = SamplingParams(max_tokens=int(sys.argv[3]), seed=5, ignore_eos=True, logprobs=2)
 print(*llm._runner.process_ids(), flush=True)
 for output in llm.generate(["An", "the quick brown fox"], params, use_tqdm=False):
-    print(*output.outputs[0].token_ids, flush=True)
+    print(output.outputs[0].token_ids, output.outputs[0].logprobs, flush=True)
 """
 
 
@@ -90,11 +91,13 @@ def test_heartbeat_of_a_busy_process(tmp_path):
 def test_plain_script_and_close(folder, tmp_path):
     """Two processes generate what one does, whose model is a snapshot in the hub's cache.
 
-    ``close`` may be called twice.
+    With ``tensor_parallel_parts`` log-probabilities are equal to the bit. ``close`` may be called
+    twice.
     """
     script = run_script(folder, 2)
-    with LLM(as_snapshot(folder, tmp_path / "hub"), **OPTIONS) as llm:
-        expected = tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    with LLM(as_snapshot(folder, tmp_path / "hub"), **OPTIONS, tensor_parallel_parts=4) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS.replace(logprobs=2), use_tqdm=False)
+        expected = [f"{one.outputs[0].token_ids} {one.outputs[0].logprobs}" for one in outputs]
         llm.require_no_leak()
         llm.check()
         # A process that ends while nothing runs is found, too.
@@ -108,7 +111,7 @@ def test_plain_script_and_close(folder, tmp_path):
     out, _ = script.communicate(timeout=120)
     assert script.returncode == 0
     ids, *lines = out.splitlines()
-    assert [list(map(int, line.split())) for line in lines] == expected
+    assert lines == expected
     assert not any(psutil.pid_exists(int(pid)) for pid in ids.split())
 
 
