@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.dsa.replay import Selections
 from absorbed_mla.dsa.selection import first_keys
-from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.sequences import SequenceLayout, layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,31 +68,10 @@ def training_selections(
         raise ValueError("the requests must be of one model, got other layers or another topk")
     found: Selections = {name: [] for name in names}
     for requests, given in zip(microbatches, layouts):
-        layout = _layout(given, requests)
+        layout = layout_of(given, [one.num_tokens for one in requests])
         for name in names:
             found[name].append(_of_forward(name, requests, layout, topk, cp_group))
     return found
-
-
-def _layout(given: PackedSeqParams | int, requests: Sequence[RequestSelections]) -> SequenceLayout:
-    """The sequences of one forward, which hold the requests."""
-    if isinstance(given, int):
-        layout = SequenceLayout.dense(given)
-        lengths = layout.lengths * len(requests)
-    else:
-        padded = given.cu_seqlens_q_padded
-        bounds = given.cu_seqlens_q if padded is None else padded
-        layout = SequenceLayout.from_host(given, int(bounds[-1]))
-        lengths = layout.lengths
-    if not requests or len(lengths) != len(requests):
-        raise ValueError(f"a layout has {len(lengths)} sequences for {len(requests)} requests")
-    for i, (length, request) in enumerate(zip(lengths, requests)):
-        if length < request.num_tokens:
-            raise ValueError(
-                f"sequence {i} must have the {request.num_tokens} tokens of its request that went "
-                f"through the model, or more; got {length}"
-            )
-    return layout
 
 
 def _of_forward(

@@ -48,6 +48,7 @@ from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
+from absorbed_mla.serving.token_records import TokenRecords
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -94,6 +95,7 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
+        self._routed: TokenRecords | None = getattr(self.host.context, "routed_experts", None)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -132,6 +134,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
+            if self._routed is not None:
+                stack.enter_context(self._routed.recording())
             if self.scheduler is not None:
                 self.scheduler.start()
             self.host.reset()
@@ -180,6 +184,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
+        self._routed = None
         self.scheduler = self._prefill_graphs = None
 
     def generate(
@@ -250,6 +255,8 @@ class Engine:
             if sampling.structured_outputs is not None and self._grammars is not None:
                 sampled.grammar = self._grammars.of(sampling)
             self._sampler.requests[number] = sampled
+            if self._routed is not None:
+                self._routed_from[number] = len(prompt), sampling.routed_experts_prompt_start
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
             enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts), cache_salt)
@@ -310,6 +317,13 @@ class Engine:
         Raises:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
+        progress = self._step()
+        if self._routed is not None:
+            for one in progress:
+                self._add_routed_experts(one)
+        return progress
+
+    def _step(self) -> list[Progress]:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
@@ -366,6 +380,16 @@ class Engine:
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
         return list(requests.progress(records))
+
+    def _add_routed_experts(self, progress: Progress) -> None:
+        """Give a result the experts of all tokens but the last, which no step has read."""
+        result = progress.result
+        known = self._routed_from.pop(progress.number, None) if result is not None else None
+        if known is None or not result.tokens:
+            return
+        length, start = known
+        end = length + len(result.tokens) - 1
+        result.routed_experts = self._routed.take(progress.number, start, end)
 
     def _on_any(self, value: bool) -> bool:
         """Whether it is true on a replica that shares experts with this one; collective then."""
@@ -435,6 +459,10 @@ class Engine:
         self._statistics = Statistics()
         self._megatron_counters.begin()
         self._num_requests = self._idle_steps = 0
+        # By number: length of the prompt, and the first token whose routed experts are wanted.
+        self._routed_from: dict[int, tuple[int, int]] = {}
+        if self._routed is not None:
+            self._routed.clear()
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.

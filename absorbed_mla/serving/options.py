@@ -51,6 +51,11 @@ class CommonFields(Options):
     num_speculative_tokens: int = option(0, least=0)
     """Tokens that the model's MTP layers draft for each request and step. The tokens generated are
     the same as with 0, with which ``LLM`` loads no MTP layer of a checkpoint."""
+    enable_return_routed_experts: bool = option(
+        False, needs={"host_cache_tokens": (0,), "prefix_cache_dir": (None,)}
+    )
+    """Outputs say which experts each token was routed to. A token takes as many bytes beside its
+    latents as it has experts in all layers."""
     seed: int = option(0)
     """Of requests without a seed of their own. Data-parallel ranks draw different numbers."""
 

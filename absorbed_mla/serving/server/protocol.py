@@ -7,7 +7,9 @@ field that is not here, or a value that asks for something that this server does
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
 import operator
 import time
@@ -274,6 +276,8 @@ class Answer:
                         None if place is None else prompt_position(place)
                         for place in request.prompt_logprobs
                     ]
+                if one.routed_experts is not None:
+                    choice["routed_experts"] = npy_text(one.routed_experts)
                 choices.append(choice)
         content = {**self.head, "choices": choices, "usage": self.usage(requests)}
         return content | self.of_prompt(requests[0])
@@ -416,6 +420,15 @@ class Pieces:
     def failed(self, message: str, status: int) -> bytes:
         """The end, if there will be no further outputs."""
         return event(error_body(message, "server_error", status))
+
+
+def npy_text(array: Any) -> str:
+    """NumPy's array as text, as vLLM has it: base64 of a ``.npy`` file."""
+    import numpy
+
+    file = io.BytesIO()
+    numpy.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def event(content: Json) -> bytes:

@@ -5,12 +5,8 @@ In fp64: prompts read in chunks, requests side by side, and some that lose their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
-
 import pytest
 import torch
-from torch import Tensor
 
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
@@ -27,47 +23,14 @@ from tests.support.engine import (
     prompt,
     step_to_the_end,
 )
-from tests.support.layouts import Layout, packed
+from tests.support.layouts import packed
 from tests.support.refusal import refusal
+from tests.support.rollout import Rollout
 
 # The last one has no choice: two tokens go through the model.
 REQUESTS = [Request(prompt(n, n), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
 CROWDED = {**CHUNKED, "blocks": 5}
 TOKENS = 140
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A model, texts that it generated, and what it chose meanwhile."""
-
-    model: torch.nn.Module
-    texts: list[list[int]]
-    requests: list[RequestSelections]
-
-    def forward(self, layout: Layout | int, order=slice(None), model=None) -> Tensor:
-        """Log-probabilities of the texts' tokens but the first, in a batch or a pack."""
-        texts = self.texts[order]
-        if isinstance(layout, int):
-            rows = [[*text, *[0] * (layout - len(text))] for text in texts]
-            places = [(i, 0) for i in range(len(texts))]
-            params = None
-        else:
-            params = layout.packed_seq_params(world.device())
-            slots = layout.slots or layout.lengths
-            padded = [[*text, *[0] * (slot - len(text))] for text, slot in zip(texts, slots)]
-            rows, places = [[*chain(*padded)]], [(0, sum(slots[:i])) for i in range(len(texts))]
-        ids = torch.tensor(rows, device=world.device())
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        logits = (model or self.model)(ids, positions, None, packed_seq_params=params)
-        found = []
-        for text, (row, start) in zip(texts, places):
-            rows = logits[row, start : start + len(text) - 1].log_softmax(-1)
-            found.append(rows.gather(-1, ids.new_tensor(text[1:])[:, None]))
-        return torch.cat(found)
-
-    def selections(self, layout: Layout | int, order=slice(None)):
-        given = layout if isinstance(layout, int) else layout.packed_seq_params(world.device())
-        return training_selections([self.requests[order]], [given])
 
 
 def roll_out(model, requests=REQUESTS, **options) -> Rollout:
@@ -89,15 +52,6 @@ def model_of(**changes):
 @pytest.fixture(scope="module")
 def rollout() -> Rollout:
     return roll_out(model_of(), **CROWDED)
-
-
-def layouts(rollout: Rollout) -> dict[str, Layout | int]:
-    lengths = [len(text) for text in rollout.texts]
-    return {
-        "sbhd": TOKENS,
-        "thd": packed(lengths),
-        "thd_padded": packed(lengths, [-(-n // 4) * 4 + 4 for n in lengths]),
-    }
 
 
 LAYOUTS = ("sbhd", "thd", "thd_padded")
@@ -159,10 +113,10 @@ def test_prefilled_again():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_as_the_training_forward_chooses(rollout, name):
-    layout = layouts(rollout)[name]
+    layout = rollout.layouts(TOKENS)[name]
     with record_selections(rollout.model) as own:
         rollout.forward(layout)
-    for layer, [found] in rollout.selections(layout).items():
+    for layer, [found] in rollout.laid_out(training_selections, layout).items():
         expected = own[layer][0].cpu()
         assert found.shape == expected.shape
         recorded = (found >= 0).any(-1)
@@ -173,11 +127,11 @@ def test_as_the_training_forward_chooses(rollout, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_indexers(rollout, name):
     """Probabilities and gradients are those of the model that sampled."""
-    layout = layouts(rollout)[name]
+    layout = rollout.layouts(TOKENS)[name]
     expected = rollout.forward(layout)
     other = noisy(rollout.model)
     assert not torch.allclose(rollout.forward(layout, model=other), expected, atol=1e-2)
-    with replay_selections(other, rollout.selections(layout)):
+    with replay_selections(other, rollout.laid_out(training_selections, layout)):
         found = rollout.forward(layout, model=other)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = []
@@ -192,7 +146,7 @@ def test_learning_after_replay(rollout):
     gradients = []
     for length in (TOKENS, TOKENS + 20):
         model = model_of(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True)
-        with replay_selections(model, rollout.selections(length)):
+        with replay_selections(model, rollout.laid_out(training_selections, length)):
             rollout.forward(length, model=model).sum().backward()
         named = model.named_parameters()
         gradients.append([p.grad * length for n, p in named if "indexer" in n])

@@ -1,0 +1,192 @@
+"""``enable_return_routed_experts``: each token's experts are those of a training forward.
+
+In fp64, in which no two scores tie.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from absorbed_mla import SamplingParams
+from absorbed_mla.serving.output_processor import OutputProcessor, of_output
+from absorbed_mla.serving.request_results import Progress, Result
+from absorbed_mla.serving.server.protocol import npy_text
+from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from tests.support.engine import (
+    CHUNKED,
+    KEPT,
+    add,
+    engine_of,
+    generating_model,
+    step_to_the_end,
+)
+from tests.support.experts import grouped_model
+from tests.support.refusal import refusal
+from tests.support.routed_experts import (
+    BIASED,
+    REQUESTS,
+    bias,
+    biased_model,
+    own_experts,
+    roll_out,
+)
+
+ENGINES = {
+    "whole prompts": {},
+    "by Megatron's steps": {"decode_loop": False},
+    "chunks, evicted": {**CHUNKED, "blocks": 5},
+    "paused": {**CHUNKED, "blocks": 7, "paused_blocks": 2},
+    "prefix cache": {**KEPT, "max_requests": 2},
+    "sizes of graphs": {"num_cuda_graphs": 4},
+    "drafts": {"num_speculative_tokens": 2},
+    "drafts, evicted": {"num_speculative_tokens": 2, **CHUNKED, **KEPT, "blocks": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bias(biased_model(mtp_num_layers=1))
+
+
+def check(rollout):
+    for text, found in zip(rollout.texts, rollout.requests, strict=True):
+        assert found.dtype == np.uint8
+        # All tokens but the last, which the model has not read.
+        expected = own_experts(rollout.model, text)[:-1]
+        assert torch.equal(torch.as_tensor(found).sort(-1).values.long(), expected)
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_as_in_training(model, options):
+    check(roll_out(model, **options))
+
+
+def test_grouped_experts():
+    """Those that ``LLM(folder)`` has, whose router gives its choice away."""
+    trained = bias(biased_model())
+    grouped = grouped_model(
+        dtype=torch.float64,
+        **{**BIASED, "init_method_std": 0.4, "cache_mla_latents": True},
+    )
+    grouped.load_state_dict(trained.state_dict())
+    rollout = roll_out(grouped, **CHUNKED)
+    rollout.__dict__["model"] = trained
+    check(rollout)
+
+
+def test_training_in_between(model):
+    """Forwards of others are not recorded, and the routers are as they were."""
+    engine = engine_of(model, enable_return_routed_experts=True)
+    with engine:
+        [number] = add(engine, REQUESTS[:1])
+        engine.step()
+        own_experts(model, [1, 2, 3] * 99)
+        [result] = step_to_the_end(engine)
+    expected = own_experts(model, [*REQUESTS[0].prompt, *result.tokens])[:-1]
+    assert torch.equal(torch.as_tensor(result.routed_experts).sort(-1).values.long(), expected)
+    assert all(router.router_replay is None for router in engine.model.modules() if False)
+
+
+def test_aborted(model):
+    """Running, waiting after an eviction, and before a token."""
+    engine = engine_of(model, enable_return_routed_experts=True, **CHUNKED, blocks=5)
+    with engine:
+        numbers = add(engine, REQUESTS)
+        while not engine.statistics.evicted:
+            engine.step()
+        evicted = [n for n in engine.host.waiting_request_ids if engine.host.requests[n].record[0]]
+        for number in [*evicted, *numbers]:
+            engine.abort(number)
+        results = step_to_the_end(engine)
+    assert any(one.tokens for one in results)
+    for request, result in zip(REQUESTS, results):
+        if not result.tokens:
+            assert result.routed_experts is None
+            continue
+        expected = own_experts(model, [*request.prompt, *result.tokens])[:-1]
+        assert torch.equal(torch.as_tensor(result.routed_experts).sort(-1).values.long(), expected)
+
+
+class TestOutputs:
+    """Of ``LLM``: an output that a stop string ends gets them, too, when its request has ended."""
+
+    def steps(self, **params):
+        processor = OutputProcessor(ByteTokenizer(), waits_for_results=True)
+        params = SamplingParams(**params)
+        processor.add("ab", [97, 98], params, "it", (), of_output(params, (), ByteTokenizer()))
+        processor.commands()
+        return processor
+
+    def claimed(self, processor, progress):
+        processor.process([progress])
+        return processor.claim(lambda name: True)
+
+    def test_stop_string(self):
+        processor = self.steps(stop="d", max_tokens=9)
+        assert self.claimed(processor, Progress(0, [99]))
+        # The engine has to end it first, and has made another token by then.
+        assert not self.claimed(processor, Progress(0, [100]))
+        [abort] = processor.commands()
+        assert abort.number == 0
+        experts = np.arange(4)[:, None, None]
+        result = Result([99, 100, 101], finish="abort", routed_experts=experts)
+        [output] = self.claimed(processor, Progress(0, [101], result=result))
+        assert output.finished and output.outputs[0].finish_reason == "stop"
+        assert output.outputs[0].token_ids == [99, 100]
+        assert output.outputs[0].routed_experts.tolist() == experts[:3].tolist()
+
+    def test_prompt_start(self):
+        processor = self.steps(max_tokens=1, routed_experts_prompt_start=1)
+        result = Result([99], finish="length", routed_experts=np.ones((1, 1, 1)))
+        [output] = self.claimed(processor, Progress(0, [99], result=result))
+        assert output.outputs[0].routed_experts.shape == (1, 1, 1)
+
+
+def test_prompt_start(model):
+    engine = engine_of(model, enable_return_routed_experts=True)
+    [request] = REQUESTS[:1]
+    whole, part = (
+        engine.generate([request.prompt], request.sampling().replace(**start))[0]
+        for start in ({}, {"routed_experts_prompt_start": 60})
+    )
+    assert np.array_equal(part.routed_experts, whole.routed_experts[60:])
+
+
+def test_json():
+    experts = np.arange(12, dtype=np.uint16).reshape(2, 2, 3)
+    file = io.BytesIO(base64.b64decode(npy_text(experts)))
+    assert np.array_equal(np.load(file, allow_pickle=False), experts)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"num_moe_experts": None, "moe_layer_freq": 1}, ["num_moe_experts"]),
+            ({"moe_router_load_balancing_type": "sinkhorn"}, ["got 'sinkhorn'"]),
+        ],
+    )
+    def test_models(self, fields, words):
+        plain = {"moe_router_enable_expert_bias": False, "moe_router_score_function": "softmax"}
+        dense = fields.get("num_moe_experts", 8) is None
+        one = generating_model(**fields) if dense else biased_model(**plain, **fields)
+        with refusal("enable_return_routed_experts", *words):
+            engine_of(one, enable_return_routed_experts=True)
+
+    @pytest.mark.parametrize(
+        ("options", "start", "words"),
+        [
+            ({}, 1, ["needs enable_return_routed_experts=True"]),
+            ({"enable_return_routed_experts": True}, 70, ["below the prompt's 70, got 70"]),
+        ],
+    )
+    def test_requests(self, model, options, start, words):
+        [request] = REQUESTS[:1]
+        params = request.sampling().replace(routed_experts_prompt_start=start)
+        [result] = engine_of(model, **options).generate([request.prompt], params)
+        assert all(word in result.error for word in ["routed_experts_prompt_start", *words])
