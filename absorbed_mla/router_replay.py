@@ -7,6 +7,7 @@ arXiv:2510.11370).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -57,8 +58,9 @@ def replay_routed_experts(
                         "replay_routed_experts needs cuda_graph_impl='none', got "
                         f"{router.config.cuda_graph_impl!r}: a graph repeats what it has captured"
                     )
-                choice = _Replayed(router, column, iter(routed_experts))
-                stack.callback(replace_choice(router, choice))
+                replayed = _Replayed.of(router)
+                replayed.column, replayed.forwards = column, iter(routed_experts)
+                stack.callback(setattr, replayed, "forwards", None)
         yield
 
 
@@ -157,15 +159,23 @@ def decoder_routers(model: nn.Module, asked_by: str) -> list[TopKRouter]:
 def replace_choice(router: TopKRouter, choice: Choice) -> Callable[[], None]:
     """Have a router call ``choice`` in place of its top-k; returns what undoes it."""
     former = REPLAYED_CHOICE.of(router)
-    REPLAYED_CHOICE.replace(router, _InPlaceOfReplay(choice))
+    REPLAYED_CHOICE.replace(router, _InPlaceOfReplay(choice, former))
     return lambda: REPLAYED_CHOICE.replace(router, former)
 
 
 class _InPlaceOfReplay:
-    """What Megatron's router asks for its choice, if it has one: as Megatron's ``RouterReplay``."""
+    """What Megatron's router asks for its choice, if it has one: as Megatron's ``RouterReplay``.
 
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
+    Args:
+        choice: Is asked.
+        former: What was asked before, which makes the router's own choice; None: its top-k does.
+
+    Attributes:
+        choice: As given.
+    """
+
+    def __init__(self, choice: Choice, former: Any) -> None:
+        self.choice, self._former = choice, former
 
     def get_replay_topk(
         self,
@@ -177,23 +187,38 @@ class _InPlaceOfReplay:
     ) -> tuple[Tensor, Tensor]:
         """Scores of the chosen experts and their numbers, both [T, K]."""
         assert default_compute_topk is not None
-        return self._choice(
-            scores, topk, lambda: default_compute_topk(scores, topk, num_groups, group_topk)
-        )
+        if self._former is None:
+            own = functools.partial(default_compute_topk, scores, topk, num_groups, group_topk)
+        else:
+            own = functools.partial(
+                self._former.get_replay_topk,
+                *(scores, topk, num_groups, group_topk, default_compute_topk),
+            )
+        return self.choice(scores, topk, own)
 
 
 class _Replayed:
-    """The choices of one router in the forwards to come.
+    """The choices of one router, which it stays with: a recomputation may come at any time.
 
-    Args:
+    Attributes:
         column: Of the router's layer among all with experts.
-        forwards: Of :func:`replay_routed_experts`.
+        forwards: Of :func:`replay_routed_experts`; None outside of its block.
     """
 
-    def __init__(
-        self, router: TopKRouter, column: int, forwards: Iterator[Tensor | None]
-    ) -> None:
-        self._router, self._column, self._forwards = router, column, forwards
+    def __init__(self, router: TopKRouter) -> None:
+        self._router = router
+        self.column = 0
+        self.forwards: Iterator[Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, router: TopKRouter) -> _Replayed:
+        """That of a router, which gets it if it has none."""
+        former = REPLAYED_CHOICE.of(router)
+        found = getattr(former, "choice", None)
+        if not isinstance(found, cls):
+            found = cls(router)
+            replace_choice(router, found)
+        return found
 
     def __call__(
         self, scores: Tensor, topk: int, default: Callable[[], tuple[Tensor, Tensor]]
@@ -202,7 +227,7 @@ class _Replayed:
         given = self._of_forward()
         if given is None:
             return values, own
-        given = self._of_rank(given)[:, :, self._column].to(scores.device).flatten(0, 1).long()
+        given = self._of_rank(given)[:, :, self.column].to(scores.device).flatten(0, 1).long()
         if given.shape != own.shape:
             raise ValueError(
                 f"routed experts of a forward must be [tokens, batch, layers, {topk}] for its "
@@ -218,7 +243,7 @@ class _Replayed:
         if scope is not None and self in scope.seen:
             return scope.kept[self]
         try:
-            given = next(self._forwards)
+            given = None if self.forwards is None else next(self.forwards)
         except StopIteration:
             raise ValueError(
                 "there are no routed experts left to replay: the model was called more often than "

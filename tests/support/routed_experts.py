@@ -19,7 +19,10 @@ BIASED = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-REQUESTS = [Request(prompt(n, n, shared=64), 8) for n in (70, 130, 100)] + [Request(prompt(5), 4)]
+REQUESTS = [
+    *(Request(prompt(n, n, shared=min(n, 100)), 8) for n in (126, 110, 60)),
+    Request(prompt(5), 4),
+]
 
 
 def biased_model(dtype: torch.dtype = torch.float64, **fields) -> GPTModel:
@@ -38,6 +41,9 @@ def bias(model: GPTModel, seed: int = 1) -> GPTModel:
 def roll_out(model: GPTModel, requests=REQUESTS, **options) -> Rollout:
     """Generated texts, and the experts of their tokens."""
     run = generate(engine_of(model, enable_return_routed_experts=True, **options), requests)
+    statistics = run.statistics
+    assert "blocks" not in options or statistics.evicted or statistics.most_paused
+    assert "prefix_caching" not in options or any(one.num_cached_tokens for one in run.results)
     texts = [[*request.prompt, *tokens] for request, tokens in zip(requests, run.tokens)]
     return Rollout(model, texts, [result.routed_experts for result in run.results])
 
@@ -55,7 +61,8 @@ def own_experts(model: GPTModel, text: list[int]) -> torch.Tensor:
         undo.append(replace_choice(router, choose))
     ids = torch.tensor([text], device=world.device())
     with torch.no_grad():
-        model(ids, torch.zeros_like(ids), None)
+        # What forwards in inference mode need, and training's ignore.
+        model(ids, torch.zeros_like(ids), None, runtime_gather_output=True)
     for one in undo:
         one()
     return torch.stack(found, dim=1).cpu()

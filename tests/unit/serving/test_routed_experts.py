@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from absorbed_mla import SamplingParams
+from absorbed_mla.router_replay import decoder_routers
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.server.protocol import npy_text
@@ -43,8 +44,8 @@ ENGINES = {
     "paused": {**CHUNKED, "blocks": 7, "paused_blocks": 2},
     "prefix cache": {**KEPT, "max_requests": 2},
     "sizes of graphs": {"num_cuda_graphs": 4},
-    "drafts": {"num_speculative_tokens": 2},
-    "drafts, evicted": {"num_speculative_tokens": 2, **CHUNKED, **KEPT, "blocks": 6},
+    "drafts": {"num_speculative_tokens": 1},
+    "drafts, evicted": {"num_speculative_tokens": 1, **CHUNKED, **KEPT, "blocks": 6},
 }
 
 
@@ -89,7 +90,7 @@ def test_training_in_between(model):
         [result] = step_to_the_end(engine)
     expected = own_experts(model, [*REQUESTS[0].prompt, *result.tokens])[:-1]
     assert torch.equal(torch.as_tensor(result.routed_experts).sort(-1).values.long(), expected)
-    assert all(router.router_replay is None for router in engine.model.modules() if False)
+    assert all(one.router_replay is None for one in decoder_routers(model, "a test"))
 
 
 def test_aborted(model):
@@ -99,8 +100,8 @@ def test_aborted(model):
         numbers = add(engine, REQUESTS)
         while not engine.statistics.evicted:
             engine.step()
-        evicted = [n for n in engine.host.waiting_request_ids if engine.host.requests[n].record[0]]
-        for number in [*evicted, *numbers]:
+        assert engine.host.waiting_request_ids
+        for number in numbers:
             engine.abort(number)
         results = step_to_the_end(engine)
     assert any(one.tokens for one in results)
@@ -182,7 +183,7 @@ class TestRefused:
         ("options", "start", "words"),
         [
             ({}, 1, ["needs enable_return_routed_experts=True"]),
-            ({"enable_return_routed_experts": True}, 70, ["below the prompt's 70, got 70"]),
+            ({"enable_return_routed_experts": True}, 126, ["below the prompt's 126, got 126"]),
         ],
     )
     def test_requests(self, model, options, start, words):
