@@ -32,8 +32,9 @@ def biased_model(dtype: torch.dtype = torch.float64, **fields) -> GPTModel:
 
 def bias(model: GPTModel, seed: int = 1) -> GPTModel:
     """Have the routers of a model choose other experts; returns it."""
-    generator = torch.Generator().manual_seed(seed)
     for router in decoder_routers(model, "a test"):
+        # Any stage has the same ones.
+        generator = torch.Generator().manual_seed(seed + router.layer_number)
         router.expert_bias.copy_(torch.rand(len(router.expert_bias), generator=generator))
     return model
 
