@@ -95,7 +95,8 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
-        self._routed: TokenRecords | None = getattr(self.host.context, "routed_experts", None)
+        # Of experts and chosen keys, by the name of a result's field.
+        self._records: dict[str, TokenRecords] = self.host.context.records_of_choices
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -134,8 +135,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
-            if self._routed is not None:
-                stack.enter_context(self._routed.recording())
+            for records in self._records.values():
+                stack.enter_context(records.recording())
             if self.scheduler is not None:
                 self.scheduler.start()
             self.host.reset()
@@ -184,7 +185,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
-        self._routed = None
+        self._records = {}
         self.scheduler = self._prefill_graphs = None
 
     def generate(
@@ -255,8 +256,8 @@ class Engine:
             if sampling.structured_outputs is not None and self._grammars is not None:
                 sampled.grammar = self._grammars.of(sampling)
             self._sampler.requests[number] = sampled
-            if self._routed is not None:
-                self._routed_from[number] = len(prompt), sampling.routed_experts_prompt_start
+            if self._records:
+                self._recorded[number] = len(prompt), sampling
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
             enqueue(self.host, number, prompt, sampling.to_host(room, drafts=drafts), cache_salt)
@@ -318,9 +319,9 @@ class Engine:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
         progress = self._step()
-        if self._routed is not None:
+        if self._records:
             for one in progress:
-                self._add_routed_experts(one)
+                self._add_choices(one)
         return progress
 
     def _step(self) -> list[Progress]:
@@ -381,15 +382,17 @@ class Engine:
         records |= {record.request_id: (record, True) for record in ended}
         return list(requests.progress(records))
 
-    def _add_routed_experts(self, progress: Progress) -> None:
-        """Give a result the experts of all tokens but the last, which no step has read."""
-        result = progress.result
-        known = self._routed_from.pop(progress.number, None) if result is not None else None
+    def _add_choices(self, progress: Progress) -> None:
+        """Give a result what was chosen for all tokens but the last, which no step has read."""
+        number, result = progress.number, progress.result
+        known = None if result is None else self._recorded.pop(number, None)
         if known is None or not result.tokens:
             return
-        length, start = known
+        length, sampling = known
         end = length + len(result.tokens) - 1
-        result.routed_experts = self._routed.take(progress.number, start, end)
+        for name, records in self._records.items():
+            start = getattr(sampling, f"{name}_prompt_start")
+            setattr(result, name, records.take(number, start, end))
 
     def _on_any(self, value: bool) -> bool:
         """Whether it is true on a replica that shares experts with this one; collective then."""
@@ -459,10 +462,10 @@ class Engine:
         self._statistics = Statistics()
         self._megatron_counters.begin()
         self._num_requests = self._idle_steps = 0
-        # By number: length of the prompt, and the first token whose routed experts are wanted.
-        self._routed_from: dict[int, tuple[int, int]] = {}
-        if self._routed is not None:
-            self._routed.clear()
+        # Requests whose choices are recorded: by number, length of the prompt and parameters.
+        self._recorded: dict[int, tuple[int, SamplingParams]] = {}
+        for records in self._records.values():
+            records.clear()
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.

@@ -68,7 +68,8 @@ class LLMEngine:
         own = () if tokenizer is None else tokenizer.end_tokens
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
         self._sizes = runner.options()
-        waits = self._sizes.enable_return_routed_experts
+        sizes = self._sizes
+        waits = sizes.enable_return_routed_experts or sizes.enable_return_indexer_topk
         self._requests = OutputProcessor(tokenizer, waits_for_results=waits)
         # The parameters that were last given, and what the engine gets of them.
         self._last_of_engine: tuple[SamplingParams, SamplingParams] | None = None

@@ -293,14 +293,15 @@ class Completion:
         if progress.result is not None:
             if not self.finished:
                 self._finish(progress.result)
-            self._add_routed_experts(progress.result.routed_experts)
+            for name in ("routed_experts", "indexer_topk"):
+                self._add_choices(name, getattr(progress.result, name))
 
-    def _add_routed_experts(self, found: Any) -> None:
+    def _add_choices(self, name: str, found: Any) -> None:
         """Of the tokens of the output, after which the engine may have generated others."""
         if found is not None:
-            first = self._params.routed_experts_prompt_start
+            first = getattr(self._params, f"{name}_prompt_start")
             count = self._prompt_length + len(self.output.token_ids) - 1 - first
-            self.output.routed_experts = found[:count]
+            setattr(self.output, name, found[:count])
 
     def abort(self) -> None:
         """End the output with what it has."""

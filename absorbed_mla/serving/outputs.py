@@ -50,6 +50,9 @@ class CompletionOutput:
             ``routed_experts_prompt_start`` on and of all generated tokens but the last, which the
             model has not read: numbers of experts, uint8, or uint16 for more than 256. None before
             the end, after an abort, and unless ``enable_return_routed_experts`` asks for it.
+        indexer_topk: Likewise, with ``enable_return_indexer_topk``, of the keys that layers with an
+            indexer have chosen: int32 [tokens, layers, topk], positions in prompt and output,
+            ascending, then -1.
     """
 
     index: int
@@ -61,6 +64,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     routed_experts: Any = field(default=None, compare=False)
+    indexer_topk: Any = field(default=None, compare=False)
 
     @property
     def token_logprobs(self) -> list[float] | None:

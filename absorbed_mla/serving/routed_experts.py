@@ -10,11 +10,14 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from absorbed_mla.router_replay import decoder_routers, replace_choice
+from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.experts.router import TopKIndexRouter
 from absorbed_mla.serving.token_records import Record, TokenRecords
 
+OPTION = "enable_return_routed_experts"
 
-def routed_experts_of(model: GPTModel, context: DynamicInferenceContext) -> TokenRecords:
+
+def records_of(model: GPTModel, context: DynamicInferenceContext) -> TokenRecords:
     """Records of the experts of all layers that have some, in the order that the router has them.
 
     Args:
@@ -26,13 +29,10 @@ def routed_experts_of(model: GPTModel, context: DynamicInferenceContext) -> Toke
     """
     config = model.config
     if not config.num_moe_experts:
-        raise ValueError(
-            "enable_return_routed_experts needs a model with experts (num_moe_experts), got one "
-            "without"
-        )
-    routers = decoder_routers(model, "enable_return_routed_experts")
-    width = config.moe_router_topk
-    return TokenRecords(model, context, routers, width, dtype_of(config.num_moe_experts), _follow)
+        raise ValueError(f"{OPTION} needs a model with experts (num_moe_experts), got one without")
+    routers, width = decoder_routers(model, OPTION), config.moe_router_topk
+    dtype, exchange = dtype_of(config.num_moe_experts), exchange_of(model)
+    return TokenRecords(model, context, routers, width, dtype, _follow, exchange)
 
 
 def dtype_of(num_experts: int) -> torch.dtype:
@@ -42,9 +42,10 @@ def dtype_of(num_experts: int) -> torch.dtype:
 
 def bytes_per_token(model: GPTModel) -> int:
     """Bytes that the records of one token take on this rank."""
-    routers = decoder_routers(model, "enable_return_routed_experts")
-    config = model.config
-    return len(routers) * config.moe_router_topk * dtype_of(config.num_moe_experts).itemsize
+    if not model.config.num_moe_experts:
+        return 0
+    width, dtype = model.config.moe_router_topk, dtype_of(model.config.num_moe_experts)
+    return len(decoder_routers(model, OPTION)) * width * dtype.itemsize
 
 
 def _follow(router: nn.Module, record: Record) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from absorbed_mla.inference.prefill_context_parallel import TokenShares, gather
-from absorbed_mla.serving.data_parallel_attention.model import exchange_of
+from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.megatron_engine.allocator import pool_of
 from absorbed_mla.serving.megatron_engine.names import RELEASE_REQUESTS
 
@@ -42,6 +42,7 @@ class TokenRecords:
         dtype: Of the numbers.
         follow: Has a module call a function with its numbers [tokens, width] of every forward, and
             returns what stops it.
+        exchange: Of ranks that all compute the numbers of the tokens of all; None: each of its own.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class TokenRecords:
         width: int,
         dtype: torch.dtype,
         follow: Follow,
+        exchange: TokenExchange | None = None,
     ) -> None:
         self._model, self._context, self._layers, self._follow = model, context, layers, follow
-        self._exchange = exchange_of(model)
+        self._exchange = exchange
         device = context.memory_buffer.device
         shape = len(layers), width
         tokens = context.round_up_tokens(context.max_tokens)
@@ -126,7 +128,6 @@ class TokenRecords:
             if not self._runs:
                 return
             if self._exchange is not None:
-                # Tokens of all ranks are in every layer of experts.
                 tokens, rank = self._exchange.tokens, self._exchange.rank
                 found = found[sum(tokens[:rank]) :][: tokens[rank]]
             self._rows = len(found)

@@ -16,7 +16,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import cache_shares, require_shared_cache
 from absorbed_mla.serving.option_schema import excluding
-from absorbed_mla.serving.routed_experts import bytes_per_token
+from absorbed_mla.serving.returned_choices import bytes_per_token
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.serving.scheduler.prefill_graphs import chosen_tokens
 
@@ -106,9 +106,8 @@ def _fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
     room = free - (1 - utilization) * total
     shares = cache_shares() if options.decode_context_parallel else 1
     block = all_block_bytes(model)
-    if options.enable_return_routed_experts:
-        # Every rank has those of all tokens.
-        block += shares * BLOCK_SIZE * bytes_per_token(model)
+    # Every rank has those of all tokens.
+    block += shares * BLOCK_SIZE * bytes_per_token(model, options)
     tokens = int(room * shares // block) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
     exchange = exchange_of(model)

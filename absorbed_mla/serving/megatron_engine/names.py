@@ -153,7 +153,7 @@ DRAFTS = Need(
     ),
 )
 TOKEN_RECORDS = Need(
-    "enable_return_routed_experts",
+    "enable_return_routed_experts and enable_return_indexer_topk",
     REFUSED,
     (RELEASE_REQUESTS, *names(CONTEXT, "max_tokens round_up_tokens")),
 )

@@ -147,6 +147,8 @@ class SamplingParams(Options):
     the whole prompt, whatever is cached."""
     routed_experts_prompt_start: int = option(0, least=0)
     """Routed experts of so many tokens at the prompt's beginning are left out."""
+    indexer_topk_prompt_start: int = option(0, least=0)
+    """Likewise the keys that were chosen for them."""
     truncate_prompt_tokens: int | None = option(None, least=1, also=(-1,), unset="all")
     """Only so many of the prompt's last tokens are read; -1: as many as leave room for
     ``max_tokens``."""

@@ -276,8 +276,9 @@ class Answer:
                         None if place is None else prompt_position(place)
                         for place in request.prompt_logprobs
                     ]
-                if one.routed_experts is not None:
-                    choice["routed_experts"] = npy_text(one.routed_experts)
+                for name in ("routed_experts", "indexer_topk"):
+                    if (found := getattr(one, name)) is not None:
+                        choice[name] = npy_text(found)
                 choices.append(choice)
         content = {**self.head, "choices": choices, "usage": self.usage(requests)}
         return content | self.of_prompt(requests[0])
