@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.router_replay import expert_layers
 
 
@@ -61,6 +62,53 @@ def routed_experts_from_sglang(answer: Any, config: Any, *, start: int = 0) -> n
         )
     shape = -1, config.num_layers, config.moe_router_topk
     return _of_expert_layers(numbers.reshape(shape), config, start)
+
+
+def indexer_topk_from_vllm(choice: Any, config: Any) -> np.ndarray:
+    """Keys that sparse attention chose, of vLLM or this package, for ``RequestSelections.of``.
+
+    Args:
+        choice: As of :func:`routed_experts_from_vllm`, with ``indexer_topk``.
+        config: Of the model that trains.
+
+    Returns:
+        int32 [tokens, layers with an indexer, topk], ascending, then -1.
+
+    Raises:
+        ValueError: If there are none, or they are not those of such a model.
+    """
+    return _of_indexed_layers(_array(_field(choice, "indexer_topk", "vLLM")), config)
+
+
+def indexer_topk_from_sglang(answer: Any, config: Any) -> np.ndarray:
+    """Keys that sparse attention chose, of an answer of SGLang (``meta_info``); as for vLLM.
+
+    SGLang has a row for each layer, also of those that share another one's.
+    """
+    numbers = _int32(_meta(answer), "indexer_topk")
+    row = config.num_layers * config.dsa_indexer_topk
+    if len(numbers) % row:
+        raise ValueError(
+            f"indexer_topk must have {config.num_layers} layers x {config.dsa_indexer_topk} keys "
+            f"for each token, got {len(numbers)} numbers"
+        )
+    shape = -1, config.num_layers, config.dsa_indexer_topk
+    return _of_indexed_layers(numbers.reshape(shape), config)
+
+
+def _of_indexed_layers(found: np.ndarray, config: Any) -> np.ndarray:
+    """Without the rows of layers that share another one's, in this package's order of keys."""
+    layers = DSAConfig.from_config(config).indexed_layers(config.num_layers)
+    if found.ndim == 3 and found.shape[1] == config.num_layers:
+        found = found[:, [number - 1 for number in layers]]
+    if found.ndim != 3 or found.shape[1:] != (len(layers), config.dsa_indexer_topk):
+        raise ValueError(
+            f"indexer_topk must be [tokens, {len(layers)} layers with an indexer or "
+            f"{config.num_layers} layers, {config.dsa_indexer_topk}], got {found.shape}"
+        )
+    last = np.iinfo(np.int32).max
+    ordered = np.sort(np.where(found < 0, last, found).astype(np.int32), axis=-1)
+    return np.where(ordered == last, -1, ordered)
 
 
 def _of_expert_layers(found: np.ndarray, config: Any, start: int) -> np.ndarray:

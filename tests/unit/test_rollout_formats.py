@@ -1,4 +1,4 @@
-"""Routed experts in the formats of vLLM and SGLang."""
+"""Routed experts and chosen keys in the formats of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from absorbed_mla.rollout_formats import routed_experts_from_sglang, routed_experts_from_vllm
+from absorbed_mla.dsa.config import DSAConfig
+from absorbed_mla.rollout_formats import (
+    indexer_topk_from_sglang,
+    indexer_topk_from_vllm,
+    routed_experts_from_sglang,
+    routed_experts_from_vllm,
+)
 from absorbed_mla.serving.server.protocol import npy_text
+from tests.support.cases import config_for
+from tests.support.dsa_models import DSA, generating_fields
 from tests.support.refusal import refusal
 
 CONFIG = SimpleNamespace(
@@ -38,6 +47,31 @@ def test_formats(read, answer, more):
     assert found.dtype == np.int32 and np.array_equal(found, EXPERTS)
     later = read(answer, CONFIG, start=2, **more)
     assert (later[:2] == -1).all() and np.array_equal(later[2:], EXPERTS)
+
+
+# Layers 1 and 3 of four have an indexer; engines may have rows for the others, and any order.
+KEYS = np.array([[[0, -1, -1]] * 2, [[0, 1, -1], [0, 1, -1]], [[0, 1, 2], [0, 2, 3]]], "<i4")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_keys(engine):
+    fields = {"dsa_indexer_skip_topk_offset": 1, **generating_fields()}
+    config = config_for(fields.pop("mla"), torch.float32, **fields)
+    indexed = DSAConfig.from_config(config).indexed_layers(4)
+    assert len(indexed) == 2
+    given = np.full((3, 4, DSA.topk), 7, "<i4")
+    given[:, [number - 1 for number in indexed]] = KEYS[..., ::-1]
+    if engine == "vllm":
+        assert np.array_equal(indexer_topk_from_vllm({"indexer_topk": npy_text(given)}, config), KEYS)
+        found = indexer_topk_from_vllm({"indexer_topk": KEYS}, config)
+        with refusal("2 layers with an indexer or 4 layers, 3", "(3, 1, 3)"):
+            indexer_topk_from_vllm({"indexer_topk": KEYS[:, :1]}, config)
+    else:
+        text = base64.b64encode(given.tobytes()).decode()
+        found = indexer_topk_from_sglang({"meta_info": {"indexer_topk": text}}, config)
+        with refusal("4 layers x 3 keys"):
+            indexer_topk_from_sglang({"meta_info": {"indexer_topk": text[:16]}}, config)
+    assert found.dtype == np.int32 and np.array_equal(found, KEYS)
 
 
 @pytest.mark.parametrize(

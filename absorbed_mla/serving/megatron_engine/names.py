@@ -155,7 +155,7 @@ DRAFTS = Need(
 TOKEN_RECORDS = Need(
     "enable_return_routed_experts and enable_return_indexer_topk",
     REFUSED,
-    (RELEASE_REQUESTS, *names(CONTEXT, "max_tokens round_up_tokens")),
+    (RELEASE_REQUESTS, *names(CONTEXT, "round_up_tokens")),
 )
 STRUCTURED_OUTPUTS = Need("structured_outputs", REFUSED, (STOP_WORDS,))
 DRAFTS_ON_CPUS = Need("num_speculative_tokens on a CPU", REFUSED, KERNELS_OF_DRAFTS)
