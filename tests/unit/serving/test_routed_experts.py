@@ -15,8 +15,11 @@ import torch
 from absorbed_mla import SamplingParams
 from absorbed_mla.router_replay import decoder_routers
 from absorbed_mla.serving.output_processor import OutputProcessor, of_output
+from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
 from absorbed_mla.serving.request_results import Progress, Result
-from absorbed_mla.serving.server.protocol import npy_text
+from absorbed_mla.serving.server.chat_answer import ChatAnswer
+from absorbed_mla.serving.server.chat_request import ChatRequest
+from absorbed_mla.serving.server.protocol import Answer, CompletionRequest
 from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from tests.support.engine import (
     CHUNKED,
@@ -158,10 +161,20 @@ def test_prompt_start(model):
     assert np.array_equal(part.routed_experts, whole.routed_experts[60:])
 
 
-def test_json():
-    experts = np.arange(12, dtype=np.uint16).reshape(2, 2, 3)
-    file = io.BytesIO(base64.b64decode(npy_text(experts)))
-    assert np.array_equal(np.load(file, allow_pickle=False), experts)
+@pytest.mark.parametrize("answer", [Answer, ChatAnswer])
+def test_json(answer):
+    """As vLLM's clients read it."""
+    kinds = {"routed_experts": np.uint16, "indexer_topk": np.int32}
+    found = {name: np.arange(12, dtype=kind).reshape(2, 2, 3) for name, kind in kinds.items()}
+    output = RequestOutput("it", None, [97], [CompletionOutput(0, "b", [98], **found)], True)
+    body = CompletionRequest(prompt="a")
+    if answer is ChatAnswer:
+        body = ChatRequest(messages=[{"role": "user", "content": "a"}])
+    [choice] = answer(body, "tiny", "it", ByteTokenizer()).whole([output])["choices"]
+    for name, expected in found.items():
+        file = io.BytesIO(base64.b64decode(choice[name]))
+        read = np.load(file, allow_pickle=False)
+        assert read.dtype == expected.dtype and np.array_equal(read, expected)
 
 
 class TestRefused:
