@@ -386,10 +386,10 @@ class Engine:
         """Give a result what was chosen for all tokens but the last, which no step has read."""
         number, result = progress.number, progress.result
         known = None if result is None else self._recorded.pop(number, None)
-        if known is None or not result.tokens:
+        if known is None:
             return
         length, sampling = known
-        end = length + len(result.tokens) - 1
+        end = length + len(result.tokens) - 1 if result.tokens else 0
         for name, records in self._records.items():
             start = getattr(sampling, f"{name}_prompt_start")
             setattr(result, name, records.take(number, start, end))

@@ -69,13 +69,18 @@ class TokenRecords:
         self._rows = 0
         self._runs = False
         self._shares: TokenShares | None = None
-        # By number, what requests have had when their blocks were released.
+        # By number, what requests had when their blocks were released; numbers of those that have
+        # ended, and whose blocks will be.
         self._released: dict[int, _Copy] = {}
+        self._ended: set[int] = set()
         release = RELEASE_REQUESTS.of(context)
 
         def keep_and_release(rows: Tensor) -> None:
             for row in rows.tolist():
-                self._released[int(context.request_ids[row])] = self._copy(row)
+                number = int(context.request_ids[row])
+                if number not in self._ended:
+                    self._released[number] = self._copy(row)
+                self._ended.discard(number)
             release(rows)
 
         RELEASE_REQUESTS.replace(context, keep_and_release)
@@ -99,6 +104,7 @@ class TokenRecords:
     def clear(self) -> None:
         """Numbers of requests begin anew."""
         self._released.clear()
+        self._ended.clear()
 
     def take(self, number: int, start: int, end: int) -> Any:
         """A request's numbers, which are then forgotten; collective over pipeline stages.
@@ -106,10 +112,11 @@ class TokenRecords:
         Args:
             number: Of the request, which has just ended.
             start: First token.
-            end: Token behind the last one.
+            end: Token behind the last one; 0: nothing is wanted.
 
         Returns:
-            NumPy's array [end - start, layers of all stages, width]; int16 as uint16.
+            NumPy's array [end - start, layers of all stages, width]; int16 as uint16. None if
+            nothing is wanted.
         """
         copy = self._released.pop(number, None)
         context = self._context
@@ -117,6 +124,9 @@ class TokenRecords:
         if number in rows:
             # It has ended by a token, and has a row in the step that was launched before.
             copy = self._copy(rows.index(number))
+            self._ended.add(number)
+        if not end:
+            return None
         assert copy is not None, f"request {number} had no blocks"
         found = self._of_all_stages(copy.wait()[start:end]).numpy()
         return found.view("uint16") if found.dtype == "int16" else found
@@ -161,7 +171,7 @@ class TokenRecords:
     def _copy(self, row: int) -> _Copy:
         """Queue a copy of what the blocks of a row hold, behind the steps that have been launched."""
         blocks = self._context.request_to_kv_block_ids[row]
-        blocks = blocks[blocks >= 0].long().to(self._cache.device)
+        blocks = blocks[blocks >= 0].long().to(self._cache.device, non_blocking=True)
         return _Copy(self._cache[blocks].flatten(0, 1))
 
     def _of_all_stages(self, found: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.router_replay import decoder_routers, replace_choice
+from absorbed_mla.serving.engine import Engine
 from tests.support import world
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.models import MIXED
@@ -41,12 +42,21 @@ def bias(model: GPTModel, seed: int = 1) -> GPTModel:
 
 def roll_out(model: GPTModel, requests=REQUESTS, **options) -> Rollout:
     """Generated texts, and the experts of their tokens."""
-    run = generate(engine_of(model, enable_return_routed_experts=True, **options), requests)
+    engine = engine_of(model, enable_return_routed_experts=True, **options)
+    run = generate(engine, requests)
+    assert_forgotten(engine)
     statistics = run.statistics
     assert "blocks" not in options or statistics.evicted or statistics.most_paused
     assert "prefix_caching" not in options or any(one.num_cached_tokens for one in run.results)
     texts = [[*request.prompt, *tokens] for request, tokens in zip(requests, run.tokens)]
     return Rollout(model, texts, [result.routed_experts for result in run.results])
+
+
+def assert_forgotten(engine: Engine) -> None:
+    """Nothing is left of requests that have ended."""
+    assert not engine._recorded
+    for records in engine._records.values():
+        assert not records._released and not records._ended
 
 
 def own_experts(model: GPTModel, text: list[int]) -> torch.Tensor:

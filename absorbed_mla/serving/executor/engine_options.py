@@ -103,11 +103,13 @@ def _fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
         return None
     utilization = options.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
-    room = free - (1 - utilization) * total
+    choices = bytes_per_token(model, options)
+    # Those of a step are in a tensor of their own.
+    room = free - (1 - utilization) * total - options.step_tokens * choices
     shares = cache_shares() if options.decode_context_parallel else 1
     block = all_block_bytes(model)
     # Every rank has those of all tokens.
-    block += shares * BLOCK_SIZE * bytes_per_token(model, options)
+    block += shares * BLOCK_SIZE * choices
     tokens = int(room * shares // block) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
     exchange = exchange_of(model)

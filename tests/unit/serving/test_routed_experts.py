@@ -34,6 +34,7 @@ from tests.support.refusal import refusal
 from tests.support.routed_experts import (
     BIASED,
     REQUESTS,
+    assert_forgotten,
     bias,
     biased_model,
     own_experts,
@@ -57,17 +58,23 @@ def model():
     return bias(biased_model(mtp_num_layers=1))
 
 
-def check(rollout):
-    for text, found in zip(rollout.texts, rollout.requests, strict=True):
+def check(model, texts, experts):
+    """Of all tokens but the last, which the model has not read."""
+    for text, found in zip(texts, experts, strict=True):
         assert found.dtype == np.uint8
-        # All tokens but the last, which the model has not read.
-        expected = own_experts(rollout.model, text)[:-1]
+        expected = own_experts(model, text)[:-1]
         assert torch.equal(torch.as_tensor(found).sort(-1).values.long(), expected)
+
+
+def check_results(model, results, requests=REQUESTS):
+    texts = [[*request.prompt, *result.tokens] for request, result in zip(requests, results)]
+    check(model, texts, [result.routed_experts for result in results])
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_as_in_training(model, options):
-    check(roll_out(model, **options))
+    rollout = roll_out(model, **options)
+    check(model, rollout.texts, rollout.requests)
 
 
 def test_grouped_experts():
@@ -79,8 +86,20 @@ def test_grouped_experts():
     )
     grouped.load_state_dict(trained.state_dict())
     rollout = roll_out(grouped, **CHUNKED)
-    rollout.__dict__["model"] = trained
-    check(rollout)
+    check(trained, rollout.texts, rollout.requests)
+
+
+def test_launched_ahead(model):
+    """A request that a stop token ends has a row in the step that was launched before."""
+    texts = roll_out(model).texts
+    engine = engine_of(model, enable_return_routed_experts=True, decode_loop=True)
+    engine.scheduler.launches_ahead = True
+    stops = [text[len(request.prompt) + 3] for text, request in zip(texts, REQUESTS)]
+    params = [one.sampling().replace(stop_token_ids=[stop]) for one, stop in zip(REQUESTS, stops)]
+    results = engine.generate([request.prompt for request in REQUESTS], params)
+    assert any(result.finish == "stop" for result in results)
+    check_results(model, results)
+    assert_forgotten(engine)
 
 
 def test_training_in_between(model):
@@ -91,8 +110,7 @@ def test_training_in_between(model):
         engine.step()
         own_experts(model, [1, 2, 3] * 99)
         [result] = step_to_the_end(engine)
-    expected = own_experts(model, [*REQUESTS[0].prompt, *result.tokens])[:-1]
-    assert torch.equal(torch.as_tensor(result.routed_experts).sort(-1).values.long(), expected)
+    check_results(model, [result], REQUESTS[:1])
     assert all(one.router_replay is None for one in decoder_routers(model, "a test"))
 
 
@@ -108,12 +126,10 @@ def test_aborted(model):
             engine.abort(number)
         results = step_to_the_end(engine)
     assert any(one.tokens for one in results)
-    for request, result in zip(REQUESTS, results):
-        if not result.tokens:
-            assert result.routed_experts is None
-            continue
-        expected = own_experts(model, [*request.prompt, *result.tokens])[:-1]
-        assert torch.equal(torch.as_tensor(result.routed_experts).sort(-1).values.long(), expected)
+    assert_forgotten(engine)
+    begun = [number for number, result in enumerate(results) if result.tokens]
+    check_results(model, [results[n] for n in begun], [REQUESTS[n] for n in begun])
+    assert all(one.routed_experts is None for one in results if not one.tokens)
 
 
 class TestOutputs:

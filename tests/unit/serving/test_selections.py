@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
+from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import world
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import (
@@ -43,9 +45,9 @@ def roll_out(model, requests=REQUESTS, **options) -> Rollout:
     return Rollout(model, texts, taken)
 
 
-def model_of(**changes):
+def model_of(dtype=torch.float64, options=None, **changes):
     fields = generating_fields(init_method_std=0.4, **changes)
-    return generating_model(dtype=torch.float64, **fields)
+    return generating_model(options, dtype=dtype, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,9 @@ def rollout() -> Rollout:
 LAYOUTS = ("sbhd", "thd", "thd_padded")
 
 
-def noisy(model):
+def noisy(model, *built):
     """The model with other indexers."""
-    other = model_of()
+    other = model_of(*built)
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -146,6 +148,20 @@ def test_other_indexers(rollout, name):
         parameters = [p for n, p in model.named_parameters() if "indexer" not in n]
         gradients.append(torch.autograd.grad(log_probs.sum(), parameters))
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
+
+
+def test_importance_ratio():
+    """In parity mode 1 to the bit with replay, and not without."""
+    options = AbsorbedMLAOptions(batch_invariant=True)
+    with batch_invariant_mode("cpu"):
+        rollout = roll_out(model_of(torch.float32, options), **CROWDED)
+        expected = rollout.forward(TOKENS)
+        other = noisy(rollout.model, torch.float32, options)
+        own = rollout.forward(TOKENS, model=other)
+        with replay_selections(other, rollout.laid_out(training_selections, TOKENS)):
+            found = rollout.forward(TOKENS, model=other)
+    assert torch.equal((found - expected).exp(), torch.ones_like(found))
+    assert ((own - expected).exp() - 1).abs().max() > 0.1
 
 
 def test_learning_after_replay(rollout):
