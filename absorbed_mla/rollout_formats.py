@@ -19,8 +19,8 @@ def routed_experts_from_vllm(
     """Routed experts of an output of vLLM, or of this package, for ``training_routed_experts``.
 
     Args:
-        choice: A choice of the server's answer (``routed_experts`` is base64 of a ``.npy`` file), or
-            the ``CompletionOutput`` of an ``LLM``.
+        choice: A choice of the server's answer (``routed_experts`` is base64 of a ``.npy`` file),
+            or the ``CompletionOutput`` of an ``LLM``.
         config: Of the model that trains.
         prompt: vLLM 0.21's ``prompt_routed_experts`` of the answer or ``RequestOutput``, whose
             choices have generated tokens only.

@@ -169,7 +169,7 @@ class TokenRecords:
         self._cache[view.token_to_block_idx[tokens].long(), places] = found[tokens]
 
     def _copy(self, row: int) -> _Copy:
-        """Queue a copy of what the blocks of a row hold, behind the steps that have been launched."""
+        """Queue a copy of what the blocks of a row hold, behind the steps launched so far."""
         blocks = self._context.request_to_kv_block_ids[row]
         blocks = blocks[blocks >= 0].long().to(self._cache.device, non_blocking=True)
         return _Copy(self._cache[blocks].flatten(0, 1))

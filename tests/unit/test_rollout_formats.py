@@ -62,7 +62,9 @@ def test_keys(engine):
     given = np.full((3, 4, DSA.topk), 7, "<i4")
     given[:, [number - 1 for number in indexed]] = KEYS[..., ::-1]
     if engine == "vllm":
-        assert np.array_equal(indexer_topk_from_vllm({"indexer_topk": npy_text(given)}, config), KEYS)
+        assert np.array_equal(
+            indexer_topk_from_vllm({"indexer_topk": npy_text(given)}, config), KEYS
+        )
         found = indexer_topk_from_vllm({"indexer_topk": KEYS}, config)
         with refusal("2 layers with an indexer or 4 layers, 3", "(3, 1, 3)"):
             indexer_topk_from_vllm({"indexer_topk": KEYS[:, :1]}, config)

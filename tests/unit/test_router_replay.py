@@ -12,7 +12,7 @@ from absorbed_mla.router_replay import replay_routed_experts, training_routed_ex
 from tests.support.layouts import packed
 from tests.support.refusal import refusal
 from tests.support.rollout import Rollout
-from tests.support.routed_experts import BIASED, REQUESTS, bias, biased_model, roll_out
+from tests.support.routed_experts import bias, biased_model, roll_out
 
 TOKENS = 136
 # As far as they are equal in both models.

@@ -41,7 +41,9 @@ RESUME = MegatronName(CONTEXT, "resume_paused_requests", "counts cached blocks a
 EVICT_PAUSED = MegatronName(CONTEXT, "evict_overflow_paused_requests", "until one can run")
 UPDATE_REQUESTS = MegatronName(CONTEXT, "update_requests", "then places drafts")
 RELEASE_REQUESTS = MegatronName(
-    CONTEXT, "release_memory_blocks_from_request_indexes", "registers generated blocks, and keeps records of tokens, first"
+    CONTEXT,
+    "release_memory_blocks_from_request_indexes",
+    "registers generated blocks, and keeps records of tokens, first",
 )
 CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
 # Allocator

@@ -178,7 +178,9 @@ class TestDeclarations:
             "cache_tokens": 6400,
         }
         # They exclude a folder.
-        returned = dict.fromkeys(["enable_return_routed_experts", "enable_return_indexer_topk"], True)
+        returned = dict.fromkeys(
+            ["enable_return_routed_experts", "enable_return_indexer_topk"], True
+        )
         known = {*changed, *returned}
         assert known == set(options_of(CommonFields)), "a new one needs a value here"
         changed |= {"max_num_seqs": 5, "enable_chunked_prefill": False}

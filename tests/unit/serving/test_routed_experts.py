@@ -106,7 +106,7 @@ def test_training_in_between(model):
     """Forwards of others are not recorded, and the routers are as they were."""
     engine = engine_of(model, enable_return_routed_experts=True)
     with engine:
-        [number] = add(engine, REQUESTS[:1])
+        add(engine, REQUESTS[:1])
         engine.step()
         own_experts(model, [1, 2, 3] * 99)
         [result] = step_to_the_end(engine)

@@ -30,7 +30,9 @@ from tests.support.refusal import refusal
 from tests.support.rollout import Rollout
 
 # The last one has no choice: two tokens go through the model.
-REQUESTS = [Request(prompt(n, n, shared=min(n, 64)), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
+REQUESTS = [Request(prompt(n, n, shared=min(n, 64)), 8) for n in (60, 70, 61, 130, 63, 5)] + [
+    Request(prompt(2, 9), 1)
+]
 CROWDED = {**CHUNKED, "blocks": 5}
 TOKENS = 140
 
