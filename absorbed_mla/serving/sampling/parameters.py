@@ -148,7 +148,7 @@ class SamplingParams(Options):
     routed_experts_prompt_start: int = option(0, least=0)
     """Routed experts of so many tokens at the prompt's beginning are left out."""
     indexer_topk_prompt_start: int = option(0, least=0)
-    """Likewise the keys that were chosen for them."""
+    """Chosen keys of so many tokens at the prompt's beginning are left out."""
     truncate_prompt_tokens: int | None = option(None, least=1, also=(-1,), unset="all")
     """Only so many of the prompt's last tokens are read; -1: as many as leave room for
     ``max_tokens``."""
