@@ -28,7 +28,7 @@ from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
 from absorbed_mla.packed_router import PackedRouter
 
 # Values of moe_router_load_balancing_type with which Megatron chooses in another way.
-_OWN_CHOICE = {"sinkhorn", "quantile_balancing"}
+OWN_CHOICE = {"sinkhorn", "quantile_balancing"}
 
 
 class _ModelsChoice(TopKRouter):
@@ -85,7 +85,7 @@ def require_choice(config: Any, options: AbsorbedMLAOptions) -> None:
         )
     kinds = config.moe_router_load_balancing_type
     for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind in _OWN_CHOICE:
+        if kind in OWN_CHOICE:
             raise ValueError(
                 f"moe_router_load_balancing_type must not be {kind!r} with {name}: it chooses "
                 "experts in its own way"

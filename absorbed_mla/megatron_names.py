@@ -137,6 +137,7 @@ MUON_REGISTRY = MegatronName(OPTIMIZERS, "_EMERGING_OPTIMIZERS")
 ROLL_TENSOR = MegatronName(PREDICTION, "roll_tensor", "a shift for padded packs")
 EXPERT_BIAS = MegatronName(ROUTER, "_apply_expert_bias", "one that takes a mask")
 CHOOSE_EXPERTS = MegatronName(ROUTING, "topk_routing_with_score_function", "a choice by options")
+REPLAYED_CHOICE = MegatronName(ROUTER, "router_replay", "a choice that is seen, or given")
 MTP_BLOCK_SPEC = MegatronName(BUILDER, "mtp_block_spec", "the spec of absorbed MLA", SINCE_0_19)
 
 # The layer cannot do without these: it runs under Megatron's own engine and training loop as well,
@@ -184,6 +185,9 @@ EXPERT_BIAS_OF_PACKS = Need("moe_router_enable_expert_bias", REFUSED, (EXPERT_BI
 CHOICE_OF_EXPERTS = Need(
     "moe_router_group_score_topk and moe_router_norm_topk_prob", REFUSED, (CHOOSE_EXPERTS,)
 )
+ROUTER_REPLAY = Need(
+    "replay_routed_experts and enable_return_routed_experts", REFUSED, (REPLAYED_CHOICE,)
+)
 GPT_BUILDER = Need("AbsorbedMLAGPTModelBuilder", REFUSED, (MTP_BLOCK_SPEC,))
 
 LAYER_NEEDS = (
@@ -198,6 +202,7 @@ LAYER_NEEDS = (
     PACKED_MTP,
     EXPERT_BIAS_OF_PACKS,
     CHOICE_OF_EXPERTS,
+    ROUTER_REPLAY,
     GPT_BUILDER,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -120,6 +121,36 @@ class SequenceLayout:
         starts = torch.tensor(self.starts, device=device)
         slots = torch.tensor(self.slots, device=device)
         return tokens - starts.repeat_interleave(slots, output_size=self.num_tokens)
+
+
+def layout_of(given: PackedSeqParams | int, lengths: Sequence[int]) -> SequenceLayout:
+    """The sequences of a training forward, each of which begins with a generated request.
+
+    Args:
+        given: Megatron's ``packed_seq_params`` of the whole pack, or the number of tokens that the
+            sequences of a batch are padded to.
+        lengths: Tokens of the requests that went through the model, in the order of the sequences.
+
+    Raises:
+        ValueError: If there are more or fewer sequences, or one is shorter than its request.
+    """
+    if isinstance(given, int):
+        layout = SequenceLayout.dense(given)
+        found = layout.lengths * len(lengths)
+    else:
+        padded = given.cu_seqlens_q_padded
+        bounds = given.cu_seqlens_q if padded is None else padded
+        layout = SequenceLayout.from_host(given, int(bounds[-1]))
+        found = layout.lengths
+    if not lengths or len(found) != len(lengths):
+        raise ValueError(f"a layout has {len(found)} sequences for {len(lengths)} requests")
+    for i, (length, needed) in enumerate(zip(found, lengths)):
+        if length < needed:
+            raise ValueError(
+                f"sequence {i} must have the {needed} tokens of its request that went through the "
+                f"model, or more; got {length}"
+            )
+    return layout
 
 
 @functools.lru_cache(maxsize=16)

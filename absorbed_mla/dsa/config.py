@@ -90,6 +90,10 @@ class DSAConfig:
         """Whether a layer has no indexer and takes the selection of an earlier one."""
         return self.source_layer(layer_number) != layer_number
 
+    def indexed_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Numbers of the layers, of ``num_layers`` counted from 1, that have an indexer."""
+        return tuple(n for n in range(1, num_layers + 1) if not self.shares_selection(n))
+
 
 def _count(config: MLATransformerConfig, name: str, least: int) -> int:
     value = getattr(config, f"dsa_indexer_{name}")

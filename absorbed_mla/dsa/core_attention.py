@@ -85,6 +85,7 @@ class SparseCoreAttention(LatentCoreAttention):
 
     Attributes:
         indexer: None in a layer that shares the selection of an earlier one.
+        indexed_layers: Numbers of the decoder's layers that have one.
         input_needs_gradient: Whether ``warm_up.require_embedding_gradient`` has seen to it.
         sequence_parallel: Whether a rank gets its own part of the tokens; Megatron's name, which it
             switches for batches of its static engine.
@@ -124,8 +125,7 @@ class SparseCoreAttention(LatentCoreAttention):
         self.input_needs_gradient = False
         pp_group = getattr(pg_collection, "pp", None)
         self.selection = LayerSelection(config, self.dsa, layer_number, pp_group)
-        layers = range(1, config.num_layers + 1)
-        self._indexed = tuple(n for n in layers if not self.dsa.shares_selection(n))
+        self.indexed_layers = self.dsa.indexed_layers(config.num_layers)
         self.indexer: Indexer | None = None
         if not self.selection.shares:
             self.indexer = build_module(
@@ -251,7 +251,7 @@ class SparseCoreAttention(LatentCoreAttention):
             else:
                 index = indexer.vectors(hidden_states, query_latent, cos, sin)
                 key = index.key
-            cache = step.write_index_keys(step.pack(key), self._indexed)
+            cache = step.write_index_keys(step.pack(key), self.indexed_layers)
         selected = self.selection.take(shape, hidden_states.device)
         if selected is None:
             own = None if shape is None else self._select_cached(step, index, cache, request)

@@ -28,7 +28,7 @@ def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Select
     A selection has the queries of this context-parallel rank, and indices on the axis of the keys
     of all ranks; it is equal on all tensor-parallel ranks. Recomputation in backward is no forward.
     A forward of generation is one; its selections cannot be replayed as they are, for those of an
-    engine's requests see ``absorbed_mla.serving.selections``.
+    engine's requests see ``RequestSelections``.
 
     Args:
         model: Or its chunks, under a virtual pipeline. Its layers that have an indexer are
@@ -66,6 +66,8 @@ def replay_selections(
         ValueError: If layers or shapes do not fit, or the model is called more often.
     """
     layers = selecting_layers(model)
+    # Those of requests have no layers of multi-token prediction, which then choose by themselves.
+    layers = {n: one for n, one in layers.items() if n in selections or not one.is_mtp_layer}
     if layers.keys() != selections.keys():
         raise ValueError(
             f"selections are of layers {sorted(selections)}, this model has {sorted(layers)}"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
+from torch import Tensor, nn
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
-from absorbed_mla.dsa.replay import Selections
+from absorbed_mla.dsa.replay import Selections, selecting_layers
 from absorbed_mla.dsa.selection import first_keys
-from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.sequences import SequenceLayout, layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class RequestSelections:
 
     Attributes:
         num_tokens: Tokens that went through the model: the prompt, and all generated ones but the
-            last; of an aborted request perhaps that one, too.
+            last.
         topk: Most keys of a token.
         chosen: By the name of a layer's core attention in the model: int32 [num_tokens, topk] on
             the CPU, positions in the request, ascending, then -1; None where no token had a choice.
@@ -31,6 +32,44 @@ class RequestSelections:
     num_tokens: int
     topk: int
     chosen: dict[str, Tensor | None]
+
+    @classmethod
+    def of(cls, model: nn.Module | Sequence[nn.Module], indexer_topk: Any) -> RequestSelections:
+        """Of what an engine returned, for the layers of the model that trains.
+
+        Args:
+            model: Of this rank, as :func:`~absorbed_mla.dsa.replay.replay_selections` gets it; a
+                pipeline stage takes its layers.
+            indexer_topk: int32 [num_tokens, layers with an indexer, topk], as the attribute of
+                ``CompletionOutput``, or of ``absorbed_mla.rollout_formats``; from the prompt's
+                first token on.
+
+        Raises:
+            ValueError: If it has other layers or another topk than the model, a token has no key,
+                or one that comes after it.
+        """
+        layers = selecting_layers(model)
+        layers = {name: one for name, one in layers.items() if not one.is_mtp_layer}
+        found = torch.as_tensor(indexer_topk)
+        any_layer = next(iter(layers.values()))
+        indexed = any_layer.indexed_layers
+        if found.ndim != 3 or tuple(found.shape[1:]) != (len(indexed), any_layer.dsa.topk):
+            raise ValueError(
+                f"indexer_topk must be [tokens, {len(indexed)} layers with an indexer, "
+                f"{any_layer.dsa.topk}], got {tuple(found.shape)}"
+            )
+        last = torch.arange(len(found))[:, None]
+        wrong = (found[..., 0] < 0) | (found.amax(-1) > last)
+        if wrong.any():
+            token, layer = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"indexer_topk must have keys of every token, none of them after it, got "
+                f"{found[token, layer, :4].tolist()} ... for token {token} in layer {layer} of "
+                "those with an indexer"
+            )
+        places = {name: indexed.index(one.layer_number) for name, one in layers.items()}
+        chosen = {name: found[:, place] for name, place in places.items()}
+        return cls(len(found), any_layer.dsa.topk, dict(chosen))
 
 
 def training_selections(
@@ -68,31 +107,10 @@ def training_selections(
         raise ValueError("the requests must be of one model, got other layers or another topk")
     found: Selections = {name: [] for name in names}
     for requests, given in zip(microbatches, layouts):
-        layout = _layout(given, requests)
+        layout = layout_of(given, [one.num_tokens for one in requests])
         for name in names:
             found[name].append(_of_forward(name, requests, layout, topk, cp_group))
     return found
-
-
-def _layout(given: PackedSeqParams | int, requests: Sequence[RequestSelections]) -> SequenceLayout:
-    """The sequences of one forward, which hold the requests."""
-    if isinstance(given, int):
-        layout = SequenceLayout.dense(given)
-        lengths = layout.lengths * len(requests)
-    else:
-        padded = given.cu_seqlens_q_padded
-        bounds = given.cu_seqlens_q if padded is None else padded
-        layout = SequenceLayout.from_host(given, int(bounds[-1]))
-        lengths = layout.lengths
-    if not requests or len(lengths) != len(requests):
-        raise ValueError(f"a layout has {len(lengths)} sequences for {len(requests)} requests")
-    for i, (length, request) in enumerate(zip(lengths, requests)):
-        if length < request.num_tokens:
-            raise ValueError(
-                f"sequence {i} must have the {request.num_tokens} tokens of its request that went "
-                f"through the model, or more; got {length}"
-            )
-    return layout
 
 
 def _of_forward(

@@ -1,6 +1,6 @@
 """Names of ``absorbed_mla.serving`` under which the engine was known before.
 
-``engine``, ``options``, ``sampling`` and ``selections`` are importable from here as ever.
+``engine``, ``options`` and ``sampling`` are importable from here as ever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ _MODULES = {
     "engine": "engine",
     "options": "engine_options",
     "sampling": "sampling.parameters",
-    "selections": "selections",
 }
 
 for _name, _place in _MODULES.items():

@@ -51,6 +51,7 @@ from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
+from absorbed_mla.serving.token_records import TokenRecords
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -101,6 +102,8 @@ class Engine:
         self._priorities: PriorityScheduling | None = None
         if options.scheduling_policy == "priority":
             self._priorities = PriorityScheduling(self.host)
+        # Of experts and chosen keys, by the name of a result's field.
+        self._records: dict[str, TokenRecords] = self.host.context.records_of_choices
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -140,6 +143,8 @@ class Engine:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_pre_hook(self._before_forward))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
+            for records in self._records.values():
+                stack.enter_context(records.recording())
             if self.scheduler is not None:
                 self.scheduler.start()
             self.host.reset()
@@ -188,6 +193,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
+        self._records = {}
         self.scheduler = self._prefill_graphs = self._priorities = None
 
     def generate(
@@ -270,6 +276,8 @@ class Engine:
             if sampling.structured_outputs is not None and self._grammars is not None:
                 sampled.grammar = self._grammars.of(sampling)
             self._sampler.requests[number] = sampled
+            if self._records:
+                self._recorded[number] = len(prompt), sampling
             room = self.options.room(len(prompt))
             drafts = self.options.num_speculative_tokens > 0
             of_host = sampling.to_host(room, drafts=drafts)
@@ -352,6 +360,13 @@ class Engine:
         Raises:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
+        progress = self._step()
+        if self._records:
+            for one in progress:
+                self._add_choices(one)
+        return progress
+
+    def _step(self) -> list[Progress]:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
@@ -410,6 +425,18 @@ class Engine:
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
         return list(requests.progress(records))
+
+    def _add_choices(self, progress: Progress) -> None:
+        """Give a result what was chosen for all tokens but the last, which no step has read."""
+        number, result = progress.number, progress.result
+        known = None if result is None else self._recorded.pop(number, None)
+        if known is None:
+            return
+        length, sampling = known
+        end = length + len(result.tokens) - 1 if result.tokens else 0
+        for name, records in self._records.items():
+            start = getattr(sampling, f"{name}_prompt_start")
+            setattr(result, name, records.take(number, start, end))
 
     def _on_any(self, value: bool) -> bool:
         """Whether it is true on a replica that shares experts with this one; collective then."""
@@ -481,6 +508,10 @@ class Engine:
         self._num_requests = self._idle_steps = 0
         # Of requests with an adapter, by number.
         self._lora_slots: dict[int, int] = {}
+        # Requests whose choices are recorded: by number, length of the prompt and parameters.
+        self._recorded: dict[int, tuple[int, SamplingParams]] = {}
+        for records in self._records.values():
+            records.clear()
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.

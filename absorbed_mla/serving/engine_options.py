@@ -183,6 +183,12 @@ class EngineOptions(EngineFields):
         for name in _OF_LLM:
             if getattr(sampling, name) != getattr(SamplingParams, name):
                 return f"{name} is for LLM, which knows the text"
+        for choice in ("routed_experts", "indexer_topk"):
+            first = getattr(sampling, f"{choice}_prompt_start")
+            if first and not getattr(self, f"enable_return_{choice}"):
+                return f"{choice}_prompt_start needs enable_return_{choice}=True"
+            if first >= length:
+                return f"{choice}_prompt_start must be below the prompt's {length}, got {first}"
         error = self._why_not_tokens(sampling, self.vocab_size or vocab_size)
         if error:
             return error

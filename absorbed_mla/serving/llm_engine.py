@@ -78,7 +78,9 @@ class LLMEngine:
         own = () if tokenizer is None else tokenizer.end_tokens
         self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
         self._sizes = runner.options()
-        self._requests = OutputProcessor(tokenizer)
+        sizes = self._sizes
+        waits = sizes.enable_return_routed_experts or sizes.enable_return_indexer_topk
+        self._requests = OutputProcessor(tokenizer, waits_for_results=waits)
         # The parameters that were last given, and what the engine gets of them.
         self._last_of_engine: tuple[SamplingParams, SamplingParams] | None = None
         self._grammars = GrammarChecks(tokenizer, self._sizes.vocab_size)

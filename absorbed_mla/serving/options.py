@@ -16,6 +16,8 @@ from absorbed_mla.options import FORMS, LATENT_CACHE_DTYPES
 from absorbed_mla.serving.option_schema import GIVEN, Options, like, option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Choices of layers are in the device's blocks, beside the latents.
+_KEEPS_CHOICES = {"host_cache_tokens": (0,), "prefix_cache_dir": (None,)}
 _ON_ONE_RANK = {"decode_context_parallel": (False,)}
 
 
@@ -55,6 +57,12 @@ class CommonFields(Options):
     """Which request begins first: the one that came first, or the one with the smallest
     ``priority``. Where blocks are short, the running one that would begin last then loses its
     own."""
+    enable_return_routed_experts: bool = option(False, needs=_KEEPS_CHOICES)
+    """Outputs say which experts each token was routed to. A token takes as many bytes beside its
+    latents as it has experts in all layers."""
+    enable_return_indexer_topk: bool = option(False, needs=_KEEPS_CHOICES)
+    """Outputs say which keys sparse attention chose for each token. A token takes 4 bytes for each
+    of them beside its latents, in every layer with an indexer."""
     seed: int = option(0)
     """Of requests without a seed of their own. Data-parallel ranks draw different numbers."""
 

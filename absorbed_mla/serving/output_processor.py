@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
@@ -43,14 +43,16 @@ class OutputProcessor:
 
     Args:
         tokenizer: Of texts; None leaves them empty.
+        waits_for_results: Whether an output that ends here, as at a stop string, is not over until
+            the engine has ended it, too, and says what only it knows.
 
     Attributes:
         of_calls: Ids of requests that belong to whole calls, until those end.
         unclaimed: By id, outputs that have grown in a step of somebody who does not wait for them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, *, waits_for_results: bool = False) -> None:
+        self._tokenizer, self._waits = tokenizer, waits_for_results
         self._names = itertools.count()
         self._requests: dict[str, _Request] = {}
         self.of_calls: set[str] = set()
@@ -213,14 +215,17 @@ class OutputProcessor:
                 raise RuntimeError(f"the engine refused a request: {result.error}")
         if start is not None and start[0] is not None and completion.output.index == 0:
             request.output.first_scheduled_time, request.output.num_cached_tokens = start
-        if completion.finished:
+        waited = completion.finished
+        if waited and (result is None or not self._waits or request.output.finished):
             return None
         completion.advance(progress)
+        if completion.finished and result is None:
+            self._stop(progress.number)
+            if self._waits:
+                return None
         if completion.finished:
             request.left -= 1
             request.output.finished = not request.left
-            if progress.result is None:
-                self._stop(progress.number)
         return request
 
     def _add_prompt_logprobs(self, request: _Request, result: Result) -> None:
@@ -264,7 +269,7 @@ class Completion:
         tokenizer: Tokenizer | None,
     ) -> None:
         self._params, self._tokenizer = params, tokenizer
-        self._end_tokens = end_tokens
+        self._end_tokens, self._prompt_length = end_tokens, len(prompt)
         self._stream = None
         if tokenizer is not None:
             skip = params.skip_special_tokens
@@ -285,13 +290,23 @@ class Completion:
         """Add what a step of the engine generated."""
         for i, token in enumerate(progress.tokens):
             if self.finished:
-                return
+                break
             self.output.token_ids.append(token)
             if self.output.logprobs is not None:
                 self._add_logprobs(token, progress.log_probs[i], progress.top_log_probs[i:])
             self._add_text(token)
-        if progress.result is not None and not self.finished:
-            self._finish(progress.result)
+        if progress.result is not None:
+            if not self.finished:
+                self._finish(progress.result)
+            for name in ("routed_experts", "indexer_topk"):
+                self._add_choices(name, getattr(progress.result, name))
+
+    def _add_choices(self, name: str, found: Any) -> None:
+        """Of the tokens of the output, after which the engine may have generated others."""
+        if found is not None:
+            first = getattr(self._params, f"{name}_prompt_start")
+            count = self._prompt_length + len(self.output.token_ids) - 1 - first
+            setattr(self.output, name, found[:count])
 
     def abort(self) -> None:
         """End the output with what it has."""

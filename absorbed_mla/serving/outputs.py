@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ class CompletionOutput:
         stop_reason: The string of ``stop``, or the token of ``stop_token_ids``, that ended it; None
             for the model's own end token.
         error: What failed, after ``"error"``.
+        routed_experts: NumPy's array [tokens, layers with experts, K], of the prompt from
+            ``routed_experts_prompt_start`` on and of all generated tokens but the last, which the
+            model has not read: numbers of experts, uint8, or uint16 for more than 256. None before
+            the end, after an abort, and unless ``enable_return_routed_experts`` asks for it.
+        indexer_topk: Likewise, with ``enable_return_indexer_topk``, of the keys that layers with an
+            indexer have chosen: int32 [tokens, layers, topk], positions in prompt and output,
+            ascending, then -1.
     """
 
     index: int
@@ -55,6 +63,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    routed_experts: Any = field(default=None, compare=False)
+    indexer_topk: Any = field(default=None, compare=False)
 
     @property
     def token_logprobs(self) -> list[float] | None:

@@ -49,6 +49,12 @@ class Result:
         first_scheduled: When the first step for it began, in seconds since the epoch; None if it
             had none.
         num_cached_tokens: Of the prompt, in blocks that the prefix cache had.
+        routed_experts: NumPy's array [tokens, layers with experts, K] of the tokens that went
+            through the model, from ``routed_experts_prompt_start`` on, in the dtype of
+            :func:`~absorbed_mla.serving.routed_experts.dtype_of`; None unless
+            ``enable_return_routed_experts`` asks for it, and without a generated token.
+        indexer_topk: Likewise of the keys that layers with an indexer have chosen: int32 [tokens,
+            layers, topk], positions in the request, ascending, then -1.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,6 +66,8 @@ class Result:
     error: str = ""
     first_scheduled: float | None = field(default=None, compare=False)
     num_cached_tokens: int = 0
+    routed_experts: Any = field(default=None, compare=False)
+    indexer_topk: Any = field(default=None, compare=False)
 
 
 # Not frozen, which makes one in twice the time: there is one of every request and step.

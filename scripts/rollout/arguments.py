@@ -115,6 +115,8 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     add_num_tokens(group, default=16)
     change = {"default": 256, "help": "samples that run at a time"}
     add_flags(group, LLMOptions, ["max_num_seqs"], FLAGS, max_num_seqs=change)
+    text = "train on the experts, and keys of sparse attention, that the rollout chose"
+    add("--replay", action="store_true", help=text)
     text = "parity mode of the attention: the same bits in the rollout and in training"
     add("--batch-invariant", action="store_true", help=text)
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from absorbed_mla import LLM, SamplingParams
 from console.ranks import rank
 from rollout.policy import update
+from rollout.replay import returned_choices
 from rollout.rewards import REWARDS, group_advantages
 from rollout.samples import Sample, SampleBatch
 from training.metrics import MetricsFile
@@ -44,6 +45,7 @@ class RolloutTrainer:
             max_model_len=args.seq_length,
             max_num_seqs=min(args.max_requests, samples),
             seed=args.seed,
+            **returned_choices(self.model, args.replay),
         )
         self._sampling = SamplingParams(
             n=args.group_size,
@@ -74,7 +76,10 @@ class RolloutTrainer:
             score = REWARDS[args.reward]
             rewards = [score(one.token_ids, args.num_tokens_to_generate) for one in group.outputs]
             samples += [
-                Sample(group.prompt_token_ids, one.token_ids, one.token_logprobs, *values)
+                Sample(
+                    *(group.prompt_token_ids, one.token_ids, one.token_logprobs, *values),
+                    *(one.routed_experts, one.indexer_topk),
+                )
                 for one, *values in zip(group.outputs, rewards, group_advantages(rewards))
             ]
         return samples

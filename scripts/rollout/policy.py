@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from rollout.replay import replayed
 from rollout.samples import SampleBatch
 from training import megatron_loop
 from training.checkpoint import find_checkpoint
@@ -89,15 +90,16 @@ def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch
     # Before the update: Megatron's warm-up begins with a rate of 0.
     ranks = parallel_state.get_data_parallel_world_size()
     scheduler.step(increment=len(batches) * rows * ranks)
-    reported = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=False,
-    )
+    with replayed(model, batches):
+        reported = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
     updated, norm, _ = optimizer.step()
     # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
     optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Sample:
         log_probs: Of ``tokens``, from the rollout.
         reward: Of the whole sample.
         advantage: Reward relative to the other samples of the same prompt.
+        routed_experts: As ``CompletionOutput`` has them, like the next; None without ``--replay``.
+        indexer_topk: Of sparse attention.
     """
 
     prompt: Sequence[int]
@@ -26,6 +29,8 @@ class Sample:
     log_probs: Sequence[float]
     reward: float
     advantage: float
+    routed_experts: Any = None
+    indexer_topk: Any = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class SampleBatch:
         sampled: True where the target was sampled, not in the prompt or padding; bool [b, s].
         advantages: Of the sample, fp32 [b, s]; 0 where the target was not sampled.
         log_probs: Of the target in the rollout, fp32 [b, s]; 0 where it was not sampled.
+        samples: In the rows.
     """
 
     tokens: Tensor
@@ -47,6 +53,7 @@ class SampleBatch:
     sampled: Tensor
     advantages: Tensor
     log_probs: Tensor
+    samples: Sequence[Sample]
 
     @classmethod
     def of(cls, samples: Sequence[Sample], length: int, device: torch.device) -> SampleBatch:
@@ -64,4 +71,4 @@ class SampleBatch:
             log_probs[row, continuation] = torch.tensor(sample.log_probs)
         positions = torch.arange(length).expand(shape)
         fields = (tokens, positions, targets, sampled, advantages, log_probs)
-        return cls(*(field.to(device) for field in fields))
+        return cls(*(field.to(device) for field in fields), samples)

@@ -48,7 +48,7 @@ def test_rollout_and_trainer_agree(layout, parity):
     tp = 1 if layout == "dp" else size
     options = f"--train-iters 2 --tensor-model-parallel-size {tp}"
     if layout == "sp" and size > 1:
-        options += " --sequence-parallel --moe-layer-freq [0,1]"
+        options += " --sequence-parallel --moe-layer-freq [0,1] --replay"
     else:
         # Megatron trains mixtures of experts under TP only with sequence parallelism.
         options += " --num-experts 0"

@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from absorbed_mla.dsa.replay import replay_selections
-from absorbed_mla.dsa.request_selections import training_selections
-from absorbed_mla.serving.selections import record_request_selections
+from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
 from tests.distributed.test_engine_pipeline import STAGES
 from tests.support import needs, world
 from tests.support.dsa import TINY_DSA, dsa_fields
@@ -46,11 +45,10 @@ def noisy_indexers(model):
 
 def roll_out(model):
     """Texts, and what was chosen for their tokens."""
-    engine = engine_of(model, step_tokens=64, chunked_prefill=True)
-    with record_request_selections(engine) as recorder:
-        run = generate(engine, REQUESTS)
+    options = {"step_tokens": 64, "chunked_prefill": True, "enable_return_indexer_topk": True}
+    run = generate(engine_of(model, **options), REQUESTS)
     texts = [[*request.prompt, *tokens] for request, tokens in zip(REQUESTS, run.tokens)]
-    return texts, [recorder.take(number) for number in range(len(texts))]
+    return texts, [RequestSelections.of(model, one.indexer_topk) for one in run.results]
 
 
 def forward(model, texts, layout, rank=0):

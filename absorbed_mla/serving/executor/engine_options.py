@@ -16,6 +16,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.model_ranks import cache_shares, require_shared_cache
 from absorbed_mla.serving.option_schema import excluding
+from absorbed_mla.serving.returned_choices import bytes_per_token
 from absorbed_mla.serving.scheduler.block_pool import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.serving.scheduler.prefill_graphs import chosen_tokens
 
@@ -102,9 +103,14 @@ def _fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
         return None
     utilization = options.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
-    room = free - (1 - utilization) * total
+    choices = bytes_per_token(model, options)
+    # Those of a step are in a tensor of their own.
+    room = free - (1 - utilization) * total - options.step_tokens * choices
     shares = cache_shares() if options.decode_context_parallel else 1
-    tokens = int(room * shares // all_block_bytes(model)) * BLOCK_SIZE
+    block = all_block_bytes(model)
+    # Every rank has those of all tokens.
+    block += shares * BLOCK_SIZE * choices
+    tokens = int(room * shares // block) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
     exchange = exchange_of(model)
     groups = [

@@ -44,9 +44,11 @@ from absorbed_mla.serving.megatron_engine.names import (
     PREFIX_CACHING,
     RESUMING,
     SAMPLER,
+    TOKEN_RECORDS,
     VIEW,
 )
 from absorbed_mla.serving.model_ranks import require_divided
+from absorbed_mla.serving.returned_choices import asked_choices, records_of_choices
 from absorbed_mla.serving.sampling.stop_tokens import end_at_first_stop_token
 from absorbed_mla.serving.scheduler.block_pool import (
     cache_config,
@@ -95,7 +97,12 @@ def host_engine(
     # It chooses one of its own by name, and has no argument for another.
     SAMPLER.replace(controller, sampler)
     make_no_texts(controller)
-    host = DynamicInferenceEngine(controller, context)
+    context.records_of_choices = records_of_choices(model, context, options)
+    with contextlib.ExitStack() as stack:
+        for records in context.records_of_choices.values():
+            stack.enter_context(records.recording())
+        # Graphs of layers are captured here.
+        host = DynamicInferenceEngine(controller, context)
     _require(needs, {ENGINE: host})
     if options.num_speculative_tokens:
         end_at_first_stop_token(host)
@@ -109,6 +116,7 @@ def _needs(options: EngineOptions) -> list[Need]:
         PREFIX_CACHING: options.prefix_caching,
         PREFIX_CACHE_DIR: options.prefix_cache_dir is not None,
         DRAFTS: options.num_speculative_tokens > 0,
+        TOKEN_RECORDS: bool(asked_choices(options)),
     }
     return [need for need, wanted in asked.items() if wanted]
 

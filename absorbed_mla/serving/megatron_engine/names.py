@@ -41,7 +41,9 @@ RESUME = MegatronName(CONTEXT, "resume_paused_requests", "counts cached blocks a
 EVICT_PAUSED = MegatronName(CONTEXT, "evict_overflow_paused_requests", "until one can run")
 UPDATE_REQUESTS = MegatronName(CONTEXT, "update_requests", "then places drafts")
 RELEASE_REQUESTS = MegatronName(
-    CONTEXT, "release_memory_blocks_from_request_indexes", "registers generated blocks first"
+    CONTEXT,
+    "release_memory_blocks_from_request_indexes",
+    "registers generated blocks, and keeps records of tokens, first",
 )
 CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
 # Allocator
@@ -160,6 +162,11 @@ DRAFTS = Need(
         ),
     ),
 )
+TOKEN_RECORDS = Need(
+    "enable_return_routed_experts and enable_return_indexer_topk",
+    REFUSED,
+    (RELEASE_REQUESTS, *names(CONTEXT, "round_up_tokens")),
+)
 STRUCTURED_OUTPUTS = Need("structured_outputs", REFUSED, (STOP_WORDS,))
 DRAFTS_ON_CPUS = Need("num_speculative_tokens on a CPU", REFUSED, KERNELS_OF_DRAFTS)
 OVERLAP_SCHEDULER = Need(
@@ -229,6 +236,7 @@ SERVING_NEEDS = (
     PREFIX_CACHE_DIR,
     DRAFTS,
     STRUCTURED_OUTPUTS,
+    TOKEN_RECORDS,
     DRAFTS_ON_CPUS,
     OVERLAP_SCHEDULER,
     FULL_CUDA_GRAPHS,

@@ -146,6 +146,10 @@ class SamplingParams(Options):
     prompt_logprobs: int | None = option(None, least=0, most=_MOST_TOP_LOG_PROBS, unset="none")
     """The same for the tokens of the prompt. Needs an engine with ``prompt_logprobs`` and computes
     the whole prompt, whatever is cached."""
+    routed_experts_prompt_start: int = option(0, least=0)
+    """Routed experts of so many tokens at the prompt's beginning are left out."""
+    indexer_topk_prompt_start: int = option(0, least=0)
+    """Chosen keys of so many tokens at the prompt's beginning are left out."""
     truncate_prompt_tokens: int | None = option(None, least=1, also=(-1,), unset="all")
     """Only so many of the prompt's last tokens are read; -1: as many as leave room for
     ``max_tokens``."""

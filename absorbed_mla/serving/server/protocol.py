@@ -7,7 +7,9 @@ field that is not here, or a value that asks for something that this server does
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
 import operator
 import time
@@ -277,6 +279,9 @@ class Answer:
                         None if place is None else prompt_position(place)
                         for place in request.prompt_logprobs
                     ]
+                for name in ("routed_experts", "indexer_topk"):
+                    if (found := getattr(one, name)) is not None:
+                        choice[name] = npy_text(found)
                 choices.append(choice)
         content = {**self.head, "choices": choices, "usage": self.usage(requests)}
         return content | self.of_prompt(requests[0])
@@ -419,6 +424,15 @@ class Pieces:
     def failed(self, message: str, status: int) -> bytes:
         """The end, if there will be no further outputs."""
         return event(error_body(message, "server_error", status))
+
+
+def npy_text(array: Any) -> str:
+    """NumPy's array as text, as vLLM has it: base64 of a ``.npy`` file."""
+    import numpy
+
+    file = io.BytesIO()
+    numpy.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def event(content: Json) -> bytes:

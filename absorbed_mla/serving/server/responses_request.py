@@ -19,8 +19,8 @@ from absorbed_mla.serving.server.service import MakePrompt
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_RESPONSES
 
 Json = dict[str, Any]
-# A response has one output, and no log-probabilities.
-_NOT_HERE = {"n", "prompt_logprobs"}
+# A response has one output, and neither log-probabilities nor choices of layers.
+_NOT_HERE = {"n", "prompt_logprobs", "routed_experts_prompt_start", "indexer_topk_prompt_start"}
 _SAMPLING = {name: field for name, field in SAMPLING_FIELDS.items() if name not in _NOT_HERE}
 _OfResponses = create_model(
     "_OfResponses", __base__=KnownFields, **{**_SAMPLING, **FIELDS_OF_RESPONSES}

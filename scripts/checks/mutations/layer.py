@@ -119,6 +119,13 @@ absorbed_mla/rope.py
     -> torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())
   yarn_clamped_to_pairs: qk_pos_emb_head_dim - 1 -> qk_pos_emb_head_dim // 2 - 1
   layer_of_another_number: pattern[layer_number - 1] -> pattern[0]
+absorbed_mla/router_replay.py
+  recomputed_layers_choose_experts: scope.kept[self] = given -> scope.kept[self] = None
+  padding_goes_to_expert_0: torch.where(given < 0, own, given) -> given.clamp(min=0)
+  every_rank_replays_the_first_ones: given.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    -> given.chunk(size)[0]
+  stages_replay_the_first_layers: [places[router.layer_number] for router in routers]
+    -> list(range(len(routers)))
 absorbed_mla/sequences.py
   boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
 absorbed_mla/standard_mla.py

@@ -181,6 +181,16 @@ absorbed_mla/serving/prefix_cache/stored.py
   prefixes_of_other_tokens_are_written: if known.get(pair[0]) == pair[1]] -> ]
   loaded_prefixes_have_no_parents: missing[:done], parents[:done]) -> missing[:done], [0] * done)
   loaded_prefixes_begin_texts: if cached else [0, *missing] -> if False else [0, *missing]
+absorbed_mla/serving/indexer_topk.py
+  chosen_keys_of_one_token_less: token_to_position_in_request[tokens] + 1
+    -> token_to_position_in_request[tokens]
+absorbed_mla/serving/token_records.py
+  choices_of_blocks_that_were_released: if number in rows: -> if False:
+  choices_are_never_forgotten: self._ended.add(number) -> pass
+  choices_of_foreign_forwards: self._runs = kwargs.get("inference_context") is self._context
+    -> self._runs = True
+  choices_of_rank_0: found[sum(tokens[:rank]) :][: tokens[rank]] -> found[: tokens[rank]]
+  choices_of_stages_backwards: parts.append(part) -> parts.insert(0, part)
 absorbed_mla/serving/request_record.py
   evicted_requests_find_nothing: if part.enable_prefix_caching and -> if False and
   evicted_requests_lose_their_salt: part.block_size_tokens, self.cache_salt

@@ -221,7 +221,7 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference", "query_scaling"},
     {"dsa"},
-    {"megatron_interface"},
+    {"megatron_interface", "rollout_formats", "router_replay"},
     {"attention"},
     {"cpu_host", "packed_roll", "standard_dsa", "standard_mla"},
     {"testing"},

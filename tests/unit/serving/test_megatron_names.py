@@ -24,6 +24,7 @@ from absorbed_mla.muon import optimizer_hook
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import require_packed_roll
 from absorbed_mla.packed_router import PackedRouter
+from absorbed_mla.router_replay import decoder_routers
 from absorbed_mla.serving.cpu_engine import enable_cpu_inference
 from absorbed_mla.serving.megatron_engine import names
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -102,6 +103,7 @@ REFUSING = {
     names.PREFIX_CACHING: _engine(prefix_caching=True),
     names.PREFIX_CACHE_DIR: _engine(prefix_caching=True, prefix_cache_dir="x"),
     names.DRAFTS: _drafting,
+    names.TOKEN_RECORDS: _engine(enable_return_routed_experts=True),
     names.STRUCTURED_OUTPUTS: lambda: _engine()().set_vocabulary(TokenVocabulary((b"a",))),
     names.DRAFTS_ON_CPUS: enable_cpu_inference,
     megatron_names.GENERATION: _generate,
@@ -115,6 +117,7 @@ REFUSING = {
         SimpleNamespace(moe_router_enable_expert_bias=True)
     ),
     megatron_names.CHOICE_OF_EXPERTS: lambda: _routing_with(AbsorbedMLAOptions()),
+    megatron_names.ROUTER_REPLAY: lambda: decoder_routers(generating_model(), "it"),
     megatron_names.GPT_BUILDER: _gpt_builder,
     operators.SUMS: lambda: enable_batch_invariant_mode("cpu"),
 }
@@ -264,6 +267,7 @@ def test_an_operator_of_another_name_stays_megatrons(need, name, monkeypatch):
 OWN = {
     *("_host_blocks", "_staged_blocks", "_allocate_offloaded", "tiers"),
     *("cache_ranks", "token_shares", "latent_forward", "reads_whole_prompts", "index_keys"),
+    "records_of_choices",
 }
 SCORED = SamplingParams(max_tokens=4, temperature=1, logprobs=2, prompt_logprobs=1)
 LONG = SamplingParams(max_tokens=70, temperature=0)
@@ -275,6 +279,7 @@ ENGINES = {
     "host memory": {"host_cache_tokens": 640, "blocks": 20},
     "sizes of graphs": {"num_cuda_graphs": 2},
     "drafts": {"num_speculative_tokens": 1},
+    "experts": {"enable_return_routed_experts": True},
 }
 
 
@@ -284,7 +289,9 @@ def test_the_tables_have_all_that_is_used(options, monkeypatch, tmp_path):
     known = {name for need in ALL for name in need.names}
     used = record_accesses(monkeypatch)
     drafts = 1 if "num_speculative_tokens" in options else None
-    engine = engine_of(generating_model(num_layers=1, mtp_num_layers=drafts), **options)
+    experts = {"num_moe_experts": 4} if "enable_return_routed_experts" in options else {}
+    model = generating_model(num_layers=1, mtp_num_layers=drafts, **experts)
+    engine = engine_of(model, **options)
     prompts = [prompt(60, seed, shared=30) for seed in range(5)]
     sampling = [LONG, LONG if drafts else SCORED, LONG, GREEDY, LONG]
     with engine:

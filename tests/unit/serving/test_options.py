@@ -178,12 +178,19 @@ class TestDeclarations:
             "cache_tokens": 6400,
             "scheduling_policy": "priority",
         }
-        assert set(changed) == set(options_of(CommonFields)), "a new one needs a value here"
+        # They exclude a folder.
+        returned = dict.fromkeys(
+            ["enable_return_routed_experts", "enable_return_indexer_topk"], True
+        )
+        known = {*changed, *returned}
+        assert known == set(options_of(CommonFields)), "a new one needs a value here"
         changed |= {"max_num_seqs": 5, "enable_chunked_prefill": False}
         made = LLMOptions(**changed).engine_options(128, None, None)
         names = {"max_num_seqs": "max_requests", "enable_chunked_prefill": "chunked_prefill"}
         for name, value in changed.items():
             assert getattr(made, names.get(name, name)) == value
+        made = LLMOptions(**returned).engine_options(128, None, None)
+        assert {name: getattr(made, name) for name in returned} == returned
         shared = LLMOptions(decode_context_parallel=True, enable_prefix_caching=False)
         made = shared.engine_options(128, None, None)
         assert made.decode_context_parallel is True and made.prefix_caching is False

@@ -5,20 +5,18 @@ In fp64: prompts read in chunks, requests side by side, and some that lose their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
-
 import pytest
 import torch
-from torch import Tensor
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
-from absorbed_mla.serving.selections import record_request_selections
+from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import world
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import (
     CHUNKED,
+    KEPT,
     Request,
     add,
     engine_of,
@@ -27,63 +25,31 @@ from tests.support.engine import (
     prompt,
     step_to_the_end,
 )
-from tests.support.layouts import Layout, packed
+from tests.support.layouts import packed
 from tests.support.refusal import refusal
+from tests.support.rollout import Rollout
 
 # The last one has no choice: two tokens go through the model.
-REQUESTS = [Request(prompt(n, n), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
+REQUESTS = [Request(prompt(n, n, shared=min(n, 64)), 8) for n in (60, 70, 61, 130, 63, 5)] + [
+    Request(prompt(2, 9), 1)
+]
 CROWDED = {**CHUNKED, "blocks": 5}
 TOKENS = 140
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """A model, texts that it generated, and what it chose meanwhile."""
-
-    model: torch.nn.Module
-    texts: list[list[int]]
-    requests: list[RequestSelections]
-
-    def forward(self, layout: Layout | int, order=slice(None), model=None) -> Tensor:
-        """Log-probabilities of the texts' tokens but the first, in a batch or a pack."""
-        texts = self.texts[order]
-        if isinstance(layout, int):
-            rows = [[*text, *[0] * (layout - len(text))] for text in texts]
-            places = [(i, 0) for i in range(len(texts))]
-            params = None
-        else:
-            params = layout.packed_seq_params(world.device())
-            slots = layout.slots or layout.lengths
-            padded = [[*text, *[0] * (slot - len(text))] for text, slot in zip(texts, slots)]
-            rows, places = [[*chain(*padded)]], [(0, sum(slots[:i])) for i in range(len(texts))]
-        ids = torch.tensor(rows, device=world.device())
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        logits = (model or self.model)(ids, positions, None, packed_seq_params=params)
-        found = []
-        for text, (row, start) in zip(texts, places):
-            rows = logits[row, start : start + len(text) - 1].log_softmax(-1)
-            found.append(rows.gather(-1, ids.new_tensor(text[1:])[:, None]))
-        return torch.cat(found)
-
-    def selections(self, layout: Layout | int, order=slice(None)):
-        given = layout if isinstance(layout, int) else layout.packed_seq_params(world.device())
-        return training_selections([self.requests[order]], [given])
-
-
 def roll_out(model, requests=REQUESTS, **options) -> Rollout:
-    engine = engine_of(model, **options)
-    with record_request_selections(engine) as recorder:
-        run = generate(engine, requests)
-    if options:
-        assert run.statistics.chunks and run.statistics.evicted and run.statistics.mixed_steps
-    taken = [recorder.take(number) for number in range(len(requests))]
+    run = generate(engine_of(model, enable_return_indexer_topk=True, **options), requests)
+    statistics = run.statistics
+    assert "blocks" not in options or statistics.evicted or statistics.most_paused
+    assert "prefix_caching" not in options or any(one.num_cached_tokens for one in run.results)
     texts = [[*request.prompt, *tokens] for request, tokens in zip(requests, run.tokens)]
+    taken = [RequestSelections.of(model, result.indexer_topk) for result in run.results]
     return Rollout(model, texts, taken)
 
 
-def model_of(**changes):
+def model_of(dtype=torch.float64, options=None, **changes):
     fields = generating_fields(init_method_std=0.4, **changes)
-    return generating_model(dtype=torch.float64, **fields)
+    return generating_model(options, dtype=dtype, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +57,12 @@ def rollout() -> Rollout:
     return roll_out(model_of(), **CROWDED)
 
 
-def layouts(rollout: Rollout) -> dict[str, Layout | int]:
-    lengths = [len(text) for text in rollout.texts]
-    return {
-        "sbhd": TOKENS,
-        "thd": packed(lengths),
-        "thd_padded": packed(lengths, [-(-n // 4) * 4 + 4 for n in lengths]),
-    }
-
-
 LAYOUTS = ("sbhd", "thd", "thd_padded")
 
 
-def noisy(model):
+def noisy(model, *built):
     """The model with other indexers."""
-    other = model_of()
+    other = model_of(*built)
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -120,49 +77,57 @@ def test_records(rollout):
         assert request.num_tokens == len(text) - 1
         assert len(request.chosen) == 2
         for rows in request.chosen.values():
-            if request.num_tokens <= DSA.topk:
-                assert rows is None
-                continue
             assert (rows.dtype, rows.shape) == (torch.int32, (len(text) - 1, DSA.topk))
             last = torch.arange(len(text) - 1)
             assert (rows.amax(-1) <= last).all()
             assert ((rows >= 0).sum(-1) == (last + 1).clamp(max=DSA.topk)).all()
-    assert sum(None in one.chosen.values() for one in rollout.requests) == 1
 
 
-def test_paused_requests(rollout):
-    """They keep their blocks, and are not among those of a step."""
-    engine = engine_of(rollout.model, **CROWDED, paused_blocks=1)
-    with record_request_selections(engine) as recorder:
-        assert generate(engine, REQUESTS).statistics.most_paused
-    for number, expected in enumerate(rollout.requests):
-        torch.testing.assert_close(recorder.take(number).chosen, expected.chosen, rtol=0, atol=0)
+ENGINES = {
+    "paused": {**CROWDED, "paused_blocks": 1},
+    "prefix cache": {**KEPT, "max_requests": 2},
+    "sizes of graphs": {"num_cuda_graphs": 4},
+    "drafts": {"num_speculative_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_engines(rollout, options):
+    model = rollout.model
+    if "num_speculative_tokens" in options:
+        model = model_of(mtp_num_layers=1)
+        model.load_state_dict(rollout.model.state_dict(), strict=False)
+    found = roll_out(model, **options)
+    assert found.texts == rollout.texts
+    for one, expected in zip(found.requests, rollout.requests):
+        torch.testing.assert_close(one.chosen, expected.chosen, rtol=0, atol=0)
 
 
 def test_prefilled_again():
     """The later selections count: here they are another indexer's."""
-    engine = engine_of(model_of(), **CROWDED)
-    with record_request_selections(engine) as recorder, engine:
+    engine = engine_of(model_of(), enable_return_indexer_topk=True, **CROWDED)
+    with engine:
         add(engine, REQUESTS)
         while not engine.statistics.evicted:
             engine.step()
         [number, *_] = engine.host.waiting_request_ids
         engine.model.load_state_dict(noisy(engine.model).state_dict())
-        results = step_to_the_end(engine)
-        text = [*REQUESTS[number].prompt, *results[number].tokens]
-    found = Rollout(engine.model, [text], [recorder.take(number)])
+        result = step_to_the_end(engine)[number]
+        text = [*REQUESTS[number].prompt, *result.tokens]
+    request = RequestSelections.of(engine.model, result.indexer_topk)
+    found = Rollout(engine.model, [text], [request])
     with record_selections(engine.model) as own:
         found.forward(TOKENS)
-    for name, rows in found.requests[0].chosen.items():
+    for name, rows in request.chosen.items():
         assert torch.equal(rows, own[name][0][: len(rows), 0].cpu())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_as_the_training_forward_chooses(rollout, name):
-    layout = layouts(rollout)[name]
+    layout = rollout.layouts(TOKENS)[name]
     with record_selections(rollout.model) as own:
         rollout.forward(layout)
-    for layer, [found] in rollout.selections(layout).items():
+    for layer, [found] in rollout.laid_out(training_selections, layout).items():
         expected = own[layer][0].cpu()
         assert found.shape == expected.shape
         recorded = (found >= 0).any(-1)
@@ -173,11 +138,11 @@ def test_as_the_training_forward_chooses(rollout, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_indexers(rollout, name):
     """Probabilities and gradients are those of the model that sampled."""
-    layout = layouts(rollout)[name]
+    layout = rollout.layouts(TOKENS)[name]
     expected = rollout.forward(layout)
     other = noisy(rollout.model)
     assert not torch.allclose(rollout.forward(layout, model=other), expected, atol=1e-2)
-    with replay_selections(other, rollout.selections(layout)):
+    with replay_selections(other, rollout.laid_out(training_selections, layout)):
         found = rollout.forward(layout, model=other)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = []
@@ -187,12 +152,26 @@ def test_other_indexers(rollout, name):
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-11)
 
 
+def test_importance_ratio():
+    """In parity mode 1 to the bit with replay, and not without."""
+    options = AbsorbedMLAOptions(batch_invariant=True)
+    with batch_invariant_mode("cpu"):
+        rollout = roll_out(model_of(torch.float32, options), **CROWDED)
+        expected = rollout.forward(TOKENS)
+        other = noisy(rollout.model, torch.float32, options)
+        own = rollout.forward(TOKENS, model=other)
+        with replay_selections(other, rollout.laid_out(training_selections, TOKENS)):
+            found = rollout.forward(TOKENS, model=other)
+    assert torch.equal((found - expected).exp(), torch.ones_like(found))
+    assert ((own - expected).exp() - 1).abs().max() > 0.1
+
+
 def test_learning_after_replay(rollout):
     """The indexer learns from recorded tokens; the others add 0 to its mean over all tokens."""
     gradients = []
     for length in (TOKENS, TOKENS + 20):
         model = model_of(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True)
-        with replay_selections(model, rollout.selections(length)):
+        with replay_selections(model, rollout.laid_out(training_selections, length)):
             rollout.forward(length, model=model).sum().backward()
         named = model.named_parameters()
         gradients.append([p.grad * length for n, p in named if "indexer" in n])
@@ -213,66 +192,29 @@ def test_microbatches(rollout):
     torch.testing.assert_close(second, rollout.forward(DSA.topk, slice(-1, None)))
 
 
-def test_aborted_and_stopped(rollout):
-    """What an aborted request has, and nothing of a training forward in between."""
-    engine = engine_of(rollout.model)
-    with record_request_selections(engine) as recorder:
-        with engine:
-            [number] = add(engine, REQUESTS[:1])
-            for _ in range(4):
-                engine.step()
-            engine.stop()
-            rollout.forward(TOKENS)
-            assert len(recorder._pieces[number]) == 4
-        with engine:
-            [number] = add(engine, REQUESTS[:1])
-            for _ in range(4):
-                engine.step()
-            engine.abort(number)
-            [result] = step_to_the_end(engine)
-        taken = recorder.take(number)
-    assert result.finish == "abort"
-    text = [*REQUESTS[0].prompt, *result.tokens]
-    assert taken.num_tokens == len(text)
-    for name, rows in taken.chosen.items():
-        assert torch.equal(rows, rollout.requests[0].chosen[name][: len(rows)])
-
-
 class TestRefused:
+    def test_models(self):
+        with refusal("enable_return_indexer_topk", "'dsa'"):
+            engine_of(generating_model(), enable_return_indexer_topk=True)
+
     @pytest.mark.parametrize(
-        ("fields", "option", "value"),
+        ("change", "words"),
         [
-            ({}, "prefix_caching", True),
-            ({}, "num_cuda_graphs", 4),
-            ({"mtp_num_layers": 1}, "num_speculative_tokens", 1),
+            (lambda found: found[:, :1], ["2 layers with an indexer, 3", "(1, 3)"]),
+            (lambda found: found[..., :2], ["3]", "(2, 2)"]),
+            (lambda found: torch.full_like(found, -1), ["[-1, -1, -1] ... for token 0"]),
+            (lambda found: found + 1, ["none of them after it", "for token 0 in layer 0"]),
         ],
     )
-    def test_engines(self, fields, option, value):
-        engine = engine_of(generating_model(**generating_fields(**fields)), **{option: value})
-        with refusal(f"{option}=", f"got {value}"), record_request_selections(engine):
-            pass
-
-    def test_models(self):
-        model = generating_model(**generating_fields(mtp_num_layers=1))
-        with refusal("mtp_num_layers"), record_request_selections(engine_of(model)):
-            pass
-        dense = engine_of(generating_model())
-        with refusal("no layer with an indexer"), record_request_selections(dense):
-            pass
-
-    def test_numbers(self, rollout):
-        engine = engine_of(rollout.model)
-        with record_request_selections(engine) as recorder, engine:
-            number = engine.add_request([1, 2, 3, 4], REQUESTS[0].sampling())
-            engine.step()
-            with refusal("request 0 has not ended"):
-                recorder.take(number)
-            with refusal("without requests"), record_request_selections(engine):
-                pass
-            step_to_the_end(engine)
-            assert recorder.take(number).num_tokens == 4 + 8 - 1
-            with refusal("request 0 has no selections"):
-                recorder.take(number)
+    def test_arrays(self, rollout, change, words):
+        request = rollout.requests[0]
+        found = torch.stack([*request.chosen.values()], 1)
+        again = RequestSelections.of(rollout.model, found.numpy())
+        torch.testing.assert_close(again.chosen, request.chosen, rtol=0, atol=0)
+        words = [word.replace("(1, 3)", f"({len(found)}, 1, 3)") for word in words]
+        words = [word.replace("(2, 2)", f"({len(found)}, 2, 2)") for word in words]
+        with refusal(*words):
+            RequestSelections.of(rollout.model, change(found))
 
     def test_layouts(self, rollout):
         requests = rollout.requests
@@ -288,11 +230,3 @@ class TestRefused:
             training_selections([], [])
         with refusal("of one model"):
             training_selections([[requests[0], RequestSelections(1, 9, {})]], [TOKENS])
-
-
-def test_generations_begin_anew(rollout):
-    engine = engine_of(rollout.model)
-    with record_request_selections(engine) as recorder:
-        for requests in (REQUESTS[1:2], REQUESTS[:1]):
-            generate(engine, requests)
-    assert recorder.take(0).num_tokens == 60 + 8 - 1

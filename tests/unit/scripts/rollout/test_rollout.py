@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.dsa.indexer import Indexer
 from console.script import Failure
 from rollout.arguments import parse_arguments
 from rollout.entry import main
@@ -34,6 +36,8 @@ SMALL = (
     "--num-experts 0 --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 "
     "--num-tokens-to-generate 12 --num-prompts 8 --group-size 6 --micro-batch-size 24 --lr 6e-3"
 )
+
+SPARSE = "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 32 --dsa-indexer-topk 8"
 
 
 def trainer_of(options: str) -> RolloutTrainer:
@@ -84,6 +88,28 @@ class TestRun:
         with batch_invariant_mode(world.device().type):
             rows = records(f"--train-iters 2 --batch-invariant {options}")
         assert [row["log_prob_gap_max"] for row in rows] == [0, 0]
+
+    @pytest.mark.parametrize("replay", ["", " --replay"])
+    def test_replay(self, replay, monkeypatch):
+        """Routers and indexers that choose otherwise than in the rollout make no gap then."""
+        options = "--experimental-attention-variant dsa --num-experts 4 --moe-layer-freq [0,1]"
+        trainer = trainer_of(f"{SMALL} {SPARSE} {options} --train-iters 1{replay}")
+        rollout = trainer.rollout
+
+        def then_choose_otherwise(step):
+            samples = rollout(step)
+            for module in trainer.model.modules():
+                if isinstance(module, TopKRouter):
+                    module.expert_bias.copy_(torch.rand_like(module.expert_bias))
+                elif isinstance(module, Indexer):
+                    for weight in module.parameters():
+                        weight.data.normal_()
+            return samples
+
+        monkeypatch.setattr(trainer, "rollout", then_choose_otherwise)
+        trainer.run()
+        [row] = trainer.metrics.records
+        assert row["log_prob_gap_max"] < 2e-5 if replay else row["log_prob_gap_max"] > 1e-3
 
     @pytest.mark.parametrize("gap", [1e-9, float("nan"), 0.0])
     def test_a_gap_in_parity_mode_fails(self, gap, monkeypatch, capsys):

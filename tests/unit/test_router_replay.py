@@ -1,0 +1,160 @@
+"""Training on the experts that a rollout's tokens were routed to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.router_replay import replay_routed_experts, training_routed_experts
+from tests.support.layouts import packed
+from tests.support.refusal import refusal
+from tests.support.rollout import Rollout
+from tests.support.routed_experts import bias, biased_model, roll_out
+
+TOKENS = 136
+# As far as they are equal in both models.
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Rollout:
+    return roll_out(bias(biased_model()))
+
+
+@pytest.fixture(scope="module")
+def expected(rollout):
+    """Log-probabilities in the training forward of the model that sampled, and its gradients."""
+    log_probs = rollout.forward(TOKENS)
+    return log_probs, gradients(rollout.model, log_probs)
+
+
+def gradients(model, log_probs):
+    model.zero_grad()
+    log_probs.sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def other_bias(rollout: Rollout, **fields):
+    """The model with another bias of the experts, and so other choices, everything else equal."""
+    model = biased_model(**fields)
+    model.load_state_dict(rollout.model.state_dict())
+    return bias(model, seed=2)
+
+
+RECOMPUTED = {
+    "none": {},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "thd", "thd_padded"])
+@pytest.mark.parametrize("recomputed", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_the_rollouts_experts(rollout, expected, layout, recomputed):
+    """Log-probabilities and gradients are those of the model that sampled."""
+    layout = rollout.layouts(TOKENS)[layout]
+    log_probs, of_parameters = expected
+    model = other_bias(rollout, **recomputed)
+    assert (rollout.forward(layout, model=model) - log_probs).abs().max() > 1e-2
+    with replay_routed_experts(model, rollout.laid_out(training_routed_experts, layout)):
+        found = rollout.forward(layout, model=model)
+    torch.testing.assert_close(found, log_probs, **CLOSE)
+    # After another forward, of which backward is never called.
+    rollout.forward(layout, model=model)
+    torch.testing.assert_close(gradients(model, found), of_parameters, rtol=1e-9, atol=1e-10)
+
+
+def test_microbatches_in_flight(rollout, expected):
+    """Backward after the forwards of several, as in a pipeline."""
+    log_probs, of_parameters = expected
+    model = other_bias(rollout, **RECOMPUTED["full"])
+    experts = training_routed_experts([rollout.requests[:2], rollout.requests[2:]], [TOKENS] * 2)
+    with replay_routed_experts(model, [*experts, None]):
+        parts = [rollout.forward(TOKENS, part, model) for part in (slice(2), slice(2, None))]
+        rollout.forward(TOKENS, model=model)
+        with refusal("no routed experts left"):
+            rollout.forward(TOKENS, model=model)
+    torch.testing.assert_close(torch.cat(parts), log_probs, **CLOSE)
+    found = gradients(model, torch.cat(parts))
+    torch.testing.assert_close(found, of_parameters, rtol=1e-9, atol=1e-10)
+
+
+def test_importance_ratio():
+    """In parity mode 1 to the bit with replay, and not without."""
+    with batch_invariant_mode("cpu"):
+        options = AbsorbedMLAOptions(batch_invariant=True)
+        sampled = bias(biased_model(torch.float32, options=options))
+        rollout = roll_out(sampled)
+        model = biased_model(torch.float32, options=options)
+        model.load_state_dict(sampled.state_dict())
+        bias(model, seed=2)
+        log_probs = rollout.forward(TOKENS)
+        own = rollout.forward(TOKENS, model=model)
+        with replay_routed_experts(model, rollout.laid_out(training_routed_experts, TOKENS)):
+            found = rollout.forward(TOKENS, model=model)
+    assert torch.equal((found - log_probs).exp(), torch.ones_like(found))
+    assert ((own - log_probs).exp() - 1).abs().max() > 0.1
+
+
+def test_rollout_in_bf16():
+    """Near ties between bf16 and fp32: replay takes the largest gaps away."""
+    fields = {"init_method_std": 0.1}
+    model = bias(biased_model(torch.float32, **fields))
+    low = biased_model(torch.bfloat16, **fields)
+    low.load_state_dict(model.state_dict())
+    rollout = roll_out(low)
+    log_probs = rollout.forward(TOKENS).float()
+    own = rollout.forward(TOKENS, model=model)
+    with replay_routed_experts(model, rollout.laid_out(training_routed_experts, TOKENS)):
+        found = rollout.forward(TOKENS, model=model)
+    gaps = [float((one - log_probs).abs().max()) for one in (own, found)]
+    assert gaps[1] < gaps[0] / 4, gaps
+
+
+def test_tokens_without_a_record(rollout):
+    """The router chooses where the numbers are -1."""
+    model = other_bias(rollout)
+    none = [np.full_like(one, -1, dtype=np.int64) for one in rollout.requests]
+    with replay_routed_experts(model, training_routed_experts([none], [TOKENS])):
+        found = rollout.forward(TOKENS, model=model)
+    assert torch.equal(found, rollout.forward(TOKENS, model=model))
+
+
+class TestRefused:
+    def test_layouts(self, rollout):
+        twice = [np.array([[[0, 1, 1]]])]
+        with refusal("different ones, got [0, 1, 1] for token 0"):
+            training_routed_experts([twice], [TOKENS])
+        with refusal("[tokens, layers, K]", "(3,)"):
+            training_routed_experts([[np.arange(3)]], [TOKENS])
+        with refusal("sequence 0 must have the 133 tokens"):
+            training_routed_experts([rollout.requests], [132])
+        with refusal("1 microbatches and 2 layouts"):
+            training_routed_experts([rollout.requests], [TOKENS, TOKENS])
+        with refusal("2 sequences for 1 requests"):
+            layout = packed((140, 20)).packed_seq_params("cpu")
+            training_routed_experts([rollout.requests[:1]], [layout])
+
+    def test_shapes(self, rollout):
+        model = other_bias(rollout)
+        fewer = [one[..., :2] for one in rollout.requests]
+        for requests, tokens in ((fewer, TOKENS), (rollout.requests, TOKENS + 4)):
+            experts = training_routed_experts([requests], [tokens])
+            with refusal("[tokens, batch, layers, 3]"), replay_routed_experts(model, experts):
+                rollout.forward(TOKENS, model=model)
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("moe_router_fusion", True), ("cuda_graph_impl", "local")]
+    )
+    def test_models(self, monkeypatch, field, value):
+        model = biased_model()
+        monkeypatch.setattr(model.config, field, value)
+        with refusal("replay_routed_experts", field, f"{value}"), replay_routed_experts(model, []):
+            pass
