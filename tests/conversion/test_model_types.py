@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import checkpoint_conversion.models
@@ -17,7 +18,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES
-from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import MODELS, convertible, of_arguments
 from tests.conversion.models import KIMI_K25, OTHERS, make_model, save
 from tests.conversion.support import (
@@ -270,3 +271,26 @@ class TestNewModelType:
     def test_gone_again(self):
         with refused("model_type must be 'deepseek_v2'"):
             ModelConfig.from_hugging_face(foo_config())
+
+
+def test_names_that_sarvam_released():
+    """As transformers reads them, and not beside other values of the names it saves."""
+    own = {**hugging_face_config(), "model_type": "sarvam_mla", "n_group": 1, "head_dim": 32}
+    own["architectures"] = ["SarvamMLAForCausalLM"]
+    old = {**own, "rope_scaling": {**own["rope_scaling"], "type": "deepseek_yarn"}}
+    for name, alias in {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+    }.items():
+        old[alias] = old.pop(name)
+    for name in ("n_group", "topk_group", "q_lora_rank"):
+        del old[name]
+    found = ModelConfig.from_hugging_face(old)
+    assert found == ModelConfig.from_hugging_face({**own, "q_lora_rank": None})
+    theirs = transformers.SarvamMLAConfig(**old)
+    assert theirs.n_routed_experts == found.num_experts == 4
+    assert theirs.n_shared_experts == found.num_shared_experts == 2
+    assert theirs.rope_parameters["rope_type"] == "yarn"
+    assert read_function(found.fields, found).rotary.rope_type == "yarn"
+    with refused("n_routed_experts must be the same as num_experts, 8, got 4"):
+        ModelConfig.from_hugging_face({**own, "num_experts": 8})
