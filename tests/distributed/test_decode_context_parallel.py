@@ -279,7 +279,7 @@ def test_ranks_of_given_groups():
 def test_prompts_divided_over_context_parallel_ranks(sizes, form, sp, monkeypatch):
     """In chunks and behind prefixes, each rank with some of the new tokens of all layers."""
     # Rows of both forms beside each other, where the layer chooses.
-    monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
+    monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_, **__: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
     parts = sizes["cp"] * (sizes.get("tp", 1) if sp else 1)
     # A layer whose queries are scaled by their positions.
