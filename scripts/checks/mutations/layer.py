@@ -65,6 +65,18 @@ absorbed_mla/graph_capture.py
 absorbed_mla/linear.py
   fused_accumulation_off_for_all: maker_config = copy.copy(config) -> maker_config = config
   a_hooks_tensor_is_rotated: output if _makes_its_output(layer) else output.clone() -> output
+absorbed_mla/lora/adapter.py
+  lora_of_a_fused_layer_merged_into_the_first_rows: start += rows -> pass
+absorbed_mla/lora/forms.py
+  lora_of_the_latent_loses_its_gradient: d_latent + d_low @ a.to(d_low.dtype) -> d_latent
+absorbed_mla/lora/low_rank.py
+  lora_a_of_heads_is_not_summed: a = copy_to_tensor_model_parallel_region(
+    -> a = (lambda x, group: x)(
+  lora_b_of_few_tokens_is_not_summed: "lora_B": (DUPLICATED, ROW) -> "lora_B": (DUPLICATED,)
+absorbed_mla/lora/peft_format.py
+  kv_b_written_as_of_one_a: if torch.equal(k.a, v.a): -> if True:
+absorbed_mla/lora/slots.py
+  tokens_of_the_first_adapter: mask[:active] = tokens[:, None] == -> mask[:active] = 0 ==
 absorbed_mla/megatron_interface.py
   clipped_below_an_adapter: if others: -> if False:
 absorbed_mla/megatron_names.py

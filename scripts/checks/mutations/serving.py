@@ -36,7 +36,8 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
-  salts_of_commands_are_lost: command.params, command.cache_salt) -> command.params)
+  salts_of_commands_are_lost: salt, lora = command.cache_salt, -> salt, lora = None,
+  blocks_shared_among_adapters: return f"{digest} {cache_salt!r}" -> return cache_salt
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
@@ -157,8 +158,9 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  outputs_without_their_salt: Add(prompt_tokens, of_engine, cache_salt)
-    -> Add(prompt_tokens, of_engine)
+  outputs_without_their_salt: Add(prompt_tokens, own, cache_salt, lora_request)
+    -> Add(prompt_tokens, own, None, lora_request)
+  outputs_without_their_adapter: own, cache_salt, lora_request) -> own, cache_salt)
   bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
   ended_requests_pile_up: del self._requests[output.request_id] -> pass
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0

@@ -400,7 +400,7 @@ class TestChat:
 
     def test_refused(self, prompt_of):
         with pytest.raises(ValueError, match="chat does not take priority"):
-            prompt_of("hi", lora_request=1, priority=2)
+            prompt_of("hi", priority=2)
         with pytest.raises(ValueError, match="chat_template_kwargs has a, which is an option"):
             prompt_of("hi", a=1, chat_template_kwargs={"a": 2})
 
