@@ -53,7 +53,7 @@ def sampled(path: Path, **options) -> list[list[int]]:
 
 
 def assert_parity(path: Path, **sizes) -> None:
-    """Sampled tokens are the same alone and all together, twice, in chunks and evicted by priority."""
+    """Sampled tokens are the same alone and together, twice, in chunks and evicted by priority."""
     kinds = {}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.05, "frequency_penalty": 0.5}
     params = [
         SamplingParams(max_tokens=14, ignore_eos=True, seed=seed, **kind)
