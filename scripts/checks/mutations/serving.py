@@ -38,6 +38,7 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
 absorbed_mla/serving/engine.py
   salts_of_commands_are_lost: salt, lora = command.cache_salt, -> salt, lora = None,
   blocks_shared_among_adapters: return f"{digest} {cache_salt!r}" -> return cache_salt
+  priorities_of_commands_are_lost: salt, lora, command.priority -> salt, lora
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
@@ -117,7 +118,9 @@ absorbed_mla/serving/llm.py
   beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
-  empty_salts: if salt == "" or not -> if not
+  empty_salts: 0 < len(salt) <= _LONGEST_SALT -> len(salt) <= _LONGEST_SALT
+  long_salts: 0 < len(salt) <= _LONGEST_SALT -> 0 < len(salt)
+  grammars_begin_with_the_output: reasoning_ends=ends -> reasoning_ends=()
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
   first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
@@ -158,9 +161,8 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  outputs_without_their_salt: Add(prompt_tokens, own, cache_salt, lora_request)
-    -> Add(prompt_tokens, own, None, lora_request)
-  outputs_without_their_adapter: own, cache_salt, lora_request) -> own, cache_salt)
+  outputs_without_their_salt: own, cache_salt, lora_request, -> own, None, lora_request,
+  outputs_without_their_adapter: own, cache_salt, lora_request, -> own, cache_salt, None,
   bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
   ended_requests_pile_up: del self._requests[output.request_id] -> pass
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
@@ -328,10 +330,16 @@ absorbed_mla/serving/scheduler/prefill_graphs.py
   prompts_leave_their_sizes_to_decode_steps: name, former -> name, former and value
   prefill_graphs_of_many_sizes: count += max(_LEAST_STEP, power // 8) -> count += power // 8
   prefill_graphs_beyond_a_step: return min(most, options.step_tokens) -> return most
+absorbed_mla/serving/scheduler/priorities.py
+  paused_requests_are_evicted_only: EVICT_PAUSED.replace(self._context, self._evict) -> pass
+  rows_of_evicted_requests_are_counted: self._evicted_active += 1 -> pass
+  evicted_requests_come_first: if not self._is_sorted: -> if False:
+  a_chunk_waits_behind_others: return not reads, -> return False,
 absorbed_mla/serving/scheduler/requests.py
   requests_without_their_salt: block_hashes(tokens, size, cache_salt)
     -> block_hashes(tokens, size, None)
-  records_without_their_salt: entry.record.cache_salt = cache_salt -> pass
+  records_without_their_salt: entry.record.priority = cache_salt, priority
+    -> entry.record.priority = None, priority
   generated_blocks_are_not_kept: self._register(row) -> pass
   generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
   generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
@@ -356,7 +364,7 @@ absorbed_mla/serving/scheduler/requests.py
   grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None
     -> part.stop_word_ids
 absorbed_mla/serving/server/app.py
-  clients_ids_are_not_told: uuid.uuid4().hex if given is None else given -> uuid.uuid4().hex
+  clients_ids_are_not_told: given or uuid.uuid4().hex -> uuid.uuid4().hex
   slashes_are_not_taken: path = scope["path"].rstrip("/") or "/" -> path = scope["path"]
   any_key_opens: raise HTTPException(401, "the API key is missing or wrong") -> pass
   a_failure_is_an_answer: require_no_failure(done) ->
@@ -408,7 +416,7 @@ absorbed_mla/serving/server/protocol.py
 absorbed_mla/serving/server/reasoning.py
   thinking_that_the_template_began: if prompt_end.endswith(BEGIN): -> if False:
   thinking_ends_at_its_mark_alone: self._ends = (END, *format.also_ends) -> self._ends = (END,)
-  the_mark_is_thought: end = place + len(mark) if mark == END else place -> end = place
+  the_mark_is_thought: end = place + len(mark) if mark in self._left_out else place -> end = place
 absorbed_mla/serving/server/response_format.py
   two_formats_together: if len(asked) > 1: -> if False:
   a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
@@ -452,6 +460,8 @@ absorbed_mla/serving/structured_output/grammar.py
   schemas_of_any_size: if count > MOST_CHARACTERS: -> if False:
   white_space_anyway: not params.disable_any_whitespace -> True
 absorbed_mla/serving/structured_output/request_grammar.py
+  drafts_of_reasoning_are_read: return drafts[len(drafts) - left :] -> return drafts
+  one_token_ends_reasoning: token][-longest:] -> token][-1:]
   texts_end_anywhere: ends = self.bitmask.may_end(row) -> ends = True
   texts_end_by_stop_tokens_only: not self._failed and matcher.is_stopped() -> False
   drafts_stay_in_the_grammar: matcher.rollback(read) -> pass
