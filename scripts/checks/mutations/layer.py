@@ -145,8 +145,9 @@ absorbed_mla/standard_mla.py
     |    use_te
     -> use_te
 absorbed_mla/tensor_parallel.py
-  k_rope_reduction_sp: tensor_parallel_output_grad=True -> tensor_parallel_output_grad=False
-  k_rope_reduction_no_sp: return copy_to_tensor_model_parallel_region(x, group=tp_group) -> return x
+  k_rope_reduction_sp: tensor_parallel_output_grad=not summed -> tensor_parallel_output_grad=False
+  k_rope_reduction_no_sp: x if summed else copy_to_tensor_model_parallel_region(x, group=tp_group)
+    -> x
   fused_down_rows: x.split(list(widths), dim=-1) -> x.split(list(widths)[::-1], dim=-1)[::-1]
   fused_down_rows_of_ranks: if shards == 1: -> if shards >= 1:
 absorbed_mla/testing/indexer_recall.py

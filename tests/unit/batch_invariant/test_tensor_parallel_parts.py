@@ -28,9 +28,12 @@ from tests.support.models import MIXED
 from tests.support.parity import LAYERS, parity_model, tokens_of, trained
 
 with triton_interpreter():
-    import absorbed_mla.kernels.invariant.matrix_product
     import absorbed_mla.kernels.invariant.product
     import absorbed_mla.kernels.invariant.rms_norm  # noqa: F401
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+# On a GPU the mode is for tensors there.
+pytestmark = needs.no_gpu
 
 PARTS = 4
 
@@ -60,7 +63,6 @@ def test_tree(count):
         assert not torch.equal(sum(x[1:], x[0]), tree_sum(x))
 
 
-@needs.no_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_products_of_a_rank(_on, dtype):
     """Two ranks' gates above their up-projections give the sums and columns of one rank's."""
@@ -103,7 +105,6 @@ def test_cross_entropy(_on):
 
 
 @pytest.mark.no_cover
-@needs.no_gpu
 class TestKernels:
     """Those of GPUs, in Triton's interpreter: gradients by parts are those of all at once."""
 
@@ -127,6 +128,14 @@ class TestKernels:
                 found = self.gradients(function, *shapes)
         for one, other in zip(found, expected):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    def test_length_of_parts(self):
+        """By name, whatever the number of columns."""
+        left, right = drawn(3, 192), drawn(192, 5)
+        with triton_interpreter():
+            found = matrix_product(left, right, part=64)
+            some = [matrix_product(left[:, k : k + 64], right[k : k + 64]) for k in (0, 64, 128)]
+        assert torch.equal(found, some[0] + some[1] + some[2])
 
 
 class TestRefused:

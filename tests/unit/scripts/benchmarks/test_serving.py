@@ -294,10 +294,11 @@ def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
 def test_parity_mode_is_an_option_of_the_same_engine(monkeypatch):
     given = []
     monkeypatch.setattr("absorbed_mla.LLM", lambda *_, **options: given.append(options))
-    for name in ("ours", "ours-parity"):
+    for name in ("ours", "ours-parity", "ours-parity-parts"):
         engines.ENGINES[name](TestSettings().made("--rows", "3x64/8"))
-    default, parity = given
-    assert not default["parity"] and parity == {**default, "parity": True}
+    default, parity, by_parts = given
+    assert "parity" not in default and parity == {**default, "parity": True}
+    assert by_parts == {**parity, "tensor_parallel_parts": 8}
 
 
 class TestServerPackages:
