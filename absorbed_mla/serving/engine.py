@@ -360,19 +360,12 @@ class Engine:
         Raises:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
-        progress = self._step()
-        if self._records:
-            for one in progress:
-                self._add_choices(one)
-        return progress
-
-    def _step(self) -> list[Progress]:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
         reported, self._requests.unreported = self._requests.unreported, []
         if reported and not self._replicas.several:
-            return reported
+            return self._with_choices(reported)
         scheduler, self._passes = self.scheduler, 0
         output: StepOutput | None = None
         if scheduler is not None and self._on_any(not scheduler.can_step()):
@@ -391,7 +384,7 @@ class Engine:
             self._requests.tell_starts(progress, self.host.requests)
         if scheduler is not None:
             scheduler.launch_next()
-        return [*reported, *progress]
+        return self._with_choices([*reported, *progress])
 
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
@@ -426,17 +419,19 @@ class Engine:
         records |= {record.request_id: (record, True) for record in ended}
         return list(requests.progress(records))
 
-    def _add_choices(self, progress: Progress) -> None:
-        """Give a result what was chosen for all tokens but the last, which no step has read."""
-        number, result = progress.number, progress.result
-        known = None if result is None else self._recorded.pop(number, None)
-        if known is None:
-            return
-        length, sampling = known
-        end = length + len(result.tokens) - 1 if result.tokens else 0
-        for name, records in self._records.items():
-            start = getattr(sampling, f"{name}_prompt_start")
-            setattr(result, name, records.take(number, start, end))
+    def _with_choices(self, progress: list[Progress]) -> list[Progress]:
+        """Give results what was chosen for all tokens but the last, which no step has read."""
+        for one in progress if self._records else ():
+            result = one.result
+            known = None if result is None else self._recorded.pop(one.number, None)
+            if result is None or known is None:
+                continue
+            length, sampling = known
+            end = length + len(result.tokens) - 1 if result.tokens else 0
+            for name, records in self._records.items():
+                start = getattr(sampling, f"{name}_prompt_start")
+                setattr(result, name, records.take(one.number, start, end))
+        return progress
 
     def _on_any(self, value: bool) -> bool:
         """Whether it is true on a replica that shares experts with this one; collective then."""

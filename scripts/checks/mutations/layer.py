@@ -134,8 +134,9 @@ absorbed_mla/rope.py
 absorbed_mla/router_replay.py
   recomputed_layers_choose_experts: scope.kept[self] = given -> scope.kept[self] = None
   padding_goes_to_expert_0: torch.where(given < 0, own, given) -> given.clamp(min=0)
-  every_rank_replays_the_first_ones: chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-    -> chunk(size)[0]
+  every_rank_replays_the_first_ones:
+    - given.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    -> given.chunk(size)[0]
   stages_replay_the_first_layers: [places[router.layer_number] for router in routers]
     -> list(range(len(routers)))
 absorbed_mla/sequences.py
