@@ -19,7 +19,7 @@ absorbed_mla/checkpoint/sharded.py
   fused_down_in_checkpoints: (parts, weight.split(rows)) -> (parts, weight.split(rows[::-1])[::-1])
   extra_state_of_a_wrapped_layer: (prefix + "linear_") and -> (prefix + "linear_kv_down_proj._") and
 checkpoint_conversion/config_fields.py
-  fields_have_deepseeks_names: return self._names.get(name, name) -> return name
+  fields_have_deepseeks_names: own, alias = self._names.get(name, name), -> own, alias = name,
   defaults_of_models_are_ignored: self._defaults.get(name, default) -> default
   zero_is_false: and not (boolean and self.equals(name, value)) -> and not self.equals(name, value)
 checkpoint_conversion/convert.py

@@ -502,7 +502,7 @@ class TestAsVLLMHasThem:
     def test_what_is_not_here(self):
         llm = fake_llm()
         assert llm.generate("a", PARAMS, False, lora_request=None, priority=None)
-        with pytest.raises(ValueError, match="generate does not take lora_request"):
+        with pytest.raises(ValueError, match="lora_request must be a LoRARequest, got 1"):
             llm.generate("a", PARAMS, False, lora_request=1)
 
     def test_priority(self):
