@@ -138,7 +138,11 @@ PUBLISHED = {
     ),
     "dsa": ("dsa/kernels.json",),
     "pretraining": ("pretraining/*.json",),
-    "serving": ("generation/serving*.json", "generation/structured.json", "generation/traffic*.json"),
+    "serving": (
+        "generation/serving*.json",
+        "generation/structured.json",
+        "generation/traffic*.json",
+    ),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
 # Whose published results take seconds to draw.
