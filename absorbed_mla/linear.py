@@ -132,9 +132,9 @@ class HeadwiseUpProjection(_OneWeight):
 
 
 def refuse_other_up_projections(*layers: nn.Module) -> None:
-    """Refuse layers wrapped by ``fully_shard`` or by an adapter.
+    """Refuse up-projections that are wrapped by ``fully_shard`` or by an adapter.
 
-    The first frees their weight while it is in use, the second's part would be lost.
+    The first frees their weight while it is in use; the second has no input to multiply.
 
     Raises:
         ValueError: Naming the layers and what to do instead.

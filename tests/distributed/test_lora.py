@@ -177,14 +177,15 @@ def test_refused():
 
 def test_adapters_of_other_libraries():
     """One that wraps an up-projection has nothing to multiply; around other layers they work."""
-    made = model()
-    attention, before = made.decoder.layers[0].self_attention, logits(made)
-    for name in ("linear_q_up_proj", "linear_kv_down_proj", "linear_proj"):
-        wrap(attention, name)
-    assert relative_error(logits(made), before) > 1e-3
-    wrap(attention, "linear_v_up_proj")
-    with refusal("linear_v_up_proj must be a HeadwiseUpProjection, got LoRA", "add_lora"):
-        logits(made)
+    with world.parallel(tp=1):  # The test's own adapter knows no ranks.
+        made = model()
+        attention, before = made.decoder.layers[0].self_attention, logits(made)
+        for name in ("linear_q_up_proj", "linear_kv_down_proj", "linear_proj"):
+            wrap(attention, name)
+        assert relative_error(logits(made), before) > 1e-3
+        wrap(attention, "linear_v_up_proj")
+        with refusal("linear_v_up_proj must be a HeadwiseUpProjection, got LoRA", "add_lora"):
+            logits(made)
 
 
 @pytest.mark.parametrize(
