@@ -24,7 +24,7 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
-from checkpoint_conversion.megatron_args import layer_options, to_megatron_args
+from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
@@ -57,7 +57,7 @@ def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     if checkpoint.format == "hf":
         return transformers_logits(transformers_model(config, tensors), tokens)
     with one_process():
-        model = megatron_model(config, attention_of(checkpoint))
+        model = megatron_model(config, ATTENTION[checkpoint.format])
         load_megatron_model(model, config, tensors)
         return megatron_logits(model, tokens)[..., : config.vocab_size]
 
@@ -66,13 +66,7 @@ def library(checkpoint: Checkpoint) -> str:
     """Name and version of the library that :func:`checkpoint_logits` uses for a checkpoint."""
     if checkpoint.format == "hf":
         return f"transformers {version('transformers')}"
-    return f"megatron-core {version('megatron-core')}, {attention_of(checkpoint)} MLA"
-
-
-def attention_of(checkpoint: Checkpoint) -> str:
-    """The attention that evaluates a Megatron checkpoint: Megatron's own where it can."""
-    scaled = to_megatron_args(checkpoint.config).llama_4_scaling_beta
-    return "absorbed" if scaled else ATTENTION[checkpoint.format]
+    return f"megatron-core {version('megatron-core')}, {ATTENTION[checkpoint.format]} MLA"
 
 
 def without_mtp(
@@ -219,10 +213,8 @@ def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
     from absorbed_mla import AbsorbedMLAOptions
     from absorbed_mla.deepseek_router import use_deepseek_router
 
-    options = AbsorbedMLAOptions(**layer_options(args))
+    options = AbsorbedMLAOptions(latent_norm_eps=args.latent_norm_epsilon, **router_options(args))
     if attention == "standard":
-        if options.llama_4_scaling_beta:
-            raise CheckpointError("Megatron's own MLA scales no queries (llama_4_scaling_beta)")
         from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
         from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 

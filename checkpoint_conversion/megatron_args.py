@@ -79,7 +79,6 @@ _ONLY: dict[str, object] = {
     "moe_latent_size": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
     "attention_output_gate": False, "softmax_type": "vanilla", "window_size": None,
-    "llama_4_scaling_beta": None,
 }
 # fmt: on
 
@@ -116,9 +115,8 @@ def to_megatron_args(
         # Megatron 0.19's name, and that of earlier releases.
         layernorm_epsilon=function.norm_epsilon,
         norm_epsilon=function.norm_epsilon,
-        # Absorbed MLA's own options, which Megatron does not have.
+        # Absorbed MLA's own option, which Megatron does not have.
         latent_norm_epsilon=_LATENT_NORM_EPSILON,
-        llama_4_scaling_beta=function.llama_4_scaling_beta,
         max_position_embeddings=function.max_position_embeddings,
         padded_vocab_size=padded_vocab_size or config.vocab_size,
         params_dtype=dtype,
@@ -129,13 +127,6 @@ def to_megatron_args(
         virtual_pipeline_model_parallel_size=None,
         expert_model_parallel_size=1,
     )
-
-
-def layer_options(args: Namespace) -> dict[str, object]:
-    """What ``AbsorbedMLAOptions`` must say of a model with the arguments of `to_megatron_args`."""
-    own = {"latent_norm_eps": args.latent_norm_epsilon}
-    own["llama_4_scaling_beta"] = args.llama_4_scaling_beta
-    return own | router_options(args)
 
 
 def router_options(args: Namespace) -> dict[str, object]:
@@ -171,12 +162,6 @@ def megatron_notes(config: ModelConfig) -> list[str]:
             f"rms_norm_eps is {function.norm_epsilon:g}: Hugging Face's norms inside the attention "
             f"have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
             "(absorbed MLA has latent_norm_eps)"
-        )
-    if function.llama_4_scaling_beta:
-        notes.append(
-            f"llama_4_scaling_beta is {function.llama_4_scaling_beta:g}: Megatron's own MLA scales "
-            "no queries; this package's layers need AbsorbedMLAOptions(llama_4_scaling_beta="
-            f"{function.llama_4_scaling_beta:g})"
         )
     return [*notes, *model_notes(config)]
 

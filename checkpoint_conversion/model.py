@@ -92,7 +92,7 @@ def _known(config: Mapping[str, object]) -> ModelType:
         inner = shown(text.get("model_type"))
         fields.problems.append(
             f"model_type {shown(found)} has a text model ({inner}) and more; only "
-            f"{' or '.join(with_images)}'s is taken out of it"
+            f"{', '.join(with_images)}'s is taken out of it"
         )
     else:
         fields.wrong("model_type", " or ".join(map(repr, (*convertible(), *with_images))))
@@ -263,15 +263,12 @@ class ModelFunction:
         norm_epsilon: Epsilon of the norms around attention and MLP. Norms inside the attention
             have 1e-6 in Hugging Face's models, whatever this is.
         routing: None without MoE layers.
-        llama_4_scaling_beta: Scales queries by their position, beyond the context that YaRN
-            extends; None does not.
     """
 
     rotary: Rotary
     norm_epsilon: float
     max_position_embeddings: int
     routing: Routing | None
-    llama_4_scaling_beta: float | None
 
 
 def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
@@ -284,13 +281,7 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
         norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0),
         max_position_embeddings=fields.integer("max_position_embeddings", MOST_POSITIONS),
         routing=routing,
-        llama_4_scaling_beta=_scaling_beta(fields) if config.model.scaled_queries else None,
     )
-
-
-def _scaling_beta(fields: Fields) -> float | None:
-    rope = fields.section("rope_parameters")
-    return (rope and rope.number("llama_4_scaling_beta", 0.0, 1e6, default=0.0)) or None
 
 
 def _rotary_part(config: ModelConfig) -> float:

@@ -81,7 +81,6 @@ class ModelType:
             there is an ``e_score_correction_bias``.
         ignores_norm_topk_prob: What to say where config.json has ``norm_topk_prob``, if
             transformers ignores it and never divides scores by their sum; None: it reads it.
-        scaled_queries: Whether ``rope_parameters.llama_4_scaling_beta`` scales queries by position.
         sparse: The indexer; None for dense attention.
         layer: What begins the names of a layer's tensors; ``{layer}`` is its number.
         tensors: The table's names of tensors (``mapping_table.py``, after ``layer``) -> those of
@@ -107,7 +106,6 @@ class ModelType:
     scoring_func: str = "sigmoid"
     topk_methods: tuple[str, ...] = ("noaux_tc",)
     ignores_norm_topk_prob: str | None = None
-    scaled_queries: bool = False
     sparse: SparseAttention | None = None
     layer: str = "model.layers.{layer}."
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -254,11 +252,8 @@ def text_names(model: object, names: Iterable[str]) -> dict[str, str | None]:
     names = list(names)
     if not isinstance(model, TextAndImages):
         # The config.json of a text model may stand beside the tensors of the whole.
-        wholes = [one for one in MODELS if isinstance(one, TextAndImages)]
-        found = [w for w in wholes if any(n.startswith(w.prefix) for n in names)]
-        # Several may call the text model the same, but not the images.
-        fits = (w for w in found if all(n.startswith((w.prefix, *w.images)) for n in names))
-        model = next(fits, found[0] if found else None)
+        wholes = (one for one in MODELS if isinstance(one, TextAndImages))
+        model = next((w for w in wholes if any(n.startswith(w.prefix) for n in names)), None)
     if model is None:
         return {name: name for name in names}
     # Files without the prefix hold the text model alone.

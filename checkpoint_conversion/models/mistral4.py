@@ -8,17 +8,22 @@ _GROUPS = FixedValue(1, "Megatron ranks Mistral 4's groups of experts otherwise"
 
 ENTRY = ModelType(
     name="mistral4",
-    summary=("softmax router, experts of a layer in one tensor, queries scaled by their position"),
+    summary=(
+        "softmax router, experts of a layer in one tensor; where `llama_4_scaling_beta` is 0: "
+        "Mistral Small 4 has 0.1, which Megatron's MLA lacks"
+    ),
     architectures=("Mistral4ForCausalLM",),
     defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
     only={
         "n_group": _GROUPS,
         "topk_group": _GROUPS,
         "quantization_config": FixedValue(None, "Mistral 4's FP8 is not that of DeepSeek"),
+        "rope_parameters.llama_4_scaling_beta": FixedValue(
+            0, "it scales queries by their position, which Megatron's MLA cannot"
+        ),
     },
     rope_types=("yarn",),
     rotary_part_of_head=True,
-    scaled_queries=True,
     scoring_func="softmax",
     topk_methods=("greedy",),
     stacks={

@@ -16,7 +16,7 @@ from absorbed_mla.checkpoint.distributed import load_model_weights
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
-from checkpoint_conversion.logits import attention_of, megatron_logits, megatron_model
+from checkpoint_conversion.logits import ATTENTION, megatron_logits, megatron_model
 from tests.conversion.models import (
     VOCABULARY,
     Architecture,
@@ -52,7 +52,7 @@ def loaded_logits(folder: Path, tokens: Tensor) -> Tensor:
     """What all processes compute together with the weights that Megatron's loader gives them."""
     checkpoint = open_checkpoint(folder)
     model = megatron_model(
-        checkpoint.config, attention_of(checkpoint), tensor_parallel=world.size()
+        checkpoint.config, ATTENTION[checkpoint.format], tensor_parallel=world.size()
     )
     load_model_weights(model, weights_folder(folder))
     return megatron_logits(model, tokens)

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 # Defaults that no model can be made of, and one that the converter does not support.
 _CHANGES = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "mistral4": {"rope_parameters": {"llama_4_scaling_beta": 0.0}},
 }
 # Counted from the tensors: transformers announces a layer that most checkpoints do not have.
 _COUNTED = "num_nextn_predict_layers"

@@ -37,9 +37,7 @@ from tests.conversion.models import (
     ARCHITECTURES,
     EVALUATED,
     KIMI_K25,
-    MISTRAL3,
     ORIGINAL_CONTEXT,
-    OTHERS,
     SPARSE,
     Architecture,
     logits_of,
@@ -149,7 +147,7 @@ class TestAgrees:
     def test_back_to_transformers(self, case, tmp_path):
         """Every bit; transformers reads the folder by itself, with a place for every tensor."""
         before = stored(case.folder)
-        if case.architecture in (KIMI_K25, MISTRAL3):
+        if case.architecture == KIMI_K25:
             before = text_model(before)
         for by in ("megatron", "absorbed"):
             shards = TargetOptions(max_shard_bytes=100_000)
@@ -160,7 +158,7 @@ class TestAgrees:
             assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         family = case.architecture.family
         # AutoModelForCausalLM does not know Mistral 4.
-        auto = dict.fromkeys(("mistral3", "mistral4"), transformers.Mistral4ForCausalLM)
+        auto = {"mistral4": transformers.Mistral4ForCausalLM}
         loader = auto.get(family, transformers.AutoModelForCausalLM)
         model, report = loader.from_pretrained(
             tmp_path / "absorbed", output_loading_info=True, attn_implementation="eager"
@@ -169,7 +167,6 @@ class TestAgrees:
         assert case.error(logits_of(model, case.tokens)) < TOLERANCE
         kinds = {"v2": "deepseek_v2", "v32": "deepseek_v32", "glm": "glm4_moe_lite"}
         kinds |= {"glm5": "glm_moe_dsa", "v3": "deepseek_v3", "kimi_k25": "deepseek_v3"}
-        kinds |= {"mistral3": "mistral4"}
         assert model.config.model_type == kinds.get(family, family)
 
     def test_the_folder_itself(self, case):
@@ -339,18 +336,8 @@ class TestWhatMegatronComputesDifferently:
         config, tensors = case.opened()
         assert any("Megatron's router" in note for note in megatron_notes(config))
         assert case.error(evaluated(config, tensors, case.tokens, attention)) < TOLERANCE
-        monkeypatch.setattr(logits, "layer_options", lambda args: {"latent_norm_eps": 1e-6})
+        monkeypatch.setattr(logits, "router_options", lambda args: {})
         assert case.error(evaluated(config, tensors, case.tokens, attention)) > WRONG
-
-    def test_scaled_queries(self, make_case, monkeypatch):
-        """Megatron's own attention scales none, and is not taken for one that does."""
-        case = make_case(OTHERS["mistral4-dense"])
-        config, tensors = case.opened()
-        assert "AbsorbedMLAOptions(llama_4_scaling_beta=0.1)" in megatron_notes(config)[-1]
-        with refusal("Megatron's own MLA scales no queries"):
-            evaluated(config, tensors, case.tokens, "standard")
-        monkeypatch.setattr(logits, "layer_options", lambda args: {"latent_norm_eps": 1e-6})
-        assert case.error(evaluated(config, tensors, case.tokens)) > WRONG
 
     def test_groups_that_agree(self, make_case):
         """Megatron ranks groups by topk // topk_group experts, as these models do."""

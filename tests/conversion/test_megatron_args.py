@@ -108,11 +108,7 @@ def test_arguments_agree_with_the_presets(name):
 def test_megatron_builds_its_config_from_them(name):
     args = vars(to_megatron_args(_released(name)))
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    assert set(args) - fields == {
-        *_COMMAND_LINE_ONLY.split(),
-        *ROUTER_OPTIONS,
-        "llama_4_scaling_beta",
-    }
+    assert set(args) - fields == {*_COMMAND_LINE_ONLY.split(), *ROUTER_OPTIONS}
     known = {k: v for k, v in args.items() if k in fields}
     config = MLATransformerConfig(**known, num_moe_experts=args["num_experts"])
     scale = softmax_scale(config, MLADims.from_config(config, 1))
@@ -200,7 +196,6 @@ _REFUSED = [
     ({"add_bias_linear": True}, "args.add_bias_linear must be False"),
     ({"qk_layernorm": False}, "args.qk_layernorm must be True"),
     ({"layernorm_zero_centered_gamma": True}, "args.layernorm_zero_centered_gamma must be False"),
-    ({"llama_4_scaling_beta": 0.1}, "args.llama_4_scaling_beta must be None, got 0.1"),
     ({"moe_latent_size": 8}, "args.moe_latent_size must be None, got 8"),
     (
         {"experimental_attention_variant": "gated"},

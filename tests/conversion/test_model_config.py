@@ -121,6 +121,7 @@ _MISTRAL4 = {
     "n_group": 1,
     "rope_parameters": _YARN,
 }
+_POSITIONS = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
 REFUSED = [model for model in MODELS if isinstance(model, Refused)]
 _IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
@@ -188,16 +189,16 @@ _REFUSED = [
         ("mla_scale_q_lora", "two attentions in a layer", "zero_expert_num"),
     ),
     (
-        {"model_type": "llava", "text_config": {"model_type": "mistral4"}},
-        ("'llava' has a text model ('mistral4')", "kimi_k25 or mistral3's is taken out of it"),
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+        ("'mistral3' has a text model ('mistral4')", "kimi_k25"),
     ),
     (
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
         ("quantization_config.format is missing", "quantization_config.config_groups is missing"),
     ),
     (
-        _MISTRAL4 | {"rope_parameters": {**_YARN, "llama_4_scaling_beta": -0.1}},
-        "rope_parameters.llama_4_scaling_beta must be a number from 0",
+        _MISTRAL4 | _POSITIONS,
+        ("rope_parameters.llama_4_scaling_beta must be 0", "scales queries by their position"),
     ),
     (_MISTRAL4 | {"n_group": 2}, "n_group must be 1"),
     (_MISTRAL4 | {"rope_parameters": None}, "rope_parameters is missing"),

@@ -20,7 +20,7 @@ from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import MODELS, convertible, of_arguments
-from tests.conversion.models import KIMI_K25, MISTRAL3, OTHERS, make_model, save
+from tests.conversion.models import KIMI_K25, OTHERS, make_model, save
 from tests.conversion.support import (
     assert_same_tensors,
     change_json,
@@ -63,20 +63,18 @@ class TestDeclarations:
 
 class TestModelsOfImages:
     @pytest.mark.parametrize("config", ["whole", "text"])
-    @pytest.mark.parametrize("model", [KIMI_K25, MISTRAL3], ids=lambda model: model.family)
-    def test_what_a_text_model_leaves_out_is_said(self, model, config, tmp_path):
+    def test_what_a_text_model_leaves_out_is_said(self, config, tmp_path):
         """Whether config.json is that of the whole model or of its text model."""
-        folder = save(make_model(model), tmp_path / "hf")
+        folder = save(make_model(KIMI_K25), tmp_path / "hf")
         if config == "text":
             whole = json.loads((folder / "config.json").read_text())
-            kind = "deepseek_v3" if model == KIMI_K25 else "mistral4"
-            text = whole["text_config"] | {"model_type": kind}
+            text = whole["text_config"] | {"model_type": "deepseek_v3"}
             (folder / "config.json").write_text(json.dumps(text))
         inspection = inspect_checkpoint(folder)
         assert not inspection.problems
         names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
         images = [name for name in names if not name.startswith("language_model.")]
-        assert inspection.left_alone.tensors == len(images) > 10
+        assert inspection.left_alone.tensors == len(images) > 20
         assert f"{len(images)} tensors for images" in " ".join(inspection.notes)
         report = convert(folder, tmp_path / "absorbed", "absorbed")
         assert set(report.plan.left_out) == set(images)

@@ -25,7 +25,7 @@ from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
-from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_router
 from checkpoint_conversion.routing import ROUTER_OPTIONS
 
@@ -120,7 +120,6 @@ def model_config(
         fields.raise_problems(_NONE)
         config = ModelConfig.from_hugging_face(hf_config)
         refuse_another_router(config, args, _ANOTHER_ROUTER)
-        _require_scaling(model, config)
         return config
     try:
         found = from_megatron_args(args, _PREFIX)
@@ -130,20 +129,7 @@ def model_config(
         raise CheckpointError(_NONE, [*problems]) from None
     fields.problems.extend(only_megatrons(found))
     fields.raise_problems(_NONE)
-    _require_scaling(model, found)
     return found
-
-
-def _require_scaling(model: GPTModel, config: ModelConfig) -> None:
-    """Refuse a model that scales queries otherwise than a program that reads ``config`` would."""
-    wanted = read_function(config.fields, config).llama_4_scaling_beta
-    layers = (m for m in model.modules() if isinstance(m, AbsorbedMLASelfAttention))
-    found = {layer.options.llama_4_scaling_beta for layer in layers} - {wanted}
-    if found:
-        raise CheckpointError(
-            f"AbsorbedMLAOptions.llama_4_scaling_beta must be hf_config's {wanted}, got "
-            f"{found.pop()}"
-        )
 
 
 def _activation_problems(config: TransformerConfig) -> list[str]:

@@ -499,7 +499,7 @@ absorbed_mla/serving/weights/fused_residuals.py
 absorbed_mla/serving/weights/index_weights.py
   index_weights_are_those_of_parity: if parity: -> if False:
 absorbed_mla/serving/weights/load.py
-  llm_chooses_megatrons_experts: **layer_options(args), ->
+  llm_chooses_megatrons_experts: **router_options(args), ->
   parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
   llm_forgets_follow_links: (folder, follow_links=follow_links) -> (folder)
   tokenizer_beside_the_blobs: return checkpoint.auxiliary_folder if checkpoint.auxiliary else None

@@ -305,15 +305,6 @@ class TestRefused:
         with refusal(message):
             hf_weights(made(**changes))
 
-    @pytest.mark.parametrize("described", [False, True], ids=["config", "hf_config"])
-    def test_queries_that_a_config_does_not_scale(self, described):
-        model = made()
-        attention = model.decoder.layers[0].self_attention
-        attention.options = attention.options.replace(llama_4_scaling_beta=0.1)
-        options = {"hf_config": tiny_config(**SAME).hugging_face} if described else {}
-        with refusal("llama_4_scaling_beta must be hf_config's None, got 0.1"):
-            hf_weights(model, **options)
-
     def test_config_that_is_none(self):
         with refusal("model_type", "'llama'"):
             hf_weights(made(), hf_config={"model_type": "llama"})
