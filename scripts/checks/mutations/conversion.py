@@ -29,7 +29,7 @@ checkpoint_conversion/expert_stacks.py
     -> or False
 checkpoint_conversion/formats/megatron_folder.py
   megatron_configs_of_another_router:
-    - refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
+    - refuse_another_function(config, args, _ANOTHER_FUNCTION.format(path=path))
     ->
 checkpoint_conversion/formats/vocabulary_padding.py
   tokens_of_the_own_config_are_dropped: if CONFIG in auxiliary: -> if False:

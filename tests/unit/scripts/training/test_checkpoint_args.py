@@ -17,7 +17,7 @@ from checkpoint_conversion.formats.vocabulary_padding import check_padding
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
-from tests.conversion.support import V2_LITE, tiny_config
+from tests.conversion.support import MISTRAL4, V2_LITE, tiny_config
 from tests.support.refusal import refusal
 from tests.support.train_arguments import checked, resolved_from, saved
 from training.arguments import model_of, set_vocabulary
@@ -101,6 +101,23 @@ def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, 
         assert type(router) is DeepSeekRouter
         assert {name: getattr(router.options, name) for name in wanted} == wanted
     assert model_from_args(args) == model
+
+
+def test_a_converted_models_scaling_comes_along(monkeypatch):
+    converted = to_megatron_args(tiny_config(**MISTRAL4))
+    args = resolved_from(converted, monkeypatch)
+    assert model_of(args)["llama_4_scaling_beta"] == 0.1
+    args.seq_length = args.max_position_embeddings
+    validate_arguments(args)
+    set_vocabulary(args, 1)
+    gpt = build_gpt(model_config(args), torch.device("cpu"))
+    assert {layer.self_attention.query_scaling.beta for layer in gpt.decoder.layers} == {0.1}
+    assert from_megatron_args(args).model_type == "mistral4"
+    standard = resolved_from(converted, monkeypatch, "--attention standard --seq-length 33")
+    with refusal("--attention must be absorbed", "--seq-length above 32, got standard"):
+        validate_arguments(standard)
+    standard.seq_length = 32
+    validate_arguments(standard)
 
 
 def test_a_routing_that_is_not_said():
