@@ -351,7 +351,7 @@ class TestWhatMegatronComputesDifferently:
         config, tensors = case.opened()
         assert any("Megatron's router" in note for note in megatron_notes(config))
         assert case.error(evaluated(config, tensors, case.tokens, attention)) < TOLERANCE
-        monkeypatch.setattr(logits, "router_options", lambda args: {})
+        monkeypatch.setattr(logits, "layer_options", lambda args: {})
         assert case.error(evaluated(config, tensors, case.tokens, attention)) > WRONG
 
     def test_groups_that_agree(self, make_case):

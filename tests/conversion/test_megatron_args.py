@@ -40,7 +40,8 @@ from training.presets import COMMON, INDEXER, get_preset
 _COMMAND_LINE_ONLY = """
 swiglu apply_layernorm_1p squared_relu group_query_attention position_embedding_type
 add_position_embedding use_rotary_position_embeddings norm_epsilon latent_norm_epsilon vocab_size
-llama_4_scaling_beta padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
+padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
+llama_4_scaling_beta
 """
 # Of config.json, what says nothing about the model, or is compared in another way.
 _NOT_COMPARED = """
