@@ -24,7 +24,7 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
-from checkpoint_conversion.megatron_args import router_options, to_megatron_args
+from checkpoint_conversion.megatron_args import layer_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
@@ -213,7 +213,7 @@ def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
     from absorbed_mla import AbsorbedMLAOptions
     from absorbed_mla.deepseek_router import use_deepseek_router
 
-    options = AbsorbedMLAOptions(latent_norm_eps=args.latent_norm_epsilon, **router_options(args))
+    options = AbsorbedMLAOptions(**layer_options(args))
     if attention == "standard":
         from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
         from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec

@@ -40,9 +40,9 @@ from checkpoint_conversion.model import (
     ModelFunction,
     read_function,
 )
-from checkpoint_conversion.model_type import of_arguments
+from checkpoint_conversion.model_type import ModelType, of_arguments
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from checkpoint_conversion.rotary import Rotary, check_scaling, read_rotary_args
+from checkpoint_conversion.rotary import BETA, Rotary, check_scaling, read_beta, read_rotary_args
 from checkpoint_conversion.router_comparison import routing_notes
 from checkpoint_conversion.routing import (
     NORMALISED,
@@ -138,6 +138,16 @@ def router_options(args: Namespace) -> dict[str, object]:
     return {name: getattr(args, name, None) for name in ROUTER_OPTIONS}
 
 
+def layer_options(args: Namespace) -> dict[str, object]:
+    """What ``AbsorbedMLAOptions`` must say of a model with these arguments, with its router.
+
+    Args:
+        args: Of :func:`to_megatron_args`.
+    """
+    own = {"latent_norm_eps": args.latent_norm_epsilon, BETA: args.llama_4_scaling_beta}
+    return {**own, **router_options(args)}
+
+
 def model_notes(config: ModelConfig) -> list[str]:
     """Where this package computes something else than the authors' code, one line each."""
     fields, why = config.fields, config.model.ignores_norm_topk_prob
@@ -162,6 +172,13 @@ def megatron_notes(config: ModelConfig) -> list[str]:
             f"rms_norm_eps is {function.norm_epsilon:g}: Hugging Face's norms inside the attention "
             f"have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
             "(absorbed MLA has latent_norm_eps)"
+        )
+    rotary = function.rotary
+    if rotary.llama_4_scaling_beta is not None:
+        notes.append(
+            f"{BETA} is {rotary.llama_4_scaling_beta:g}: the model scales queries at position "
+            f"{rotary.original_max_position_embeddings} and beyond, Megatron's own attention none "
+            f"(absorbed MLA has {BETA})"
         )
     return [*notes, *model_notes(config)]
 
@@ -287,7 +304,8 @@ def read_norm_epsilon(fields: Fields) -> float:
 def _read_experts(fields: Fields) -> dict[str, object]:
     if not fields.given("num_experts"):
         # Dense models of V2 and V3 are the same.
-        return {**_kind(fields, "sigmoid"), "first_k_dense_replace": fields.raw("num_layers")}
+        kind = _kind(_model(fields, None))
+        return {**kind, "first_k_dense_replace": fields.raw("num_layers")}
     width = fields.integer("moe_ffn_hidden_size", MOST_WIDTH)
     shared = fields.integer("moe_shared_expert_intermediate_size", 2**30, least=0, default=0)
     if shared % width:
@@ -306,12 +324,24 @@ def _routing(fields: Fields) -> dict[str, object]:
     scores = str(routing["scoring_func"])
     if scores == "softmax" and has_indexer_args(fields):
         fields.wrong("moe_router_score_function", "'sigmoid' with sparse attention")
-    return {**_kind(fields, scores), **routing}
+    model = _model(fields, scores)
+    if not model.ignores_norm_topk_prob:
+        routing.pop(NORMALISED, None)
+    return {**_kind(model), **routing}
 
 
-def _kind(fields: Fields, scores: str) -> dict[str, object]:
-    """Model type and architecture, by the router's scores and the indexer."""
-    model = sparse_model(fields) if has_indexer_args(fields) else of_arguments(scores, None)
+def _model(fields: Fields, scores: str | None) -> ModelType:
+    """The model type, by the router's scores (None without experts), indexer, scaled queries."""
+    sparse = has_indexer_args(fields)
+    if read_beta(fields) is None:
+        return sparse_model(fields) if sparse else of_arguments(scores or "sigmoid", None)
+    if sparse or scores == "sigmoid":
+        fields.wrong(BETA, "None with sigmoid scores or sparse attention")
+    return of_arguments("softmax", None, scales_queries=True)
+
+
+def _kind(model: ModelType) -> dict[str, object]:
+    """Model type and architecture."""
     return {"architectures": [model.architectures[0]], "model_type": model.name}
 
 

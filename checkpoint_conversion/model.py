@@ -277,7 +277,7 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
     if config.num_experts:
         routing = read_routing(fields, config.model, config.num_experts)
     return ModelFunction(
-        rotary=read_rotary(fields, config.model.rope_types, _rotary_part(config)),
+        rotary=read_rotary(fields, config.model, _rotary_part(config)),
         norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0),
         max_position_embeddings=fields.integer("max_position_embeddings", MOST_POSITIONS),
         routing=routing,

@@ -72,6 +72,7 @@ class ModelType:
         only: Fields of which one value can be converted, beside those of every model. A dot
             separates the name of a section from that of its field.
         rope_types: Accepted in ``rope_parameters``. Without ``"default"`` it must be there.
+        scales_queries: Whether ``rope_parameters`` may have a ``llama_4_scaling_beta``.
         rotary_part_of_head: Whether ``partial_rotary_factor`` counts all channels of a query's
             head, or those of the rotary part alone.
         experts: Whether layers may be mixtures of experts.
@@ -87,7 +88,7 @@ class ModelType:
             this model's files, where they differ.
         stacks: Tensors with all experts of a layer -> the table's names of those of one expert.
         from_arguments: Whether Megatron's arguments without a config.json become this one, if
-            router and indexer fit.
+            router, indexer and scaling of queries fit.
     """
 
     name: str
@@ -100,6 +101,7 @@ class ModelType:
     defaults: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, FixedValue] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("yarn", "default")
+    scales_queries: bool = False
     rotary_part_of_head: bool = False
     experts: bool = True
     lists_layers: bool = False
@@ -226,17 +228,21 @@ def model_fields(model: ModelType, config: Mapping[str, object]) -> Fields:
     return Fields(config, [], names=model.fields, aliases=model.aliases, defaults=model.defaults)
 
 
-def of_arguments(scoring_func: str, interleaved: bool | None) -> ModelType:
+def of_arguments(
+    scoring_func: str, interleaved: bool | None, scales_queries: bool = False
+) -> ModelType:
     """The model type of Megatron's arguments without a config.json.
 
     Args:
         scoring_func: Of the router.
         interleaved: Whether an indexer rotates pairs of neighbours; None without an indexer.
+        scales_queries: Whether it has a ``llama_4_scaling_beta``.
     """
     return next(
         model
         for model in convertible().values()
         if model.from_arguments
+        and model.scales_queries == scales_queries
         and (model.sparse and model.sparse.interleaved) == interleaved
         and (model.sparse or model.scoring_func == scoring_func)
     )

@@ -1,15 +1,17 @@
 """The rotary embedding of a model: config.json and Megatron's arguments, and back.
 
 ``rope_theta`` and ``rope_scaling`` are transformers 4's names; transformers 5 has both in
-``rope_parameters``.
+``rope_parameters``, and beside them ``llama_4_scaling_beta``, which scales queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint_conversion.config_fields import MOST, MOST_POSITIONS, Fields, shown
+from checkpoint_conversion.model_type import ModelType
+
+BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Rotary:
         rope_type: ``"rope"`` or ``"yarn"``.
         mscale: Scales cosine and sine, together with ``mscale_all_dim``.
         mscale_all_dim: Scales the softmax.
+        llama_4_scaling_beta: Scales queries beyond the original context; None: none is. An option
+            of absorbed MLA, which Megatron does not have.
     """
 
     rotary_base: float
@@ -32,9 +36,13 @@ class Rotary:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+    llama_4_scaling_beta: float | None = None
 
     def hugging_face(self) -> dict[str, object]:
-        """The fields of config.json, in transformers 4's style, which all releases read."""
+        """The fields of config.json, in transformers 4's style, which all releases read.
+
+        Models whose queries are scaled are in transformers 5 only, and have its style.
+        """
         scaling = None
         if self.rope_type == "yarn":
             scaling = {
@@ -47,26 +55,27 @@ class Rotary:
                 "mscale": self.mscale,
                 "mscale_all_dim": self.mscale_all_dim,
             }
-        return {"rope_theta": self.rotary_base, "rope_scaling": scaling}
+        theta = {"rope_theta": self.rotary_base}
+        if scaling is not None and self.llama_4_scaling_beta is not None:
+            return {"rope_parameters": {**theta, **scaling, BETA: self.llama_4_scaling_beta}}
+        return {**theta, "rope_scaling": scaling}
 
 
-def read_rotary(
-    fields: Fields, types: Sequence[str] = ("yarn", "default"), part: float = 1.0
-) -> Rotary:
+def read_rotary(fields: Fields, model: ModelType, part: float) -> Rotary:
     """Read the rotary embedding from config.json.
 
     Args:
         fields: Fields of the whole file.
-        types: Accepted values of ``rope_type``. Without ``"default"`` there must be
-            ``rope_parameters``, since that is not what transformers takes otherwise.
+        model: If ``"default"`` is not among its ``rope_types``, there must be ``rope_parameters``,
+            since that is not what transformers takes otherwise.
         part: Value that ``partial_rotary_factor`` must have if it is given.
     """
     _check_part(fields, part)
-    if "default" not in types and not fields.given("rope_parameters"):
-        accepted = " or ".join(map(repr, types))
+    if "default" not in model.rope_types and not fields.given("rope_parameters"):
+        accepted = " or ".join(map(repr, model.rope_types))
         fields.wrong("rope_parameters", f"an object, with rope_type {accepted}")
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [_read_scaling(fields, one, types, part) for one in (new, old) if one is not None]
+    found = [_read_scaling(fields, one, model, part) for one in (new, old) if one is not None]
     if len(found) == 2 and found[0] != found[1]:
         fields.problems.append(
             "rope_parameters and rope_scaling must agree, got "
@@ -80,8 +89,11 @@ def _check_part(fields: Fields, part: float) -> None:
     fields.only("partial_rotary_factor", part, f"{part:g}")
 
 
-def _read_scaling(fields: Fields, section: Fields, types: Sequence[str], part: float) -> Rotary:
+def _read_scaling(fields: Fields, section: Fields, model: ModelType, part: float) -> Rotary:
     _check_part(section, part)
+    types = model.rope_types
+    if not model.scales_queries:
+        section.only(BETA, 0, f"left out: transformers does not scale queries of {model.name}")
     base = _base(section if section.given("rope_theta") else fields)
     kind = "rope_type" if section.given("rope_type") else "type"
     if section.choice(kind, types, "default" if "default" in types else None) == "default":
@@ -108,7 +120,16 @@ def _read_scaling(fields: Fields, section: Fields, types: Sequence[str], part: f
         beta_slow=section.number("beta_slow", 1e-6, MOST, default=1.0),
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
+        llama_4_scaling_beta=read_beta(section),
     )
+
+
+def read_beta(fields: Fields) -> float | None:
+    """Read ``llama_4_scaling_beta``, of Megatron's arguments or of a section of config.json.
+
+    None for 0, too: queries are not scaled.
+    """
+    return fields.number(BETA, 0.0, MOST, default=0.0) or None
 
 
 def _base(fields: Fields) -> float:
@@ -128,11 +149,14 @@ def read_rotary_args(fields: Fields) -> Rotary:
         beta_slow=fields.number("beta_slow", 1e-6, MOST, default=1.0),
         mscale=fields.number("mscale", 0.0, MOST, default=1.0),
         mscale_all_dim=fields.number("mscale_all_dim", 0.0, MOST, default=0.0),
+        llama_4_scaling_beta=read_beta(fields),
     )
 
 
 def check_scaling(fields: Fields, rotary: Rotary) -> None:
     """Record arguments whose rotary embedding no model of transformers has."""
+    if rotary.rope_type == "rope" and rotary.llama_4_scaling_beta is not None:
+        fields.wrong(BETA, "None with rope_type 'rope'")
     if rotary.rotary_scaling_factor <= 1:
         return
     if rotary.rope_type == "rope" and rotary.mscale_all_dim:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields
+from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields, shown
 from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import of_arguments
+from checkpoint_conversion.rotary import BETA, read_beta
 from checkpoint_conversion.routing import (
     GROUP_SCORE,
     NORMALISED,
@@ -35,26 +36,29 @@ def routing_differences(routing: Routing, fields: Fields) -> list[str]:
     return [*fields.problems, *found.problems, *differing]
 
 
-def refuse_another_router(
+def refuse_another_function(
     config: ModelConfig, args: Mapping[str, object], summary: str, prefix: str = "args."
 ) -> None:
-    """Check that config.json describes the router that Megatron's arguments do.
+    """Check that config.json describes the router and scaling of queries that arguments do.
 
     Args:
         config: Of config.json.
-        args: Megatron's; without ``moe_router_topk`` they say nothing of a router.
+        args: Megatron's; without ``moe_router_topk`` they say nothing of a router. Those of
+            Megatron-LM's own training say nothing of a scaling.
         summary: First line of the error.
         prefix: Precedes the arguments' names in messages.
 
     Raises:
         CheckpointError: Listing what differs.
     """
-    routing = read_function(config.fields, config).routing
-    if routing is None or args.get("num_experts") != config.num_experts:
-        return
-    if args.get("moe_router_topk") is None:
-        return
-    differences = routing_differences(routing, Fields(args, [], prefix))
+    function, fields = read_function(config.fields, config), Fields(args, [], prefix)
+    beta, routing = function.rotary.llama_4_scaling_beta, function.routing
+    differences = []
+    if BETA in args and read_beta(fields) != beta:
+        differences.append(f"{BETA} is {beta}, in the model {shown(args[BETA])}")
+    experts = routing is not None and args.get("num_experts") == config.num_experts
+    if experts and args.get("moe_router_topk") is not None:
+        differences += routing_differences(routing, fields)
     raise_problems(summary, differences)
 
 

@@ -33,16 +33,16 @@ from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face, without_tied_head
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.router_comparison import refuse_another_router
+from checkpoint_conversion.router_comparison import refuse_another_function
 from checkpoint_conversion.routing import GROUP_SCORE, NORMALISED
 from checkpoint_conversion.source import Source
 
 AUXILIARY = "hugging_face"
-_ANOTHER_ROUTER = (
-    "The checkpoint's arguments describe another router than {path}. If it was trained with that "
-    f"one, give --hf-config with a config.json that says so ({GROUP_SCORE} and {NORMALISED} are "
-    "read, too); if it was converted by an earlier release and not trained, convert the original "
-    "again:"
+_ANOTHER_FUNCTION = (
+    "The checkpoint's arguments describe another router, or scaling of queries, than {path}. If it "
+    "was trained with that one, give --hf-config with a config.json that says so "
+    f"({GROUP_SCORE} and {NORMALISED} are read, too); if it was converted by an earlier release "
+    "and not trained, convert the original again:"
 )
 
 
@@ -94,12 +94,13 @@ class MegatronCheckpoint(Checkpoint):
     def _read_config(self, args: Mapping[str, object]) -> ModelConfig:
         """From the first source that there is: a user's config.json, that beside the weights, args.
 
-        Arguments beside a config.json must describe the same router: the weights do not show it.
+        Arguments beside a config.json must describe the same router and scaling of queries: the
+        weights do not show them.
         """
         path = self.source.hf_config or self.auxiliary.get(CONFIG)
         if path is not None:
             config = ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
-            refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
+            refuse_another_function(config, args, _ANOTHER_FUNCTION.format(path=path))
             return config
         if args:
             return from_megatron_args(args)

@@ -9,8 +9,8 @@ _GROUPS = FixedValue(1, "Megatron ranks Mistral 4's groups of experts otherwise"
 ENTRY = ModelType(
     name="mistral4",
     summary=(
-        "softmax router, experts of a layer in one tensor; where `llama_4_scaling_beta` is 0: "
-        "Mistral Small 4 has 0.1, which Megatron's MLA lacks"
+        "softmax router, experts of a layer in one tensor, queries that `llama_4_scaling_beta` "
+        "scales, which Megatron's own attention does not: a note says so"
     ),
     architectures=("Mistral4ForCausalLM",),
     defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
@@ -18,11 +18,9 @@ ENTRY = ModelType(
         "n_group": _GROUPS,
         "topk_group": _GROUPS,
         "quantization_config": FixedValue(None, "Mistral 4's FP8 is not that of DeepSeek"),
-        "rope_parameters.llama_4_scaling_beta": FixedValue(
-            0, "it scales queries by their position, which Megatron's MLA cannot"
-        ),
     },
     rope_types=("yarn",),
+    scales_queries=True,
     rotary_part_of_head=True,
     scoring_func="softmax",
     topk_methods=("greedy",),
@@ -30,4 +28,5 @@ ENTRY = ModelType(
         "mlp.experts.gate_up_proj": "mlp.experts.{expert}.[gate|up]_proj.weight",
         "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
     },
+    from_arguments=True,
 )

@@ -90,11 +90,15 @@ def _read(fields: Fields, name: str) -> object:
 
 def _special_of_experts(fields: Fields) -> Model:
     scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
-    if scores == "softmax" and not fields.boolean("moe_router_pre_softmax", default=False):
-        fields.wrong("moe_router_pre_softmax", "true with softmax scores")
     # Megatron ignores the number of groups if the number of chosen groups is missing.
     limited = fields.given(_GROUPS[1])
-    group_score = ROUTER_OPTIONS[0]
+    group_score, normalised = ROUTER_OPTIONS
+    pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
+    of_chosen = scores == "softmax" and not pre_softmax
+    if of_chosen and (limited or fields.given(normalised)):
+        fields.wrong(
+            "moe_router_pre_softmax", f"true with softmax scores and groups or {normalised}"
+        )
     # Of an earlier release, which has this epsilon in its arguments but not our router's options.
     # Its converter wrote none, and its training chose as Megatron does.
     unsaid = fields.given("latent_norm_epsilon") and not fields.null(group_score)
@@ -115,6 +119,8 @@ def _special_of_experts(fields: Fields) -> Model:
     return {
         "moe_router_score_function": scores,
         "moe_layer_freq": _layers(fields),
+        # The softmax of the chosen experts is that of all, divided by the sum of the chosen.
+        normalised: of_chosen or _read(fields, normalised),
         **{name: fields.integer(name, _MOST) if limited else None for name in _GROUPS},
     }
 

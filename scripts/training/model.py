@@ -22,9 +22,9 @@ from absorbed_mla.checkpoint.distributed import load_model_weights
 from absorbed_mla.deepseek_router import use_deepseek_router
 from absorbed_mla.dsa.warm_up import INDEXER, train_only_indexer
 from absorbed_mla.lora import add_lora, load_peft_adapter
-from absorbed_mla.options import ROUTER_OPTIONS
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
+from checkpoint_conversion.megatron_args import layer_options
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.megatron_loop import gpt_config_from_args
 from training.options import lora_config
@@ -55,8 +55,7 @@ def model_config(
     if options is None:
         ours = {"form": args.form, "down_projection": args.down_projection}
         options = AbsorbedMLAOptions(**ours if args.attention == "absorbed" else {})
-    router = {name: getattr(args, name) for name in ROUTER_OPTIONS}
-    options = options.replace(latent_norm_eps=args.latent_norm_epsilon, **router)
+    options = options.replace(**layer_options(args))
     config.transformer_layer_spec = partial(_decoder_block, args, options)
     if args.attention == "absorbed":
         config.builder = "specs.absorbed_mla_gpt_builder.AbsorbedMLAGPTModelBuilder"

@@ -5,9 +5,9 @@ from __future__ import annotations
 Model = dict[str, object]
 
 # The arguments that describe a model, under Megatron's names, with the values of those that a
-# preset leaves out. ``latent_norm_epsilon``, of the norms inside the attention, and two of the
-# router are options of the layers (AbsorbedMLAOptions). Megatron has no options for YaRN's
-# ``original_max_position_embeddings`` and betas.
+# preset leaves out. ``latent_norm_epsilon``, of the norms inside the attention,
+# ``llama_4_scaling_beta`` and two of the router are options of the layers (AbsorbedMLAOptions).
+# Megatron has no options for YaRN's ``original_max_position_embeddings`` and betas.
 COMMON: Model = {
     "vocab_size": None,
     "num_layers": None,
@@ -30,6 +30,7 @@ COMMON: Model = {
     "beta_slow": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": None,
     "num_experts": None,
     "moe_layer_freq": [],  # for each layer 0 (dense) or 1 (MoE)
     "moe_ffn_hidden_size": None,

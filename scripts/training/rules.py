@@ -281,3 +281,10 @@ def training(args: argparse.Namespace) -> Rules:
     yield not 0 <= alpha <= 1, f"--qk-clip-alpha must be from 0 to 1, got {alpha}"
     sparse = args.experimental_attention_variant is not None
     yield sparse and args.attention != "absorbed", only_absorbed(args.attention)
+    context = args.original_max_position_embeddings
+    scaled = args.llama_4_scaling_beta is not None and args.seq_length > context
+    yield (
+        scaled and args.attention != "absorbed",
+        "--attention must be absorbed for a model with llama_4_scaling_beta and --seq-length above "
+        f"{context}, got {args.attention}: Megatron's MLASelfAttention does not scale queries",
+    )

@@ -227,7 +227,7 @@ def _fields(architecture: Architecture) -> dict:
         kinds = ["dense", *["sparse" if architecture.moe else "dense"] * 2]
         return fields | {"mlp_layer_types": kinds, "routed_scaling_factor": 1.8}
     if architecture.family == "mistral4":
-        rope = {**fields["rope_parameters"], "llama_4_scaling_beta": 0.0}
+        rope = {**fields["rope_parameters"], "llama_4_scaling_beta": 0.1}
         return fields | {"rope_parameters": rope, "routed_scaling_factor": 1.5}
     if architecture.family == "glm5":
         # The third layer shares the second one's selection, which is not the first one's. What

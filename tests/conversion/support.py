@@ -79,6 +79,14 @@ SHARED = {
     "index_topk_freq": 3, "index_skip_topk_offset": 2,
 }
 # fmt: on
+YARN = {**hugging_face_config()["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000.0}
+MISTRAL4 = {
+    "model_type": "mistral4",
+    "architectures": ["Mistral4ForCausalLM"],
+    **dict.fromkeys(("scoring_func", "topk_method", "rope_scaling")),
+    "n_group": 1,
+    "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
+}
 
 
 def tiny_config(**changes) -> ModelConfig:

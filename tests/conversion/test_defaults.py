@@ -14,11 +14,8 @@ from checkpoint_conversion.model_type import convertible
 from tests.conversion.support import hugging_face_config, refused
 
 transformers = pytest.importorskip("transformers")
-# Defaults that no model can be made of, and one that the converter does not support.
-_CHANGES = {
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "mistral4": {"rope_parameters": {"llama_4_scaling_beta": 0.0}},
-}
+# Defaults that no model can be made of.
+_CHANGES = {"deepseek_v2": {"num_experts_per_tok": 6}}
 # Counted from the tensors: transformers announces a layer that most checkpoints do not have.
 _COUNTED = "num_nextn_predict_layers"
 
@@ -27,9 +24,7 @@ def defaults_of(model_type: str) -> dict:
     """The config.json of transformers' default config."""
     config = getattr(transformers, convertible()[model_type].transformers_config)()
     fields = {**config.to_dict(), "model_type": model_type}
-    for name, value in _CHANGES.get(model_type, {}).items():
-        fields[name] = {**fields[name], **value} if isinstance(value, dict) else value
-    return fields
+    return fields | _CHANGES.get(model_type, {})
 
 
 def read(fields: dict) -> tuple:

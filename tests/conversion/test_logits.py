@@ -38,6 +38,7 @@ from tests.conversion.models import (
     EVALUATED,
     KIMI_K25,
     ORIGINAL_CONTEXT,
+    OTHERS,
     SPARSE,
     Architecture,
     logits_of,
@@ -84,10 +85,15 @@ class Case:
             convert(self.folder, target, to)
         return target
 
-    def error(self, logits: Tensor) -> float:
-        """Largest difference of a logit, relative to the largest one; infinite where not finite."""
+    def error(self, logits: Tensor, to: str = "absorbed") -> float:
+        """Largest difference of a logit, relative to the largest one; infinite where not finite.
+
+        Of what Megatron's own attention evaluates, within the context where no query is scaled.
+        """
         assert logits.shape == self.expected.shape
-        error = (logits - self.expected).abs().max() / self.expected.abs().max()
+        own = to != "absorbed" and self.architecture.family == "mistral4"
+        positions = slice(ORIGINAL_CONTEXT if own else None)
+        error = (logits - self.expected)[:, positions].abs().max() / self.expected.abs().max()
         return float(error) if error.isfinite() else float("inf")
 
     def opened(self) -> tuple[ModelConfig, Tensors]:
@@ -133,16 +139,16 @@ class TestAgrees:
     @pytest.mark.parametrize("to", ["absorbed", "megatron"])
     def test_distributed_checkpoint(self, case, to):
         """Loaded by Megatron itself, and read by the tool, as ``verify`` does."""
-        assert case.error(loaded_logits(case.converted(to), case.tokens)) < TOLERANCE
+        assert case.error(loaded_logits(case.converted(to), case.tokens), to) < TOLERANCE
         checkpoint = open_checkpoint(case.converted(to))
-        assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
+        assert case.error(checkpoint_logits(checkpoint, case.tokens), to) < TOLERANCE
 
     def test_files_per_rank(self, case):
         config, tensors = case.opened()
         ranks = {"tensor_parallel": 2, "pipeline_parallel": 3}
         write_legacy(case.folder.parent / "legacy", config, load_all(tensors), **ranks)
         checkpoint = open_checkpoint(case.folder.parent / "legacy")
-        assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
+        assert case.error(checkpoint_logits(checkpoint, case.tokens), "legacy") < TOLERANCE
 
     def test_back_to_transformers(self, case, tmp_path):
         """Every bit; transformers reads the folder by itself, with a place for every tensor."""
@@ -320,6 +326,15 @@ class TestWhatMegatronComputesDifferently:
         [note] = megatron_notes(config)
         assert "rms_norm_eps is 0.01" in note
 
+    def test_scaling_of_queries(self, make_case):
+        case = make_case(OTHERS["mistral4-dense"])
+        config, tensors = case.opened()
+        assert case.error(evaluated(config, tensors, case.tokens)) < TOLERANCE
+        standard = evaluated(config, tensors, case.tokens, "standard")
+        assert case.error(standard, "megatron") < TOLERANCE < WRONG < case.error(standard)
+        [note] = megatron_notes(config)
+        assert "llama_4_scaling_beta is 0.1" in note and f"position {ORIGINAL_CONTEXT}" in note
+
     @pytest.mark.parametrize("attention", ["absorbed", "standard"])
     @pytest.mark.parametrize(
         ("architecture", "changes"),
@@ -336,7 +351,7 @@ class TestWhatMegatronComputesDifferently:
         config, tensors = case.opened()
         assert any("Megatron's router" in note for note in megatron_notes(config))
         assert case.error(evaluated(config, tensors, case.tokens, attention)) < TOLERANCE
-        monkeypatch.setattr(logits, "router_options", lambda args: {})
+        monkeypatch.setattr(logits, "layer_options", lambda args: {})
         assert case.error(evaluated(config, tensors, case.tokens, attention)) > WRONG
 
     def test_groups_that_agree(self, make_case):

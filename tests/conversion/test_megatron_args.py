@@ -20,11 +20,12 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
-from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.routing import ROUTER_OPTIONS
 from tests.conversion.released import DEEPSEEK_V3, RELEASED
 from tests.conversion.support import (
     CONFIGS,
+    MISTRAL4,
     random_tensors,
     refused,
     tiny_config,
@@ -40,6 +41,7 @@ _COMMAND_LINE_ONLY = """
 swiglu apply_layernorm_1p squared_relu group_query_attention position_embedding_type
 add_position_embedding use_rotary_position_embeddings norm_epsilon latent_norm_epsilon vocab_size
 padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
+llama_4_scaling_beta
 """
 # Of config.json, what says nothing about the model, or is compared in another way.
 _NOT_COMPARED = """
@@ -51,6 +53,12 @@ _DSA = {
     "dsa_indexer_n_heads": 2,
     "dsa_indexer_head_dim": 16,
     "dsa_indexer_topk": 6,
+}
+_SMALL = {
+    **CONFIGS,
+    "mistral4": MISTRAL4,
+    "mistral4 dense": {**MISTRAL4, "first_k_dense_replace": 3},
+    "mistral4 not normalised": {**MISTRAL4, "norm_topk_prob": False},
 }
 _SCALES = {
     "deepseek-v2-lite": 0.1147214,
@@ -84,10 +92,12 @@ def test_released_models_survive(name):
     assert to_megatron_args(back) == to_megatron_args(config)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", _SMALL)
 def test_small_models_survive(name):
-    config = tiny_config(**CONFIGS[name])
-    assert from_megatron_args(vars(to_megatron_args(config))) == config
+    config = tiny_config(**_SMALL[name])
+    args = to_megatron_args(config)
+    back = from_megatron_args(vars(args))
+    assert back == config and to_megatron_args(back) == args
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -135,17 +145,18 @@ def test_torch_loads_them_when_namespaces_are_allowed():
     assert torch.load(file, weights_only=True) == args
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "moonlight"])
+@pytest.mark.parametrize("name", [*_SMALL, "moonlight"])
 def test_transformers_loads_the_config_json(name):
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
-    config = tiny_config(**CONFIGS[name]) if name in CONFIGS else _released(name)
+    config = tiny_config(**_SMALL[name]) if name in _SMALL else _released(name)
     raw = from_megatron_args(to_megatron_args(config)).hugging_face
     loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     assert loaded.num_hidden_layers == config.num_layers
     assert loaded.first_k_dense_replace == config.moe_layers.count(False)
-    yarn = config.hugging_face["rope_scaling"] is not None
-    assert loaded.rope_parameters["rope_type"] == ("yarn" if yarn else "default")
-    assert loaded.rope_parameters["rope_theta"] == config.hugging_face["rope_theta"]
+    rotary, found = read_function(config.fields, config).rotary, loaded.rope_parameters
+    assert found["rope_type"] == ("yarn" if rotary.rope_type == "yarn" else "default")
+    assert found["rope_theta"] == rotary.rotary_base
+    assert found.get("llama_4_scaling_beta") == rotary.llama_4_scaling_beta
 
 
 def test_a_vocabulary_that_a_tokenizer_enlarged_is_not_cut():
@@ -237,6 +248,13 @@ _REFUSED = [
         "args.moe_router_topk must be at least moe_router_group_topk 2",
     ),
     ({"mscale": 0.5, "mscale_all_dim": 0.0}, "args.mscale must be 1 with mscale_all_dim 0"),
+    ({"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta must be None with sigmoid scores or sp"),
+    ({"llama_4_scaling_beta": -1.0}, "args.llama_4_scaling_beta must be a number from 0"),
+    (
+        {**_SOFTMAX, **_NO_GROUPS, "llama_4_scaling_beta": 0.1, "rope_type": "rope"}
+        | {"mscale_all_dim": 0.0},
+        "args.llama_4_scaling_beta must be None with rope_type 'rope'",
+    ),
     ({"rope_type": "rope"}, "args.mscale_all_dim must be 0 with rope_type 'rope' and rotary_sc"),
     ({"params_dtype": "bf16"}, "args.params_dtype must be torch.bfloat16 or torch.float16 or"),
 ]

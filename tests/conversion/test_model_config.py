@@ -15,7 +15,16 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import MODELS, Refused
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
-from tests.conversion.support import GLM5, V2_LITE, V32, hugging_face_config, refused, tiny_config
+from tests.conversion.support import (
+    GLM5,
+    MISTRAL4,
+    V2_LITE,
+    V32,
+    YARN,
+    hugging_face_config,
+    refused,
+    tiny_config,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -113,15 +122,7 @@ def test_configs_that_transformers_writes():
 
 _FP8 = {"quant_method": "fp8"}
 _GLM = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
-_YARN = {**hugging_face_config()["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000.0}
-_MISTRAL4 = {
-    "model_type": "mistral4",
-    "architectures": ["Mistral4ForCausalLM"],
-    **dict.fromkeys(("scoring_func", "topk_method", "rope_scaling")),
-    "n_group": 1,
-    "rope_parameters": _YARN,
-}
-_POSITIONS = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
+_SCALED = {"rope_parameters": {**YARN, "llama_4_scaling_beta": -0.1}}
 REFUSED = [model for model in MODELS if isinstance(model, Refused)]
 _IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
@@ -196,13 +197,11 @@ _REFUSED = [
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
         ("quantization_config.format is missing", "quantization_config.config_groups is missing"),
     ),
-    (
-        _MISTRAL4 | _POSITIONS,
-        ("rope_parameters.llama_4_scaling_beta must be 0", "scales queries by their position"),
-    ),
-    (_MISTRAL4 | {"n_group": 2}, "n_group must be 1"),
-    (_MISTRAL4 | {"rope_parameters": None}, "rope_parameters is missing"),
-    (_MISTRAL4 | {"quantization_config": _FP8}, "quantization_config must be left out"),
+    (MISTRAL4 | _SCALED, "rope_parameters.llama_4_scaling_beta must be a number from 0"),
+    ({**_SCALED, "rope_scaling": None}, "beta must be left out: transformers does not scale"),
+    (MISTRAL4 | {"n_group": 2}, "n_group must be 1"),
+    (MISTRAL4 | {"rope_parameters": None}, "rope_parameters is missing"),
+    (MISTRAL4 | {"quantization_config": _FP8}, "quantization_config must be left out"),
     (_GLM | {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must be a list of 3"),
     (_GLM | {"mlp_layer_types": [[], {}, "dense"]}, "mlp_layer_types must be a list of 3"),
 ]

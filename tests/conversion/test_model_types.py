@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -45,15 +46,21 @@ class TestDeclarations:
             assert name.count("|") == own.count("|") and ("{expert}" in name) == ("{expert}" in own)
         assert "{layer}" in model.layer
 
-    @pytest.mark.parametrize("interleaved", [None, False, True])
-    @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
-    def test_arguments_become_one_model_type(self, scores, interleaved):
+    @pytest.mark.parametrize(
+        ("scores", "interleaved", "scaled"),
+        [
+            *itertools.product(("sigmoid", "softmax"), (None, False, True), (False,)),
+            ("softmax", None, True),
+        ],
+    )
+    def test_arguments_become_one_model_type(self, scores, interleaved, scaled):
         """Another file cannot change which one, unless it asks for it."""
-        model = of_arguments(scores, interleaved)
+        model = of_arguments(scores, interleaved, scaled)
         same = [
             other.name
             for other in convertible().values()
             if other.from_arguments
+            and other.scales_queries == scaled
             and (other.sparse and other.sparse.interleaved) == interleaved
             and (other.scoring_func == model.scoring_func)
         ]

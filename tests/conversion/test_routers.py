@@ -22,13 +22,14 @@ from checkpoint_conversion.megatron_args import (
     to_megatron_args,
 )
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.router_comparison import refuse_another_router, routing_notes
+from checkpoint_conversion.router_comparison import refuse_another_function, routing_notes
 from checkpoint_conversion.routing import ROUTER_OPTIONS, options_of, read_routing
 from checkpoint_conversion.verify import verify
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
 from tests.conversion.support import (
     CONFIGS,
     GLM5,
+    MISTRAL4,
     V2_LITE,
     V32,
     hugging_face_config,
@@ -231,7 +232,7 @@ def test_another_router_is_not_converted(trained, tmp_path):
     config.write_text(json.dumps(hugging_face_config(**GROUPS)))
     own = source / "release/hugging_face/config.json"
     for given, named in ((None, own), (config, config)):
-        with refused(f"another router than {named}", "--hf-config", DIFFERS):
+        with refused("another router", f"than {named}", "--hf-config", DIFFERS):
             convert(source, tmp_path / "target", "hf", hf_config=given)
     own.unlink()
     with refused("moe_router_group_score_topk is 2"):
@@ -278,7 +279,18 @@ def test_the_same_router(trained, name):
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_have_their_own_router(name):
     config = ModelConfig.from_hugging_face(RELEASED[name])
-    refuse_another_router(config, vars(to_megatron_args(config)), "never")
+    refuse_another_function(config, vars(to_megatron_args(config)), "never")
+
+
+def test_another_scaling_of_queries():
+    """Arguments that Megatron-LM's own training saved do not have it."""
+    config = tiny_config(**MISTRAL4)
+    args = vars(to_megatron_args(config))
+    refuse_another_function(config, args, "never")
+    with refused("llama_4_scaling_beta is 0.1, in the model None"):
+        refuse_another_function(config, {**args, "llama_4_scaling_beta": None}, "differs:")
+    del args["llama_4_scaling_beta"]
+    refuse_another_function(config, args, "never")
 
 
 @pytest.mark.parametrize("args", [{}, {"num_experts": 16}, {"moe_router_topk": 6}])

@@ -26,16 +26,17 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_router
+from checkpoint_conversion.rotary import BETA
+from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_function
 from checkpoint_conversion.routing import ROUTER_OPTIONS
 
 _NONE = "The model's config describes none that can be exported:"
-_ANOTHER_ROUTER = (
-    "hf_config describes another router than the model's: a program that reads it would choose "
-    "other experts, or weigh them otherwise:"
+_ANOTHER_FUNCTION = (
+    "hf_config describes another router, or scaling of queries, than the model's: a program that "
+    "reads it would compute something else:"
 )
-# (moe_router_group_score_topk, moe_router_norm_topk_prob)
-RouterOptions = tuple[int | None, bool | None]
+# Options of the layers that a model's config.json says and Megatron's config does not.
+_OPTIONS = (*ROUTER_OPTIONS, BETA)
 _PREFIX = "config."
 
 
@@ -99,7 +100,7 @@ def _require_own_attention(model: GPTModel) -> None:
 
 
 def model_config(
-    model: GPTModel, hf_config: Mapping[str, object] | None, router: RouterOptions
+    model: GPTModel, hf_config: Mapping[str, object] | None, options: Mapping[str, object]
 ) -> ModelConfig:
     """The dimensions of a model.
 
@@ -107,19 +108,19 @@ def model_config(
         model: Any of its parts.
         hf_config: Its config.json; None: what Megatron's config says, with every row of the
             embedding a token.
-        router: Options of its layers with experts, of which this part need not have any.
+        options: Of its layers, of which this part need not have any.
 
     Raises:
         CheckpointError: Listing what no Hugging Face model has that the converter knows, and where
-            a config.json describes another router.
+            a config.json describes another router or scaling of queries.
     """
-    args = _arguments(model) | dict(zip(ROUTER_OPTIONS, router, strict=True))
+    args = _arguments(model) | options
     fields = Fields(args, _activation_problems(model.config), _PREFIX)
     check_kind(fields)
     if hf_config is not None:
         fields.raise_problems(_NONE)
         config = ModelConfig.from_hugging_face(hf_config)
-        refuse_another_router(config, args, _ANOTHER_ROUTER)
+        refuse_another_function(config, args, _ANOTHER_FUNCTION)
         return config
     try:
         found = from_megatron_args(args, _PREFIX)
@@ -155,27 +156,32 @@ def _arguments(model: GPTModel) -> dict[str, object]:
     }
 
 
-def router_options(chunks: Sequence[GPTModel]) -> set[RouterOptions]:
-    """What the options of this rank's layers with experts say of the router, each once."""
+def layer_options(chunks: Sequence[GPTModel]) -> set[tuple[str, object]]:
+    """Names and values of the options of this rank's layers; the router's of those with experts."""
     layers = (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer))
-    routed = (layer for layer in layers if isinstance(layer.mlp, BaseMoELayer))
-    options = (layer.self_attention.options for layer in routed)
-    return {tuple(getattr(own, name) for name in ROUTER_OPTIONS) for own in options}
+    return {
+        (name, getattr(layer.self_attention.options, name))
+        for layer in layers
+        for name in _OPTIONS
+        if name == BETA or isinstance(layer.mlp, BaseMoELayer)
+    }
 
 
-def one_router(of_ranks: Sequence[set[RouterOptions]]) -> RouterOptions:
-    """The options of a model's router, from what its ranks have.
+def one_of_each(of_ranks: Sequence[set[tuple[str, object]]]) -> dict[str, object]:
+    """The options of a model's layers, from what its ranks have.
 
     Raises:
         ValueError: If layers differ.
     """
     found = set().union(*of_ranks)
-    if len(found) > 1:
-        raise ValueError(
-            f"all layers with experts must have one {' and '.join(ROUTER_OPTIONS)} to be exported, "
-            f"got {', '.join(sorted(map(str, found)))}"
-        )
-    return found.pop() if found else (None, None)
+    for option in _OPTIONS:
+        values = sorted(str(value) for name, value in found if name == option)
+        if len(values) > 1:
+            raise ValueError(
+                f"all layers that have a {option} must have one to be exported, got "
+                f"{', '.join(values)}"
+            )
+    return dict.fromkeys(_OPTIONS) | dict(found)
 
 
 def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:

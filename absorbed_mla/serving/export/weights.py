@@ -16,12 +16,11 @@ from absorbed_mla.serving.export.agreement import on_all_ranks
 from absorbed_mla.serving.export.iteration import started
 from absorbed_mla.serving.export.live import (
     LiveCheckpoint,
-    RouterOptions,
+    layer_options,
     model_chunks,
     model_config,
     model_shards,
-    one_router,
-    router_options,
+    one_of_each,
 )
 from absorbed_mla.serving.export.shards import (
     Described,
@@ -69,8 +68,9 @@ def hf_weights(
     Raises:
         ValueError: At the call: if the model has another attention, is none that the converter
             knows, or an option is wrong; if the ranks' process group has no backend for the model's
-            device; if a program that reads the config.json would route otherwise than the model. If
-            ranks hold or ask for different things, or one of them raises it, all do.
+            device; if a program that reads the config.json would route, or scale queries, otherwise
+            than the model. If ranks hold or ask for different things, or one of them raises it, all
+            do.
         RuntimeError: While iterating, if another rank has stopped.
     """
     parts, device = _planned(model, dtype, fp8, hf_config)
@@ -100,11 +100,11 @@ def _planned(
     hf_config: Mapping[str, object] | Path | None,
 ) -> tuple[Sequence[Part], torch.device]:
     """What is exported, as the converter would write it, and the model's device."""
-    (chunks, options, fields), routers = on_all_ranks(
+    (chunks, options, fields), found = on_all_ranks(
         lambda: _requested(model, dtype, fp8, hf_config)
     )
-    router = one_router(routers)
-    (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, router))
+    layers = one_of_each(found)
+    (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, layers))
     _require_same(described)
     device = next(chunks[0].parameters()).device
     held = [own for _, own in described]
@@ -117,24 +117,24 @@ def _requested(
     dtype: torch.dtype | None,
     fp8: bool | str,
     hf_config: Mapping[str, object] | Path | None,
-) -> tuple[tuple, set[RouterOptions]]:
-    """The arguments of a call, checked, and what this rank's layers say of the router."""
+) -> tuple[tuple, set[tuple[str, object]]]:
+    """The arguments of a call, checked, and the options of this rank's layers."""
     chunks = model_chunks(model)
     _require_messages_on(next(chunks[0].parameters()).device)
     options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
     if isinstance(hf_config, Path):
         hf_config = read_json(hf_config, MAX_CONFIG_BYTES)
-    return (chunks, options, hf_config), router_options(chunks)
+    return (chunks, options, hf_config), layer_options(chunks)
 
 
 def _described(
     chunks: Sequence[GPTModel],
     options: TargetOptions,
     hf_config: Mapping[str, object] | None,
-    router: RouterOptions,
+    layers: Mapping[str, object],
 ) -> tuple[tuple[ModelConfig, list[ShardedTensor]], tuple[str, list[Described]]]:
     """The model and this rank's shards of it; what all ranks must ask for, and these shards."""
-    config = model_config(chunks[0], hf_config, router)
+    config = model_config(chunks[0], hf_config, layers)
     writer_for("hf", config, options)
     shards = [shard for shard in model_shards(chunks) if sent_by_this_rank(shard)]
     asked = f"{dataclasses.replace(config, hugging_face={})} with {options}"

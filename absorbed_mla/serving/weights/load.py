@@ -34,7 +34,7 @@ from absorbed_mla.serving.weights.live_weights import set_weights
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.mapping import without_mtp_layers
-from checkpoint_conversion.megatron_args import model_notes, router_options, to_megatron_args
+from checkpoint_conversion.megatron_args import layer_options, model_notes, to_megatron_args
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
@@ -283,10 +283,9 @@ def _build(
     attention = AbsorbedMLAOptions(
         # Tokens of several adapters are together in a step, which one form computes.
         form="absorbed" if options.enable_lora else options.form,
-        latent_norm_eps=args.latent_norm_epsilon,
         latent_cache_dtype=options.latent_cache_dtype,
         batch_invariant=options.parity,
-        **router_options(args),
+        **layer_options(args),
     )
     backend = megatron_config.transformer_impl
     spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)

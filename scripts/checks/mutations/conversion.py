@@ -29,7 +29,7 @@ checkpoint_conversion/expert_stacks.py
     -> or False
 checkpoint_conversion/formats/megatron_folder.py
   megatron_configs_of_another_router:
-    - refuse_another_router(config, args, _ANOTHER_ROUTER.format(path=path))
+    - refuse_another_function(config, args, _ANOTHER_FUNCTION.format(path=path))
     ->
 checkpoint_conversion/formats/vocabulary_padding.py
   tokens_of_the_own_config_are_dropped: if CONFIG in auxiliary: -> if False:
@@ -59,6 +59,8 @@ checkpoint_conversion/mapping.py
 checkpoint_conversion/mapping_table.py
   weights_of_heads_are_quantised: "indexer", float32=True -> "indexer", float32=True, fp8=True
   weights_of_heads_are_rounded: "indexer", float32=True -> "indexer"
+checkpoint_conversion/megatron_args.py
+  converted_queries_are_not_scaled: , BETA: args.llama_4_scaling_beta} -> }
 checkpoint_conversion/model.py
   values_that_no_model_may_have: inner.only(name, only.value, only.accepted) -> pass
   dense_models_have_experts: if not model.experts or -> if

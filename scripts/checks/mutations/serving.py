@@ -100,19 +100,20 @@ absorbed_mla/serving/export/live.py
   export_believes_the_config_about_mtp:
     - dataclasses.replace(config, mtp_layers=count_mtp_layers(weights))
     -> config
-  export_of_another_router: refuse_another_router(config, args, _ANOTHER_ROUTER) ->
+  export_of_another_router: refuse_another_function(config, args, _ANOTHER_FUNCTION) ->
   export_of_megatrons_router: fields.problems.extend(only_megatrons(found)) ->
+  export_reads_the_scaling_of_layers_with_experts: name == BETA or isinstance -> isinstance
   export_reads_the_router_of_one_chunk: for chunk in chunks for m -> for chunk in chunks[:1] for m
   exported_activation: if config.activation_func is not F.silu: -> if False:
   export_heads_of_tied_models: not model.share_embeddings_and_output_weights -> True
-  export_without_router_options: (model) | dict(zip(ROUTER_OPTIONS, router, strict=True)) -> (model)
+  export_without_layer_options: (model) | options -> (model)
   export_unwraps_once: while not isinstance(inner, GPTModel) -> if not isinstance(inner, GPTModel)
   export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
 absorbed_mla/serving/export/shards.py
   export_with_gradients: = data.detach(), shard.size -> = data, shard.size
 absorbed_mla/serving/export/weights.py
   export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
-  export_reads_the_router_of_one_stage: one_router(routers) -> one_router([router_options(chunks)])
+  export_reads_the_router_of_one_stage: one_of_each(found) -> one_of_each([layer_options(chunks)])
   export_scales_as_powers_of_two: return SCALE_FORMATS[0] if fp8 -> return SCALE_FORMATS[1] if fp8
 absorbed_mla/serving/llm.py
   beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
@@ -499,7 +500,7 @@ absorbed_mla/serving/weights/fused_residuals.py
 absorbed_mla/serving/weights/index_weights.py
   index_weights_are_those_of_parity: if parity: -> if False:
 absorbed_mla/serving/weights/load.py
-  llm_chooses_megatrons_experts: **router_options(args), ->
+  llm_forgets_the_options_of_layers: **layer_options(args), ->
   parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
   llm_forgets_follow_links: (folder, follow_links=follow_links) -> (folder)
   tokenizer_beside_the_blobs: return checkpoint.auxiliary_folder if checkpoint.auxiliary else None

@@ -16,8 +16,9 @@ from absorbed_mla.options import ROUTER_OPTIONS
 from checkpoint_conversion.formats.vocabulary_padding import check_padding
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.verify import config_differences
 from tests.conversion.released import RELEASED
-from tests.conversion.support import V2_LITE, tiny_config
+from tests.conversion.support import MISTRAL4, V2_LITE, tiny_config
 from tests.support.refusal import refusal
 from tests.support.train_arguments import checked, resolved_from, saved
 from training.arguments import model_of, set_vocabulary
@@ -103,6 +104,26 @@ def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, 
     assert model_from_args(args) == model
 
 
+def test_a_converted_models_scaling_comes_along(monkeypatch):
+    config = tiny_config(**MISTRAL4)
+    converted = to_megatron_args(config)
+    args = resolved_from(converted, monkeypatch)
+    model = model_of(args)
+    assert (model["llama_4_scaling_beta"], model["moe_router_norm_topk_prob"]) == (0.1, True)
+    args.seq_length = args.max_position_embeddings
+    validate_arguments(args)
+    set_vocabulary(args, 1)
+    gpt = build_gpt(model_config(args), torch.device("cpu"))
+    assert {layer.self_attention.query_scaling.beta for layer in gpt.decoder.layers} == {0.1}
+    assert model_from_args(args) == model
+    assert config_differences(config, from_megatron_args(args)) == {}
+    standard = resolved_from(converted, monkeypatch, "--attention standard --seq-length 33")
+    with refusal("--attention must be absorbed", "--seq-length above 32, got standard"):
+        validate_arguments(standard)
+    standard.seq_length = 32
+    validate_arguments(standard)
+
+
 def test_a_routing_that_is_not_said():
     """Of a converter without these options: Megatron's choice would not be the model's."""
     converted = vars(to_megatron_args(tiny_config(**_V2_GROUPS)))
@@ -168,7 +189,11 @@ def test_what_megatrons_own_training_saves():
         ({"hidden_size": "128"}, "args.hidden_size must be an integer"),
         ({"num_layers": None}, "args.num_layers is missing"),
         ({"moe_layer_freq": "([0]*9)"}, "--moe-layer-freq must have one entry for each"),
-        ({"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}, "pre_softmax"),
+        (
+            {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+            | {"moe_router_norm_topk_prob": True},
+            "args.moe_router_pre_softmax must be true with softmax",
+        ),
         ({"moe_router_group_topk": 1}, "args.moe_router_num_groups is missing"),
     ],
 )

@@ -25,7 +25,7 @@ from checkpoint_conversion.mapping import hugging_face_shapes
 from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
-from tests.conversion.support import load_all, tiny_config
+from tests.conversion.support import MISTRAL4, load_all, tiny_config
 from tests.support.adapters import wrap
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
@@ -160,12 +160,12 @@ class TestRouter:
         args = to_megatron_args(self.CONFIG, dtype=torch.float32)
         return logits.megatron_model(self.CONFIG, "absorbed"), args
 
-    def router(self, *chunks: GPTModel) -> live.RouterOptions:
-        return live.one_router([live.router_options(chunks)])
+    def options(self, *chunks: GPTModel) -> dict[str, object]:
+        return live.one_of_each([live.layer_options(chunks)])
 
     def test_in_the_config(self):
         model, args = self.model()
-        found = live.model_config(model, None, self.router(model)).hugging_face
+        found = live.model_config(model, None, self.options(model)).hugging_face
         assert (found["norm_topk_prob"], found["n_group"], found["topk_group"]) == (False, 4, 2)
         assert "moe_router_group_score_topk" not in found, "two, as of every DeepSeek-V3"
         back = to_megatron_args(ModelConfig.from_hugging_face(found))
@@ -192,18 +192,45 @@ class TestRouter:
         model, args = self.model()
         first = made(stage=(True, False))
         first.decoder.layers = nn.ModuleList()
-        assert live.router_options([first]) == set()
-        expected = tuple(router_options(args).values())
-        assert self.router(first, model) == expected
-        assert live.one_router([set(), {expected}, {expected}]) == expected
-        assert live.one_router([set()]) == (None, None)
+        assert live.layer_options([first]) == set()
+        expected = router_options(args) | {"llama_4_scaling_beta": None}
+        assert self.options(first, model) == expected
+        found = set(expected.items())
+        assert live.one_of_each([set(), found, found]) == expected
+        assert live.one_of_each([set()]) == dict.fromkeys(expected)
 
     def test_layers_that_differ(self):
         model, _ = self.model()
         attention = model.decoder.layers[-1].self_attention
         attention.options = attention.options.replace(moe_router_norm_topk_prob=True)
-        with refusal("all layers with experts", "(2, False), (2, True)"):
+        with refusal("all layers", "have one", "moe_router_norm_topk_prob", "got False, True"):
             hf_weights(model)
+
+
+def test_scaling_of_queries(tmp_path):
+    """It is in the config.json, without which the weights are those of another model type."""
+    config = tiny_config(**MISTRAL4)
+    model = logits.megatron_model(config, "absorbed")
+    options = live.one_of_each([live.layer_options([model])])
+    found = live.model_config(model, None, options).hugging_face
+    assert (found["model_type"], found["rope_parameters"]["llama_4_scaling_beta"]) == (
+        "mistral4",
+        0.1,
+    )
+    save_torch_dist(tmp_path / "saved", model, to_megatron_args(config, dtype=torch.float32))
+    convert(tmp_path / "saved", tmp_path / "hf", "hf", workers=1)
+    assert_equal(dict(hf_weights(model)), converted(tmp_path / "hf"))
+    assert (
+        json.loads((tmp_path / "hf/config.json").read_text())["rope_parameters"]
+        == (found["rope_parameters"])
+    )
+    rope = {**found["rope_parameters"], "llama_4_scaling_beta": 0.2}
+    with refusal("scaling of queries", "llama_4_scaling_beta is 0.2, in the model 0.1"):
+        hf_weights(model, hf_config={**found, "rope_parameters": rope})
+    attention = model.decoder.layers[0].self_attention
+    attention.options = attention.options.replace(llama_4_scaling_beta=None)
+    with refusal("all layers", "llama_4_scaling_beta", "got 0.1, None"):
+        hf_weights(model)
 
 
 class TestValues:
