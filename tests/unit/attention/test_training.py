@@ -103,7 +103,8 @@ def test_a_query_that_lies_otherwise_without_gradients_is_found(monkeypatch):
         found = absorb_query(q_nope, w_uk)
         return found if torch.is_grad_enabled() else found.contiguous()
 
-    monkeypatch.setattr(absorbed, "absorb_query", contiguous_without_gradients)
+    found = staticmethod(contiguous_without_gradients)
+    monkeypatch.setattr(absorbed.AbsorbedForm, "absorb_query", found)
     with pytest.raises(AssertionError, match="lie in memory"):
         call()
 
