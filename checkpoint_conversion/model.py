@@ -92,7 +92,7 @@ def _known(config: Mapping[str, object]) -> ModelType:
         inner = shown(text.get("model_type"))
         fields.problems.append(
             f"model_type {shown(found)} has a text model ({inner}) and more; only "
-            f"{', '.join(with_images)}'s is taken out of it"
+            f"{' or '.join(with_images)}'s is taken out of it"
         )
     else:
         fields.wrong("model_type", " or ".join(map(repr, (*convertible(), *with_images))))

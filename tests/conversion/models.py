@@ -37,7 +37,7 @@ _SIZES = {
 }
 _VISION = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-    "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+    "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "image_size": 8, "head_dim": 16,
 }
 # fmt: on
 # Transformers' names of the classes.
@@ -96,6 +96,7 @@ SPARSE = {
     "glm5-dense": Architecture("glm5", q_lora=True, moe=False, rope="yarn"),
 }
 KIMI_K25 = Architecture("kimi_k25", q_lora=True, moe=True, rope="yarn")
+MISTRAL3 = Architecture("mistral3", q_lora=True, moe=True, rope="yarn")
 # Models of other names whose attention is plain MLA.
 OTHERS = {
     "glm4_moe_lite": Architecture("glm", q_lora=True, moe=True, rope="rope"),
@@ -103,6 +104,7 @@ OTHERS = {
     "mistral4": Architecture("mistral4", q_lora=True, moe=True, rope="yarn"),
     "mistral4-dense": Architecture("mistral4", q_lora=False, moe=False, rope="yarn"),
     "kimi_k25": KIMI_K25,
+    "mistral3": MISTRAL3,
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
 }
@@ -122,6 +124,7 @@ WHOLE = {
     # Transformers has it by the name of DeepSeek-V3.
     "kimi_k2": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
     "kimi_k25": KIMI_K25,
+    "mistral3": MISTRAL3,
     "mistral4": OTHERS["mistral4"],
     "sarvam_mla": OTHERS["sarvam_mla"],
     "youtu": OTHERS["youtu"],
@@ -130,8 +133,8 @@ WHOLE = {
 
 def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     """The model in float32, for inference; ``changes`` are fields of its config."""
-    if architecture == KIMI_K25:
-        return _make_kimi_k25(seed)
+    if architecture in (KIMI_K25, MISTRAL3):
+        return _make_model_of_images(architecture, seed)
     family = FAMILIES[architecture.family]
     fields = {**_fields(architecture), **changes}
     config = getattr(transformers, f"{family}Config")(**fields)
@@ -142,16 +145,19 @@ def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     return model
 
 
-def _make_kimi_k25(seed: int) -> Any:
-    """A model of text and images whose text model is a DeepSeek-V3."""
-    config = transformers.Kimi_K25Config(
-        text_config={"model_type": "deepseek_v3", **_fields(KIMI_K25)},
+def _make_model_of_images(architecture: Architecture, seed: int) -> Any:
+    """A model of text and images whose text model is a DeepSeek-V3 or a Mistral 4."""
+    text, name = (
+        ("deepseek_v3", "Kimi_K25") if architecture == KIMI_K25 else ("mistral4", "Mistral3")
+    )
+    config = getattr(transformers, f"{name}Config")(
+        text_config={"model_type": text, **_fields(architecture)},
         vision_config=_VISION,
         projection_hidden_size=32,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "eager"
-    model = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     _randomise(model, seed)
     return model
 
@@ -226,7 +232,7 @@ def _fields(architecture: Architecture) -> dict:
     if architecture.family == "glm":
         kinds = ["dense", *["sparse" if architecture.moe else "dense"] * 2]
         return fields | {"mlp_layer_types": kinds, "routed_scaling_factor": 1.8}
-    if architecture.family == "mistral4":
+    if architecture.family in ("mistral4", "mistral3"):
         rope = {**fields["rope_parameters"], "llama_4_scaling_beta": 0.1}
         return fields | {"rope_parameters": rope, "routed_scaling_factor": 1.5}
     if architecture.family == "glm5":

@@ -37,6 +37,7 @@ from tests.conversion.models import (
     ARCHITECTURES,
     EVALUATED,
     KIMI_K25,
+    MISTRAL3,
     ORIGINAL_CONTEXT,
     OTHERS,
     SPARSE,
@@ -91,7 +92,7 @@ class Case:
         Of what Megatron's own attention evaluates, within the context where no query is scaled.
         """
         assert logits.shape == self.expected.shape
-        own = to != "absorbed" and self.architecture.family == "mistral4"
+        own = to != "absorbed" and self.architecture.family in ("mistral3", "mistral4")
         positions = slice(ORIGINAL_CONTEXT if own else None)
         error = (logits - self.expected)[:, positions].abs().max() / self.expected.abs().max()
         return float(error) if error.isfinite() else float("inf")
@@ -153,7 +154,7 @@ class TestAgrees:
     def test_back_to_transformers(self, case, tmp_path):
         """Every bit; transformers reads the folder by itself, with a place for every tensor."""
         before = stored(case.folder)
-        if case.architecture == KIMI_K25:
+        if case.architecture in (KIMI_K25, MISTRAL3):
             before = text_model(before)
         for by in ("megatron", "absorbed"):
             shards = TargetOptions(max_shard_bytes=100_000)
@@ -164,7 +165,7 @@ class TestAgrees:
             assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         family = case.architecture.family
         # AutoModelForCausalLM does not know Mistral 4.
-        auto = {"mistral4": transformers.Mistral4ForCausalLM}
+        auto = dict.fromkeys(("mistral3", "mistral4"), transformers.Mistral4ForCausalLM)
         loader = auto.get(family, transformers.AutoModelForCausalLM)
         model, report = loader.from_pretrained(
             tmp_path / "absorbed", output_loading_info=True, attn_implementation="eager"
@@ -173,6 +174,7 @@ class TestAgrees:
         assert case.error(logits_of(model, case.tokens)) < TOLERANCE
         kinds = {"v2": "deepseek_v2", "v32": "deepseek_v32", "glm": "glm4_moe_lite"}
         kinds |= {"glm5": "glm_moe_dsa", "v3": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+        kinds |= {"mistral3": "mistral4"}
         assert model.config.model_type == kinds.get(family, family)
 
     def test_the_folder_itself(self, case):

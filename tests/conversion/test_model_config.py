@@ -190,8 +190,8 @@ _REFUSED = [
         ("mla_scale_q_lora", "two attentions in a layer", "zero_expert_num"),
     ),
     (
-        {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
-        ("'mistral3' has a text model ('mistral4')", "kimi_k25"),
+        {"model_type": "llava", "text_config": {"model_type": "mistral4"}},
+        ("'llava' has a text model ('mistral4')", "kimi_k25 or mistral3's is taken out of it"),
     ),
     (
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
