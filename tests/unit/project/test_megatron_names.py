@@ -27,6 +27,8 @@ OF_OTHERS = {
     "absorbed_mla/bridge/mapping.py": {"_resolve_names"},
     # Of transformers' tokenizers.
     "absorbed_mla/serving/tokenizers/token_bytes.py": {"_decode"},
+    # Ends names of compressed-tensors' tensors.
+    "checkpoint_conversion/packed.py": {"_scale"},
 }
 ROWS = {
     name for need in (*LAYER_NEEDS, *BATCH_INVARIANT_NEEDS, *SERVING_NEEDS) for name in need.names
