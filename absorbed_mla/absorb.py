@@ -74,7 +74,7 @@ def _contiguous_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 def _head_product(equation: str, x: Tensor, weight: Tensor) -> Tensor:
     """``x`` [S, B, N, ..] times a weight [N, ..], whose gradient misses no token."""
-    if parts.count() is not None:
+    if parts.fixed.count is not None:
         product = functools.partial(torch.einsum, equation)
         return torch.cat(parts.by_parts(product, (2, 0), x, weight), dim=2)
     tokens, batch = x.shape[:2]
@@ -108,7 +108,7 @@ class _HeadProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        if parts.count() is not None:
+        if parts.fixed.count is not None:
             found = parts.by_parts(_head_gradients, (2, 2, 0), grad, x, weight)
             return tuple(torch.cat(some, dim) for some, dim in zip(zip(*found), (2, 0)))
         return _head_gradients(grad, x, weight)

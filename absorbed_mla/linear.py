@@ -76,7 +76,7 @@ class DuplicatedLinear(_OneWeight):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map ``x`` [..., input_size] to [..., output_size]; None stands for the bias."""
-        if parts.count() is not None:
+        if parts.fixed.count is not None:
             return duplicated_linear(x, self.weight), None
         return F.linear(x, self.weight), None
 

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant import is_enabled, parts
 from absorbed_mla.batch_invariant.norms import rms_norm, scaled
 from absorbed_mla.graph_capture import SaveForBackward
 
@@ -74,7 +74,9 @@ class RMSNorm(nn.Module):
             weight = weight + 1
         normed = x.to(compute)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return scaled(normed, weight, self.weight).to(self.weight.dtype)
+        by_parts = parts.fixed.count is not None
+        normed = scaled(normed, weight, self.weight) if by_parts else normed * weight
+        return normed.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Width and epsilon, for ``print(model)``."""

@@ -74,7 +74,7 @@ def enter_head_parallel(
     if tp_group.size() == 1:
         return x
     # With a fixed number of parts the core attention's backward sums over ranks, in fp32.
-    summed = parts.count() is not None
+    summed = parts.fixed.count is not None
     if sequence_parallel:
         return gather_from_sequence_parallel_region(
             x, tensor_parallel_output_grad=not summed, group=tp_group

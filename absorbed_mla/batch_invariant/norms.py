@@ -33,9 +33,8 @@ def rms_norm(
 
 
 def scaled(x: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
-    """``x`` [tokens, ..., width] times ``weight`` [width], made from ``parameter``."""
-    group = _group(parameter)
-    return x * weight if group is _ALL_AT_ONCE else _Scaled.apply(x, weight, group)
+    """``x`` [tokens, ..., width] times ``weight`` [width], made from ``parameter``, by parts."""
+    return _Scaled.apply(x, weight, parts.token_group(parameter))
 
 
 # The weight's gradient is summed over all tokens of a rank, not by parts of them.
@@ -44,7 +43,7 @@ _ALL_AT_ONCE = object()
 
 def _group(weight: Tensor) -> Any:
     """The ranks that share the weight's tokens, or None, where its gradient is summed by parts."""
-    return _ALL_AT_ONCE if parts.count() is None else parts.token_group(weight)
+    return _ALL_AT_ONCE if parts.fixed.count is None else parts.token_group(weight)
 
 
 class _Scaled(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Linear layers whose results and gradients have the same bits at every tensor-parallel size.
 
 In place of the products and sums of Megatron's ``ColumnParallelLinear``, ``RowParallelLinear`` and
-router, while :func:`parts.count` is fixed. Sums over ranks are in fp32 (fp64) and rounded once.
+router, while ``parts.fixed.count`` is fixed. Sums over ranks are in fp32 (fp64) and rounded once.
 """
 
 from __future__ import annotations

@@ -24,8 +24,20 @@ from absorbed_mla.batch_invariant.tree import tree_sum
 OPTION = "tensor_parallel_parts"
 # Of a parameter whose gradient is the sum over ranks when backward ends.
 _COMPLETE = "absorbed_mla_gradient_is_complete"
-_count: int | None = None
 T = TypeVar("T")
+
+
+class _Fixed:
+    """What the mode fixes; read before every sum, by an attribute, which costs nothing.
+
+    Attributes:
+        count: The number of parts, of all ranks together; None where it is not fixed.
+    """
+
+    count: int | None = None
+
+
+fixed = _Fixed()
 
 
 def set_count(count: int | None) -> None:
@@ -37,15 +49,9 @@ def set_count(count: int | None) -> None:
     Raises:
         ValueError: For other numbers.
     """
-    global _count
     if count is not None and (count < 1 or count & (count - 1)):
         raise ValueError(f"{OPTION} must be a power of 2 or None, got {count}")
-    _count = count
-
-
-def count() -> int | None:
-    """The number of parts, of all ranks together; None where it is not fixed."""
-    return _count
+    fixed.count = count
 
 
 def own(group: dist.ProcessGroup | None = None) -> int:
@@ -58,10 +64,12 @@ def own(group: dist.ProcessGroup | None = None) -> int:
         ValueError: If the number of ranks does not divide that of parts.
     """
     ranks = (group or tensor_parallel_group()).size()
-    assert _count is not None, "called where it is fixed"
-    if _count % ranks:
-        raise ValueError(f"{OPTION}={_count} must be a multiple of the {ranks} ranks that share it")
-    return _count // ranks
+    assert fixed.count is not None, "called where it is fixed"
+    if fixed.count % ranks:
+        raise ValueError(
+            f"{OPTION}={fixed.count} must be a multiple of the {ranks} ranks that share it"
+        )
+    return fixed.count // ranks
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
@@ -87,8 +95,8 @@ def split_size(size: int, number: int | None = None) -> int:
     number = number or own()
     if size % number:
         raise ValueError(
-            f"{OPTION}={_count} must divide heads, channels and vocabulary; a rank's {size} of "
-            f"them cannot be cut into {number}"
+            f"{OPTION}={fixed.count} must divide heads, channels and vocabulary; a rank's {size} "
+            f"of them cannot be cut into {number}"
         )
     return size // number
 
@@ -169,7 +177,7 @@ def token_slices(tokens: int, group: dist.ProcessGroup | None) -> list[slice]:
         tokens: Of this rank.
         group: From :func:`token_group`.
     """
-    number = _count if group is None else own(group)
+    number = fixed.count if group is None else own(group)
     assert number is not None
     ends = [part * tokens // number for part in range(number + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

@@ -112,7 +112,7 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
             "call absorbed_mla.batch_invariant.enable_batch_invariant_mode() before the first "
             f"forward (it is off for device type {device.type!r})"
         )
-    if parts.count() is not None:
+    if parts.fixed.count is not None:
         _require_parts(config)
     if device.type == "cuda" and _adds_experts_by_atomics(config):
         raise ValueError(
@@ -135,7 +135,7 @@ def _require_parts(config: MLATransformerConfig) -> None:
             accepted = ("alltoall",), "others sum up the experts of a rank first"
             kind = config.moe_token_dispatcher_type
             _require("moe_token_dispatcher_type", kind, *accepted, parts.OPTION)
-    parts.split_size(config.num_attention_heads, parts.count())
+    parts.split_size(config.num_attention_heads, parts.fixed.count)
 
 
 def declare_experts_in_order(config: MLATransformerConfig) -> None:

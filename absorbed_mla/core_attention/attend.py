@@ -152,7 +152,7 @@ def _block_gradients(
     rules: ScoreRules,
 ) -> BlockGradients:
     """Gradients of a block of keys; with fixed parts that of kv is summed over all ranks' heads."""
-    if parts.count() is None:
+    if parts.fixed.count is None:
         return plan.form.backward(grad, output, query, kv, weights, plan.backend, rules)
     # By heads, [S, B, N, ...] and weights [N, ...].
     by_heads = (grad.out, *output, *query, *([] if grad.lse is None else [grad.lse]))

@@ -78,12 +78,13 @@ def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -
     Of the tokens of this rank: context-parallel ranks sum it as any parameter's.
     """
     out, lse = output
-    total = torch.zeros_like(sink, dtype=lse.dtype)
+    delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // max(1, out[:1].numel()))
     for first in range(0, len(out), rows):
         part = slice(first, first + rows)
-        delta = (out[part].to(lse.dtype) * grad.out[part]).sum(-1)
-        if grad.lse is not None:
-            delta = delta - grad.lse[part]
-        total -= (torch.exp(sink.to(lse.dtype) - lse[part]) * delta).sum((0, 1))
-    return total.to(sink.dtype)
+        delta[part] = (out[part].to(lse.dtype) * grad.out[part]).sum(-1)
+    if grad.lse is not None:
+        delta -= grad.lse
+    of_tokens = torch.exp(sink.to(lse.dtype) - lse) * delta
+    # A head's sum does not depend on how many heads a rank has.
+    return -of_tokens.flatten(0, 1).t().contiguous().sum(-1).to(sink.dtype)

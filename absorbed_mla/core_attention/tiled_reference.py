@@ -42,7 +42,7 @@ def attend_to_tiles(
         a token that sees no key.
     """
     shape = query.shape[:2]
-    heads = None if parts.count() is None else parts.split_size(query.shape[1])
+    heads = None if parts.fixed.count is None else parts.split_size(query.shape[1])
     query = padded_rows(query)
     largest = query.new_full(shape, -torch.inf)
     total, acc = query.new_zeros(shape), padded_rows(query.new_zeros(*shape, width))

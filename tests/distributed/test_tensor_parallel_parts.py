@@ -59,7 +59,7 @@ def results(tp: int, layers: str, dtype: torch.dtype, sequence_parallel: bool, m
         loss = model(tokens, positions, None, labels=tokens.roll(-shift, 1))
         loss.mean().backward()
         found[f"loss {shift}"] = loss.detach()
-    if parts.count():  # Megatron calls it before an optimizer's step
+    if parts.fixed.count:  # Megatron calls it before an optimizer's step
         require_complete_gradients([model], model.config)
     found |= whole_tensors((name, _gradient(p)) for name, p in model.named_parameters())
     if not more.get("mtp"):

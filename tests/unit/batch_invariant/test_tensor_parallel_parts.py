@@ -42,7 +42,7 @@ PARTS = 4
 def _on():
     with batch_invariant_mode(tensor_parallel_parts=PARTS):
         yield
-    assert parts.count() is None
+    assert parts.fixed.count is None
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_names_of_megatron_are_given_back():
     names = megatron_operators.TENSOR_PARALLEL_PARTS.names
     before = [name.of(megatron_operators._OWNERS[name.owner]) for name in names]
     with batch_invariant_mode(tensor_parallel_parts=PARTS), batch_invariant_mode():
-        assert parts.count() == PARTS
+        assert parts.fixed.count == PARTS
         inside = [name.of(megatron_operators._OWNERS[name.owner]) for name in names]
         assert not any(new is old for new, old in zip(inside, before))
     after = [name.of(megatron_operators._OWNERS[name.owner]) for name in names]
@@ -143,7 +143,7 @@ class TestRefused:
     def test_number(self, count):
         with pytest.raises(ValueError, match=f"tensor_parallel_parts must be a power .* {count}"):
             enable_batch_invariant_mode(tensor_parallel_parts=count)
-        assert parts.count() is None
+        assert parts.fixed.count is None
 
     @pytest.mark.parametrize(
         "fields",
