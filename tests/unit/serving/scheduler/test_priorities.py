@@ -54,7 +54,7 @@ def test_evictions(model, drafting, way, case):
     engine, evicted = policy(model, drafting, options, blocks=blocks), set()
     with engine:
         for tokens, priority in zip(prompts, priorities):
-            engine.add_request(tokens, SAMPLED, None, priority)
+            engine.add_request(tokens, SAMPLED, priority=priority)
             if len(tokens) == 59:
                 engine.step()
         while engine.is_busy():
@@ -76,7 +76,7 @@ def test_who_begins(model, way):
     engine, ended = policy(model, None, WAYS[way], max_requests=1), []
     with engine:
         for number, priority in enumerate((3, 0, 2, 0, -1)):
-            engine.add_request(prompt(20, number), SAMPLED, None, priority)
+            engine.add_request(prompt(20, number), SAMPLED, priority=priority)
             if number == 0:
                 engine.step()
         while engine.is_busy():
@@ -89,7 +89,7 @@ def test_an_evicted_one_waits_behind_others(model):
     engine, ended = policy(model, None, {}, max_requests=2, blocks=3), []
     with engine:
         for number, (length, priority) in enumerate(((60, 0), (60, 2), (20, 1))):
-            engine.add_request(prompt(length, number), SAMPLED, None, priority)
+            engine.add_request(prompt(length, number), SAMPLED, priority=priority)
             if number == 1:
                 engine.step()
         while engine.is_busy():
@@ -100,9 +100,9 @@ def test_an_evicted_one_waits_behind_others(model):
 def test_a_prompt_that_is_read_in_chunks_goes_on(model):
     engine, ended = policy(model, None, CHUNKED, max_requests=1), []
     with engine:
-        engine.add_request(prompt(150), SAMPLED, None, 1)
+        engine.add_request(prompt(150), SAMPLED, priority=1)
         engine.step()
-        engine.add_request(prompt(20), SAMPLED, None, 0)
+        engine.add_request(prompt(20), SAMPLED, priority=0)
         while engine.is_busy():
             ended += [one.number for one in engine.step() if one.result is not None]
     assert ended == [0, 1]
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_read_in_chunks_goes_on(model):
 )
 def test_refused(model, policy, priority, message):
     with engine_of(model, scheduling_policy=policy) as engine:
-        engine.add_request(prompt(5), SAMPLED.replace(max_tokens=1), None, priority)
+        engine.add_request(prompt(5), SAMPLED.replace(max_tokens=1), priority=priority)
         while engine.is_busy():
             engine.step()
         assert engine.results[0].error == message
