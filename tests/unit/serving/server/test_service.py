@@ -25,7 +25,7 @@ class CountingLLM:
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0
 
-    def encode_prompt(self, prompt, params, priority):
+    def encode_prompt(self, prompt, params, **of_request):
         return prompt
 
     def add_request(self, prompt, params, name):
