@@ -34,6 +34,7 @@ CASES = {
     "dense-bf16-sp": ("dense", torch.bfloat16, True, {"mtp": True}),
     "mixed-fp32-sp": ("mixed", torch.float32, True, {}),
     "dense-fp32": ("dense", torch.float32, False, {"q_lora_rank": None}),
+    "gates-fp32-sp": ("dense", torch.float32, True, {"gate": "elementwise", "k_rope_norm": True}),
     "mixed-bf16-sp": (
         "mixed",
         torch.bfloat16,
@@ -45,12 +46,14 @@ CASES = {
 
 def results(tp: int, layers: str, dtype: torch.dtype, sequence_parallel: bool, more) -> dict:
     """Logits, losses and gradients of two backward passes, over all ranks, by name."""
+    own = {name: value for name, value in more.items() if hasattr(TINY, name)}
     model = parity_model(
         dtype,
-        mla=replace(TINY, heads=PARTS, q_lora_rank=more.get("q_lora_rank", TINY.q_lora_rank)),
+        mla=replace(TINY, heads=PARTS, **own),
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel and tp > 1,
-        **{**WIDTHS[layers], **more},
+        **WIDTHS[layers],
+        **{name: value for name, value in more.items() if name not in own},
     )
     tokens = tokens_of(2, sum(SIZES))
     found = {"logits": whole_logits(model.train(), tokens).detach()}
