@@ -70,6 +70,7 @@ class MegatronCoreAttention(nn.Module):
     variant = "dsa"
     causal = True
     current_max_attn_logits: Tensor | None = None
+    softmax_offset: Tensor | None = None
 
     def __init__(
         self,
@@ -93,6 +94,11 @@ class MegatronCoreAttention(nn.Module):
             raise ValueError(
                 "batch_invariant must be False for MegatronCoreAttention, got True: DSAttention "
                 "has no parity mode"
+            )
+        if config.softmax_type != "vanilla":
+            raise ValueError(
+                "softmax_type must be vanilla for MegatronCoreAttention, got "
+                f"{config.softmax_type!r}: DSAttention has no sinks"
             )
         if pg_collection.cp.size() > 1:
             raise ValueError(
@@ -160,7 +166,13 @@ class MegatronCoreAttention(nn.Module):
         )
 
     def forward(
-        self, plan: MegatronPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
+        self,
+        plan: MegatronPlan,
+        query: Query,
+        kv: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``LatentCoreAttention``; there is no LSE: an empty tensor."""
         out = self.attention(

@@ -8,7 +8,11 @@ import torch
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.router_replay import replay_routed_experts, training_routed_experts
+from absorbed_mla.router_replay import (
+    decoder_routers,
+    replay_routed_experts,
+    training_routed_experts,
+)
 from tests.support.layouts import packed
 from tests.support.refusal import refusal
 from tests.support.rollout import Rollout
@@ -105,8 +109,13 @@ def test_importance_ratio():
 
 def test_rollout_in_bf16():
     """Near ties between bf16 and fp32: replay takes the largest gaps away."""
-    fields = {"init_method_std": 0.1}
-    model = bias(biased_model(torch.float32, **fields))
+    fields = {"init_method_std": 0.2}
+    model = biased_model(torch.float32, **fields)
+    for router in decoder_routers(model, "a test"):
+        with torch.no_grad():
+            # Scores closer to each other than bf16 tells apart.
+            router.weight.mul_(1e-3)
+        router.expert_bias.zero_()
     low = biased_model(torch.bfloat16, **fields)
     low.load_state_dict(model.state_dict())
     rollout = roll_out(low)
@@ -115,7 +124,7 @@ def test_rollout_in_bf16():
     with replay_routed_experts(model, rollout.laid_out(training_routed_experts, TOKENS)):
         found = rollout.forward(TOKENS, model=model)
     gaps = [float((one - log_probs).abs().max()) for one in (own, found)]
-    assert gaps[1] < gaps[0] / 4, gaps
+    assert gaps[1] < gaps[0] / 3, gaps
 
 
 def test_tokens_without_a_record(rollout):
