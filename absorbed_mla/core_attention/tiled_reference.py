@@ -8,6 +8,7 @@ whatever else is computed with it, and from the latents of a forward as from a c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,15 @@ def attend_to_tiles(
         a token that sees no key.
     """
     shape = query.shape[:2]
-    heads = None if parts.fixed.count is None else parts.split_size(query.shape[1])
+    products = row_products
+    if parts.fixed.count is not None:
+        products = partial(_head_products, heads=parts.split_size(query.shape[1]))
     query = padded_rows(query)
     largest = query.new_full(shape, -torch.inf)
     total, acc = query.new_zeros(shape), padded_rows(query.new_zeros(*shape, width))
     for key, seen in tiles:
         key = padded_rows(key.to(query.dtype))
-        scores = _head_products(query, key.transpose(1, 2), heads) * scale
+        scores = products(query, key.transpose(1, 2)) * scale
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         larger = torch.maximum(largest, scores.amax(-1))
         # -inf - -inf would be NaN for a token that has seen nothing.
@@ -56,7 +59,7 @@ def attend_to_tiles(
         probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
         total = total * decay + probs.sum(-1)
         value = key[..., : acc.shape[-1]].contiguous()  # the channels behind width are cut off
-        acc = acc * decay[..., None] + _head_products(probs, value, heads)
+        acc = acc * decay[..., None] + products(probs, value)
         largest = larger
     blind = total == 0
     out = acc[..., :width] / total.masked_fill(blind, 1.0)[..., None]
@@ -87,10 +90,8 @@ def row_products(left: Tensor, right: Tensor) -> Tensor:
     return _products(_more_matrices(left, missing), _more_matrices(right, missing))[: len(left)]
 
 
-def _head_products(left: Tensor, right: Tensor, heads: int | None) -> Tensor:
-    """:func:`row_products` of rows that are heads, so many at a time; None: of all."""
-    if heads is None:
-        return row_products(left, right)
+def _head_products(left: Tensor, right: Tensor, heads: int) -> Tensor:
+    """:func:`row_products` of rows that are heads, so many at a time."""
     return torch.cat([row_products(x.contiguous(), right) for x in left.split(heads, 1)], dim=1)
 
 
