@@ -57,8 +57,8 @@ class TestCost:
         assert run_python("-S", "-c", code, path=[ROOT]).returncode == 0
 
     def test_time(self, fresh_process):
-        """CPU time of the process: 0.16 s on a quiet machine, up to twice that on a busy one."""
-        assert fresh_process["seconds"] < 0.5
+        """CPU time of the process: 0.2 s on a quiet machine, 0.5 s on a slow and busy one."""
+        assert fresh_process["seconds"] < 0.8
 
     def test_nothing_else_is_loaded(self, fresh_process):
         """Nor what needs TransformerEngine, nor what is for tests."""
