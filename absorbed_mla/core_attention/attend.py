@@ -79,15 +79,15 @@ def _forward(
     keep: bool,
 ) -> AttentionOutput:
     """Attention over all blocks, merged by their LSE; ``keep`` where a backward follows."""
-    parts = (
+    outputs = (
         plan.form.forward(query, block.kv, weights, plan.backend, plan.rules_on(block))
         for block in plan.keys.blocks(kv, keep)
     )
-    out, lse = next(parts)
+    out, lse = next(outputs)
     if plan.keys.num_blocks > 1:
         # Partial outputs are summed in the dtype of the LSE.
         out = out.to(lse.dtype)
-    out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts, (out, lse))
+    out, lse = functools.reduce(lambda total, part: merge(*total, *part), outputs, (out, lse))
     if sink is not None:
         out, lse = scale_by_sink(out, lse, sink), lse_beside_sink(lse, sink)
     return AttentionOutput(out.to(query[0].dtype), lse)
