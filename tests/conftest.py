@@ -34,6 +34,8 @@ for _kind in (torch.cuda, torch.xpu, torch.mtia):
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+from absorbed_mla.batch_invariant import parts  # noqa: E402
+from absorbed_mla.batch_invariant.mode import is_enabled  # noqa: E402
 from tests.support import report, world  # noqa: E402
 from tests.support.auxiliary_losses import forget_auxiliary_losses  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
@@ -112,6 +114,14 @@ def _seed() -> None:
 def _no_former_losses() -> None:
     """What Megatron keeps of the last model's losses: their scale, and sums to be logged."""
     forget_auxiliary_losses()
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_left() -> Iterator[None]:
+    """The batch-invariant mode is the process's: a test that leaves it on breaks others."""
+    yield
+    assert parts.fixed.count is None, "a test left tensor_parallel_parts fixed"
+    assert not is_enabled(torch.device("cpu")), "a test left the batch-invariant mode on"
 
 
 @pytest.fixture

@@ -161,16 +161,21 @@ def restore_sums() -> None:
         REDUCE_SCATTER.replace(mappings, megatron_reduce_scatter)
 
 
-def replace_for_parts(ours: Mapping[MegatronName, Callable[[Any], Any]]) -> None:
-    """Replace what makes sums over tensor-parallel ranks, and products of what they sum.
-
-    Args:
-        ours: By name, what makes the replacement of Megatron's own.
+def require_parts() -> None:
+    """Check that :func:`replace_for_parts` finds all that it replaces.
 
     Raises:
         ValueError: If this release of Megatron has not all of the names.
     """
     TENSOR_PARALLEL_PARTS.require(_OWNERS)
+
+
+def replace_for_parts(ours: Mapping[MegatronName, Callable[[Any], Any]]) -> None:
+    """Replace what makes sums over tensor-parallel ranks, and products of what they sum.
+
+    Args:
+        ours: By name, what makes the replacement of Megatron's own.
+    """
     for name, make in ours.items():
         if name not in _of_parts:
             _of_parts[name] = name.of(_OWNERS[name.owner])

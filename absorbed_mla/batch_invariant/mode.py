@@ -81,6 +81,7 @@ def enable_batch_invariant_mode(
     device_type = _device_type(device_type)
     megatron_operators.require_sums()
     if tensor_parallel_parts is not None:
+        megatron_operators.require_parts()
         parts.set_count(tensor_parallel_parts)
         megatron_operators.replace_for_parts(_OF_PARTS)
     if device_type == "cuda":
@@ -109,10 +110,12 @@ def batch_invariant_mode(
 ) -> Iterator[None]:
     """:func:`enable_batch_invariant_mode` in a ``with`` block; it stays on if it was on."""
     was_on = is_enabled(torch.device(_device_type(device_type)))
+    count = parts.fixed.count
     enable_batch_invariant_mode(device_type, tensor_parallel_parts)
     try:
         yield
     finally:
+        parts.set_count(count)
         if not was_on:
             disable_batch_invariant_mode(device_type)
 

@@ -221,7 +221,7 @@ class TestLiveModel:
             model = megatron_model(config, "standard")
             load_megatron_model(model, config, in_memory(tensors))
             shards = model_shards([model])
-            found = model_config(model, None, (None, None))
+            found = model_config(model, None, {})
             device = torch.device("cpu")
             told = [[describe(shard) for shard in shards]]
             live = LiveCheckpoint(gathered_tensors(told, shards, device), found)

@@ -90,6 +90,10 @@ def test_names_of_megatron_are_given_back():
         assert not any(new is old for new, old in zip(inside, before))
     after = [name.of(megatron_operators._OWNERS[name.owner]) for name in names]
     assert after == before
+    with batch_invariant_mode():
+        with batch_invariant_mode(tensor_parallel_parts=PARTS):
+            pass
+        assert parts.fixed.count is None
 
 
 def test_cross_entropy(_on):

@@ -79,10 +79,12 @@ class TestEndless:
         with connected(served) as raw:
             raw.sendall(begin)
             assert sent_until_refused(raw, piece, 64 << 20) < 32 << 20
-        # Of httptools; h11 has an answer of its own.
+        # Of httptools; h11 has an answer of its own. The application may be first with its 404,
+        # where the request's head is whole.
         if limits.HttpToolsProtocol is not None:
             counted = served.http.config.app.state.metrics.text().decode()
-            assert re.search(r'status="431"[^\n]* 1\.0', counted)
+            status = "(431|404)" if BODY in begin else "431"
+            assert re.search(rf'status="{status}"[^\n]* 1\.0', counted)
         assert send(served, "GET", "/health")[0] == 200
 
     def test_body_that_nobody_reads(self, served):
