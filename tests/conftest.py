@@ -35,9 +35,13 @@ for _kind in (torch.cuda, torch.xpu, torch.mtia):
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from absorbed_mla.batch_invariant import parts  # noqa: E402
-from absorbed_mla.batch_invariant.mode import is_enabled  # noqa: E402
+from absorbed_mla.batch_invariant.mode import (  # noqa: E402
+    disable_batch_invariant_mode,
+    is_enabled,
+)
 from tests.support import report, world  # noqa: E402
 from tests.support.auxiliary_losses import forget_auxiliary_losses  # noqa: E402
+from tests.support.environment import launcher_variables  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 from tests.support.forked_python import ForkedPopen, fork_server  # noqa: E402
 
@@ -117,11 +121,27 @@ def _no_former_losses() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_mode_left() -> Iterator[None]:
-    """The batch-invariant mode is the process's: a test that leaves it on breaks others."""
-    before = _mode()
+def _nothing_left() -> Iterator[None]:
+    """The process is after a test as before it, when fixtures of its module were set up already.
+
+    A batch-invariant mode that is left would change what other tests compute.
+    """
+    mode, variables = _mode(), launcher_variables()
+    determinism = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     yield
-    assert _mode() == before, "the test left the batch-invariant mode on, or its parts fixed"
+    torch.use_deterministic_algorithms(determinism, warn_only=only_warned)
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    # Of which a script makes a rank of its process.
+    for name in launcher_variables():
+        del os.environ[name]
+    os.environ.update(variables)
+    if (left := _mode()) != mode:
+        disable_batch_invariant_mode()
+        pytest.fail(f"a test left the batch-invariant mode, tensor_parallel_parts: {left}")
 
 
 def _mode() -> tuple[bool, int | None]:

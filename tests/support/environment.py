@@ -11,6 +11,11 @@ from pathlib import Path
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
+def launcher_variables() -> dict[str, str]:
+    """Torchrun's, of this process."""
+    return {name: os.environ[name] for name in _LAUNCHER if name in os.environ}
+
+
 def without_launcher(**more: str) -> dict[str, str]:
     """This process's environment without torchrun's variables, and with ``more``."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHER} | more

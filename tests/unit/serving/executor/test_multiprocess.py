@@ -22,6 +22,7 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
+from tests.support.environment import without_launcher
 from tests.support.hub_cache import as_snapshot
 from tests.support.llm import ctrl_c_interrupts, tiny_folder, until
 
@@ -67,9 +68,7 @@ def tokens_of(outputs) -> list[list[int]]:
 
 def run_script(folder: Path, processes: int, tokens: int = 8) -> subprocess.Popen:
     command = [sys.executable, "-c", SCRIPT, str(folder), str(processes), str(tokens)]
-    # No ranks of these tests' own.
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_launcher())
 
 
 def test_heartbeat_of_a_busy_process(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -26,6 +25,7 @@ from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.option_flags import given_options
 from absorbed_mla.serving.server import cli
 from tests.support import needs
+from tests.support.environment import without_launcher
 from tests.support.llm import tiny_folder, until
 
 COMMAND = [sys.executable, "-m", "absorbed_mla.serving.server.cli"]
@@ -165,9 +165,7 @@ class TestEndToEnd:
         words = f"--tokenizer bytes --parity --port 0 --tensor-parallel-size {tp}".split()
         words += more
         words += ["--prompt-logprobs"] if tp == 1 else []
-        keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        env = {k: v for k, v in os.environ.items() if k not in keys}
-        env |= {"ABSORBED_MLA_API_KEY": "secret", "TMPDIR": str(tmp_path)}
+        env = without_launcher(ABSORBED_MLA_API_KEY="secret", TMPDIR=str(tmp_path))
         log = (tmp_path / "log").open("w+")
         process = subprocess.Popen([*COMMAND, str(folder), *words], env=env, stderr=log, stdout=log)
 
