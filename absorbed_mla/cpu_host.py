@@ -43,7 +43,7 @@ class _NoStream:
     stream_id = 0
 
     def __init__(self, *args, **kwargs) -> None:
-        pass
+        _import_uncompiled()
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: None
@@ -67,10 +67,29 @@ def enable_cpu_host() -> bool:
     if torch.cuda.is_available():
         return False
     if not _ENABLED:
+        _import_uncompiled()
         _replace_cuda_functions()
         _replace_functions_of_megatron()
         _ENABLED = True
     return True
+
+
+def _import_uncompiled() -> None:
+    """Import Megatron without the compiler for its small functions, where it is not yet imported.
+
+    Nothing is compiled here, and PyTorch's compiler takes as long to import as Megatron.
+    """
+    compiled, torch.compile = torch.compile, _as_it_is
+    try:
+        for name in ("megatron.core.jit", "megatron.core.transformer.moe.router"):
+            importlib.import_module(name)
+    finally:
+        torch.compile = compiled
+
+
+def _as_it_is(model=None, **_):
+    """``torch.compile`` that compiles nothing."""
+    return (lambda function: function) if model is None else model
 
 
 def _replace_cuda_functions() -> None:

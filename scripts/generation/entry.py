@@ -25,8 +25,10 @@ def _generate(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
+    from training import megatron_loop  # first: it has Megatron imported as is quick on a CPU
+
+    # isort: split
     from generation.run import generate
-    from training import megatron_loop
 
     code = generate(args)
     megatron_loop.finish()

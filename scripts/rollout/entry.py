@@ -19,8 +19,10 @@ def _rollout_train(argv: list[str]) -> None:
     for name in ("megatron", "DynamicInferenceEngine"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
+    from training import megatron_loop  # first: it has Megatron imported as is quick on a CPU
+
+    # isort: split
     from rollout.run import rollout_train
-    from training import megatron_loop
 
     rollout_train(args)
     megatron_loop.finish()

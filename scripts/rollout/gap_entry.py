@@ -35,8 +35,10 @@ def _measure(argv: list[str]) -> None:
     for name in ("megatron", "DynamicInferenceEngine"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported late, because it takes seconds: a wrong command line is reported at once.
+    from training import megatron_loop  # first: it has Megatron imported as is quick on a CPU
+
+    # isort: split
     from rollout.gap import measure_all
-    from training import megatron_loop
 
     rows: list[dict] = []
     for row in measure_all(own, model_options):

@@ -24,6 +24,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -186,8 +187,13 @@ def serve() -> None:
 def prepare(*modules: str) -> None:
     """Import what programs need, and these modules, to be shared with all that are forked."""
     gc.disable()  # there is no garbage in what is imported
-    for name in (*IMPORTS, *modules):
-        importlib.import_module(name)
+    import torch
+
+    # As absorbed_mla.cpu_host does it, which programs import themselves.
+    plain = lambda model=None, **_: (lambda function: function) if model is None else model  # noqa: E731
+    with mock.patch.object(torch, "compile", plain):
+        for name in (*IMPORTS, *modules):
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
     share_one_device()

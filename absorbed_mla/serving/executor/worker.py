@@ -32,6 +32,9 @@ def main(descriptor: int, folder_of_run: str) -> None:
         folder, options, rank, world, store = connection.recv()
     except EOFError:
         return
+    from absorbed_mla.cpu_host import enable_cpu_host
+
+    enable_cpu_host()  # before anything imports Megatron, which is quicker then
     from absorbed_mla.serving.executor.multiprocess import picklable
     from absorbed_mla.serving.gc_freeze import leave_out_what_is_there
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from tests.support import needs, world
 from tests.support.cases import TINY, VARIANTS
@@ -41,6 +42,13 @@ def test_compiled_layer(form, mla):
     for actual, expected in zip(step(compiled, x), step(layer, x)):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert graphs
+
+
+@needs.no_gpu
+def test_megatrons_functions_are_not_compiled():
+    """On a CPU, whose programs need not import PyTorch's compiler: half of what Megatron takes."""
+    assert not hasattr(quick_gelu, "_torchdynamo_orig_callable")
+    assert hasattr(torch.compile(lambda x: x), "_torchdynamo_orig_callable")
 
 
 @needs.gpu
