@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ pytest.importorskip("triton.experimental.gluon")
 pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")]
 # Bytes of shared memory that a program of an H200 may have.
 LIMIT = 232448
+# Seconds after which a compiled kernel that no run has used is removed.
+UNUSED = 14 * 24 * 3600
 # Kernels in Triton that the program does not launch.
 OTHERS = {"_broadcast_kernel", "_gather_kernel", "_head_product_kernel", "_rotate_kernel"}
 OTHERS |= {"_weights_kernel", "key_kernel", "query_kernel"}
@@ -80,21 +83,21 @@ def run(program: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def kernel_cache(pytestconfig, tmp_path) -> Path:
-    """Where Triton finds what it has compiled for a former run: some minutes of a core.
+def kernel_cache() -> Path:
+    """Where Triton finds what it has compiled for any checkout's run: some minutes of a core.
 
     It is found by the source of a kernel and of all that it calls, its arguments, and the compiler.
     """
-    cache = getattr(pytestconfig, "cache", None)  # absent under -p no:cacheprovider
-    return cache.mkdir("hopper_kernels") if cache else tmp_path
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "absorbed_mla" / "hopper_kernels"
 
 
-def test_kernels(kernel_cache):
-    kernels = [json.loads(line) for line in run("hopper_compiler", kernel_cache).splitlines()]
-    used = {kernel.pop("cache") for kernel in kernels}
-    for folder in kernel_cache.iterdir():
-        if str(folder) not in used:  # of former sources
+def test_kernels():
+    kernels = [json.loads(line) for line in run("hopper_compiler", kernel_cache()).splitlines()]
+    for kernel in kernels:
+        os.utime(kernel.pop("cache"))
+    for folder in kernel_cache().iterdir():
+        if time.time() - folder.stat().st_mtime > UNUSED:  # of former sources
             shutil.rmtree(folder)
     kinds: dict[str, list[dict]] = {}
     for kernel in kernels:
