@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.models import VOCABULARY, Architecture, make_model, save
 from tests.support import needs
 
-pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
+pytestmark = needs.no_gpu
 transformers = pytest.importorskip("transformers")
 
 _PROMPTS = [
@@ -70,11 +72,14 @@ def by_transformers(model) -> list[tuple[list[int], torch.Tensor]]:
 
 
 def by_llm(folder, **options) -> list[tuple[list[int], torch.Tensor]]:
+    """Of ``LLM`` as under torchrun: in this process, which is a rank already."""
     params = SamplingParams(
         max_tokens=_NEW, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
     sizes = {"max_model_len": 64, "max_num_seqs": 2, "dtype": "float32"}
-    with LLM(folder, tokenizer="bytes", prompt_logprobs=True, **sizes, **options) as llm:
+    sizes |= {"tokenizer": "bytes", "prompt_logprobs": True}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, rank), LLM(folder, **sizes, **options) as llm:
         outputs = llm.generate(_PROMPTS, params, use_tqdm=False)
     found = []
     for prompt, output in zip(_PROMPTS, outputs):

@@ -21,7 +21,7 @@ from tests.conversion.support import change_json, in_memory, load_all
 from tests.support import needs
 from tests.unit.serving.weights.test_routing import by_llm, by_transformers, require_same
 
-pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
+pytestmark = needs.no_gpu
 _TOLERANCE = 1e-3
 # Buffers, which have no gradient.
 _BIAS = "e_score_correction_bias"
