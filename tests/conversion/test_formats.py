@@ -24,6 +24,7 @@ from tests.conversion.support import (
     tiny_config,
     write_hugging_face,
 )
+from tests.support.combinations import grid
 
 LEGACY = "megatron-legacy"
 LAYOUTS = [
@@ -123,9 +124,10 @@ def write_first(model: Model, folder: Path, kind: str) -> None:
     shutil.copy(model.path / "tokenizer.json", folder / "release/hugging_face")
 
 
-@pytest.mark.parametrize("name", ["v3", "mtp", "v32", "shared"])
-@pytest.mark.parametrize(
-    ("first", "second"), [(a, b) for a in (*TARGETS, LEGACY) for b in TARGETS if a != b]
+@grid(
+    2,
+    {"name": ["v3", "mtp", "v32", "shared"], "first": [*TARGETS, LEGACY], "second": TARGETS},
+    unless=lambda row: row["first"] == row["second"],
 )
 def test_from_each_to_each(models, tmp_path, name, first, second):
     model = models[name]

@@ -7,7 +7,7 @@ Sparse models choose fewer keys than most tokens see: a wrong indexer changes lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,7 @@ from tests.conversion.models import (
     with_rope,
 )
 from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
+from tests.support.combinations import covering, thinned
 from tests.support.refusal import refusal
 
 Tensors = dict[str, LazyTensor]
@@ -60,7 +61,11 @@ WRONG = 1e-2
 V2_MOE = Architecture("v2", q_lora=True, moe=True, rope="yarn")
 V3_MOE = Architecture("v3", q_lora=True, moe=True, rope="yarn")
 V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
-DENSE_ATTENTION = {one.name.replace(" ", "-"): one for one in ARCHITECTURES}
+_ROWS = {astuple(one): one for one in ARCHITECTURES}
+DENSE_ATTENTION = {
+    _ROWS[row].name.replace(" ", "-"): _ROWS[row]
+    for row in (covering([*_ROWS], 3) if thinned() else _ROWS)
+}
 SPARSE_ATTENTION = {name: one for name, one in EVALUATED.items() if one in SPARSE.values()}
 
 
@@ -103,7 +108,10 @@ class Case:
         return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
 
 
-@pytest.fixture(scope="module", params=EVALUATED)
+@pytest.fixture(
+    scope="module",
+    params=[*DENSE_ATTENTION, *(k for k, one in EVALUATED.items() if one not in ARCHITECTURES)],
+)
 def case(request, tmp_path_factory) -> Case:
     return Case.of(EVALUATED[request.param], tmp_path_factory.mktemp("model") / "hf")
 
