@@ -43,7 +43,7 @@ class _NoStream:
     stream_id = 0
 
     def __init__(self, *args, **kwargs) -> None:
-        _import_uncompiled()
+        pass
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: None
