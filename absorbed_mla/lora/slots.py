@@ -66,11 +66,11 @@ class LoRASlots:
             in_use: Slots of requests that have not ended.
 
         Returns:
-            The slot, and the digest of the adapter's files.
+            The slot, and the digest of the adapter's files; None if all slots are in use.
 
         Raises:
-            ValueError: On every rank, if the adapter cannot be read, does not fit the model or
-                ``max_lora_rank``, or all slots are in use.
+            ValueError: On every rank, if the adapter cannot be read or does not fit the model or
+                ``max_lora_rank``.
         """
         (digest, updates), _ = on_all_ranks(lambda: (self._read(request), None))
         if digest in self._digests:
@@ -78,10 +78,7 @@ class LoRASlots:
         else:
             free = [slot for slot in self._order if slot not in in_use]
             if not free:
-                raise ValueError(
-                    f"max_loras: the requests that run or wait have {self.max_loras} adapters, and "
-                    f"{request.lora_name} is another; wait for them, or raise max_loras"
-                )
+                return None
             slot = free[0]
             self._write(slot, updates)
             self._digests[slot] = digest

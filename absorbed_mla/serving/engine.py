@@ -36,7 +36,7 @@ from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mo
 from absorbed_mla.serving.megatron_engine.names import STRUCTURED_OUTPUTS, owners_of
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
-from absorbed_mla.serving.request_adapters import RequestAdapters
+from absorbed_mla.serving.request_adapters import AdapterRequest, RequestAdapters
 from absorbed_mla.serving.request_results import EngineRequests, Progress, Result
 from absorbed_mla.serving.returned_choices import ReturnedChoices
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest, derive_seed
@@ -169,7 +169,7 @@ class Engine:
         """Abort all requests; where replicas share experts, go on until none has any."""
         if self._active is None or not self._replicas.several:
             return
-        for number in list(self._requests.params):
+        for number in [*self._requests.params, *self._adapters.waiting]:
             self.abort(number)
         while self.is_busy():
             self.step()
@@ -253,18 +253,26 @@ class Engine:
         error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens, priority)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
-        finish = ""
-        if lora_request is not None and not error:
-            running = self._requests.params.keys()
-            try:
-                cache_salt = self._adapters.hold(number, lora_request, cache_salt, running)
-            except ValueError as failure:
-                finish, error = "error", str(failure)
+        if lora_request is not None and not self._adapters.enabled:
+            error = error or "lora_request needs enable_lora=True, got False"
         if error:
-            self._requests.end(number, Result(finish=finish, error=error))
-        else:
+            self._requests.end(number, Result(error=error))
+        elif lora_request is None:
             self._enqueue(number, prompt, sampling, cache_salt, priority)
+        else:
+            self._adapters.add(
+                AdapterRequest(priority, number, prompt, sampling, cache_salt, lora_request)
+            )
+            self._enqueue_adapted()
         return number
+
+    def _enqueue_adapted(self) -> None:
+        """Queue the requests for whose adapters there is room now."""
+        for one, salt, error in self._adapters.ready(self._requests.params.keys()):
+            if error:
+                self._requests.end(one.number, Result(finish="error", error=error))
+            else:
+                self._enqueue(one.number, one.prompt, one.sampling, salt, one.priority)
 
     def _enqueue(
         self,
@@ -307,7 +315,9 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""
-        if number in self._requests.params:
+        if self._adapters.discard(number):
+            self._requests.end(number, Result(finish="abort"))
+        elif number in self._requests.params:
             self._requests.to_abort.add(number)
 
     def is_busy(self) -> bool:
@@ -347,6 +357,7 @@ class Engine:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
+        self._enqueue_adapted()
         reported, self._requests.unreported = self._requests.unreported, []
         if reported and not self._replicas.several:
             return self._with_choices(reported)
@@ -412,7 +423,7 @@ class Engine:
 
     def _has_requests(self) -> bool:
         ended = self._requests.unreported or self.host.failed_request_ids
-        return bool(ended) or self.host.has_unfinished_requests()
+        return bool(ended or self._adapters.waiting) or self.host.has_unfinished_requests()
 
     def _stay_in_inference_mode(self) -> None:
         """Enter both modes again, if something else in the process has left them in between.
@@ -430,6 +441,7 @@ class Engine:
         """Counters of the steps; like ``results``, they begin anew with every :meth:`generate`."""
         if self._megatron_counters is not None:
             self._megatron_counters.write_to(self._statistics)
+            self._statistics.waiting += len(self._adapters.waiting)
         return self._statistics
 
     def _count_step(self) -> None:

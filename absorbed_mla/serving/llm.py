@@ -106,8 +106,7 @@ class LLM(LLMEngine):
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
             runner = DPLoadBalancer(runner, given.num_processes)
-        max_loras = given.max_loras if given.enable_lora else 0
-        super().__init__(runner, found, ends, awake=True, max_loras=max_loras)
+        super().__init__(runner, found, ends, awake=True, enable_lora=given.enable_lora)
 
     @classmethod
     def from_model(

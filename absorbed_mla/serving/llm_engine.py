@@ -29,7 +29,7 @@ class LLMEngine:
         tokenizer: Of texts; None: prompts and outputs are token ids.
         end_tokens: That end the model's texts besides the tokenizer's own.
         awake: Whether the runner is.
-        max_loras: Adapters of requests that run or wait; 0: they have none.
+        enable_lora: Whether requests may have adapters.
 
     Attributes:
         prompt_encoder: Makes of prompts what :meth:`add_request` takes without further work.
@@ -42,13 +42,13 @@ class LLMEngine:
         end_tokens: Sequence[int],
         *,
         awake: bool,
-        max_loras: int = 0,
+        enable_lora: bool = False,
     ) -> None:
         self._runner = runner
         self.tokenizer = tokenizer
         own = () if tokenizer is None else tokenizer.end_tokens
         ends, options = tuple(dict.fromkeys([*end_tokens, *own])), runner.options()
-        self.prompt_encoder = PromptEncoder(tokenizer, ends, options, max_loras)
+        self.prompt_encoder = PromptEncoder(tokenizer, ends, options, enable_lora)
         waits = options.enable_return_routed_experts or options.enable_return_indexer_topk
         self._requests = OutputProcessor(tokenizer, waits_for_results=waits)
         # Whether the model is awake, and whether only for the whole calls that run.

@@ -54,7 +54,7 @@ class PromptEncoder:
         tokenizer: Of texts; None: prompts are token ids.
         end_tokens: That end the model's texts.
         options: The engine's.
-        max_loras: Adapters of requests that run or wait; 0: they have none.
+        enable_lora: Whether requests may have adapters.
 
     Attributes:
         end_tokens: As given.
@@ -68,10 +68,10 @@ class PromptEncoder:
         tokenizer: Tokenizer | None,
         end_tokens: tuple[int, ...],
         options: EngineOptions,
-        max_loras: int,
+        enable_lora: bool,
     ) -> None:
         self._tokenizer, self.end_tokens = tokenizer, end_tokens
-        self._options, self._max_loras = options, max_loras
+        self._options, self._enable_lora = options, enable_lora
         assert options.vocab_size is not None
         self.max_model_len, self.vocab_size = options.max_sequence_length, options.vocab_size
         self.grammars = GrammarChecks(tokenizer, options.vocab_size)
@@ -136,14 +136,8 @@ class PromptEncoder:
         for one in requests:
             if not isinstance(one, LoRARequest | None):
                 raise ValueError(f"{where}lora_request must be a LoRARequest, got {one!r:.200}")
-        found = set(requests) - {None}
-        if found and not self._max_loras:
-            raise ValueError(f"{where}lora_request needs LLM(enable_lora=True), got False")
-        if len(found) > self._max_loras:
-            raise ValueError(
-                f"max_loras must be at least {len(found)}, the adapters of one call, got "
-                f"{self._max_loras}"
-            )
+            if one is not None and not self._enable_lora:
+                raise ValueError(f"{where}lora_request needs LLM(enable_lora=True), got False")
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, for any thread.
