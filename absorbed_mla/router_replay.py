@@ -52,7 +52,10 @@ def replay_routed_experts(
     with ExitStack() as stack:
         for chunk in chunks:
             routers = decoder_routers(chunk, "replay_routed_experts")
-            for router, column in zip(routers, _columns(routers)):
+            columns = _columns(routers)
+            if routers:
+                _require_fitting(routed_experts, max(columns) + 1, routers[0].config)
+            for router, column in zip(routers, columns):
                 if router.config.cuda_graph_impl != "none":
                     raise ValueError(
                         "replay_routed_experts needs cuda_graph_impl='none', got "
@@ -62,6 +65,23 @@ def replay_routed_experts(
                 replayed.column, replayed.forwards = column, iter(routed_experts)
                 stack.callback(setattr, replayed, "forwards", None)
         yield
+
+
+def _require_fitting(routed_experts: Sequence[Tensor | None], layers: int, config: Any) -> None:
+    """Check all but the number of tokens, which a forward shows."""
+    topk, most = config.moe_router_topk, config.num_moe_experts
+    for given in routed_experts:
+        if given is None:
+            continue
+        if given.ndim != 4 or given.shape[2] < layers or given.shape[3] != topk:
+            raise ValueError(
+                f"routed experts of a forward must be [tokens, batch, layers, {topk}] with at "
+                f"least {layers} layers, got {list(given.shape)}"
+            )
+        if given.numel() and int(given.max()) >= most:
+            raise ValueError(
+                f"routed experts must be below num_moe_experts {most}, got {int(given.max())}"
+            )
 
 
 def training_routed_experts(
@@ -95,9 +115,14 @@ def training_routed_experts(
     for requests, given in zip(microbatches, layouts):
         each = [_checked(request) for request in requests]
         layout = layout_of(given, [len(one) for one in each])
+        widths = {tuple(one.shape[1:]) for one in each}
+        if len(widths) > 1:
+            raise ValueError(
+                f"routed experts must have one number of layers and K, got {sorted(widths)}"
+            )
         batch = 1 if layout.packed else len(each)
-        shape = layout.num_tokens, batch, *each[0].shape[1:]
-        whole = torch.full(shape, -1, dtype=each[0].dtype)
+        dtype = functools.reduce(torch.promote_types, (one.dtype for one in each))
+        whole = torch.full((layout.num_tokens, batch, *widths.pop()), -1, dtype=dtype)
         for i, one in enumerate(each):
             column, start = (0, layout.starts[i]) if layout.packed else (i, 0)
             whole[start : start + len(one), column] = one
@@ -110,6 +135,8 @@ def training_routed_experts(
 
 def _checked(request: Any) -> Tensor:
     """The experts of a request, as integers that -1 is among."""
+    if request is None:
+        raise ValueError("routed experts must be [tokens, layers, K], got None")
     found = torch.as_tensor(request.astype("int32") if hasattr(request, "astype") else request)
     if found.ndim != 3:
         raise ValueError(
@@ -123,7 +150,8 @@ def _checked(request: Any) -> Tensor:
             f"routed experts must be different ones, got {found[token, layer].tolist()} for token "
             f"{token} in layer {layer} of those with experts"
         )
-    return found.to(torch.int16 if int(found.max()) < 2**15 else torch.int32)
+    is_small = not found.numel() or int(found.max()) < 2**15
+    return found.to(torch.int16 if is_small else torch.int32)
 
 
 def decoder_routers(model: nn.Module, asked_by: str) -> list[TopKRouter]:
@@ -230,9 +258,8 @@ class _Replayed:
         given = self._of_rank(given)[:, :, self.column].to(scores.device).flatten(0, 1).long()
         if given.shape != own.shape:
             raise ValueError(
-                f"routed experts of a forward must be [tokens, batch, layers, {topk}] for its "
-                f"{len(own)} tokens on this rank, got {len(given)} tokens and {given.shape[-1]} "
-                "experts each"
+                f"routed experts of a forward must be those of its {len(own)} tokens on this rank, "
+                f"got {len(given)}"
             )
         chosen = torch.where(given < 0, own, given)
         return scores.gather(1, chosen), chosen

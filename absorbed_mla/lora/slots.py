@@ -8,7 +8,7 @@ that of its adapter alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
@@ -58,7 +58,7 @@ class LoRASlots:
         """Those of a model; None if it has none."""
         return getattr(model, _ATTRIBUTE, None)
 
-    def hold(self, request: LoRARequest, in_use: Callable[[], Collection[int]]) -> tuple[int, str]:
+    def hold(self, request: LoRARequest, in_use: Collection[int]) -> tuple[int, str]:
         """Have an adapter in a slot; collective over all ranks of the model.
 
         Args:
@@ -66,22 +66,19 @@ class LoRASlots:
             in_use: Slots of requests that have not ended.
 
         Returns:
-            The slot, and the digest of the adapter's files.
+            The slot, and the digest of the adapter's files; None if all slots are in use.
 
         Raises:
-            ValueError: On every rank, if the adapter cannot be read, does not fit the model or
-                ``max_lora_rank``, or all slots are in use.
+            ValueError: On every rank, if the adapter cannot be read or does not fit the model or
+                ``max_lora_rank``.
         """
         (digest, updates), _ = on_all_ranks(lambda: (self._read(request), None))
         if digest in self._digests:
             slot = self._digests.index(digest)
         else:
-            free = [slot for slot in self._order if slot not in set(in_use())]
+            free = [slot for slot in self._order if slot not in in_use]
             if not free:
-                raise ValueError(
-                    f"max_loras: the requests that run or wait have {self.max_loras} adapters, and "
-                    f"{request.lora_name} is another; wait for them, or raise max_loras"
-                )
+                return None
             slot = free[0]
             self._write(slot, updates)
             self._digests[slot] = digest

@@ -30,14 +30,15 @@ from torch import Tensor
 
 from absorbed_mla.inference.kv_offload.context import OffloadingContext
 from absorbed_mla.lora.request import LoRARequest
-from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add, Command
 from absorbed_mla.serving.megatron_engine.build import host_engine, inference_mode
 from absorbed_mla.serving.megatron_engine.names import STRUCTURED_OUTPUTS, owners_of
 from absorbed_mla.serving.model_ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.serving.prefix_cache.stored import stored_prefixes
+from absorbed_mla.serving.request_adapters import AdapterRequest, RequestAdapters
 from absorbed_mla.serving.request_results import EngineRequests, Progress, Result
+from absorbed_mla.serving.returned_choices import ReturnedChoices
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest, derive_seed
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
@@ -51,7 +52,6 @@ from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
-from absorbed_mla.serving.token_records import TokenRecords
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -94,7 +94,6 @@ class Engine:
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None
-        self._lora = LoRASlots.of(model)
         self._sampler = RequestSampler(options.num_speculative_tokens, agree)
         self.reseed(options.seed)
         with inference_mode(model):
@@ -102,8 +101,8 @@ class Engine:
         self._priorities: PriorityScheduling | None = None
         if options.scheduling_policy == "priority":
             self._priorities = PriorityScheduling(self.host)
-        # Of experts and chosen keys, by the name of a result's field.
-        self._records: dict[str, TokenRecords] = self.host.context.records_of_choices
+        self._adapters = RequestAdapters(model, self.host.context)
+        self._choices: ReturnedChoices | None = self.host.context.returned_choices
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._generated = generated_blocks(self.host)
         drafts = options.num_speculative_tokens > 0
@@ -141,10 +140,10 @@ class Engine:
             raise RuntimeError("the engine has been started or closed already")
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
-            stack.enter_context(self.model.register_forward_pre_hook(self._before_forward))
+            stack.enter_context(self._adapters.applied())
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
-            for records in self._records.values():
-                stack.enter_context(records.recording())
+            if self._choices is not None:
+                stack.enter_context(self._choices.recording())
             if self.scheduler is not None:
                 self.scheduler.start()
             self.host.reset()
@@ -170,7 +169,7 @@ class Engine:
         """Abort all requests; where replicas share experts, go on until none has any."""
         if self._active is None or not self._replicas.several:
             return
-        for number in list(self._requests.params):
+        for number in [*self._requests.params, *self._adapters.waiting]:
             self.abort(number)
         while self.is_busy():
             self.step()
@@ -193,7 +192,7 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
-        self._records = {}
+        self._choices = None
         self.scheduler = self._prefill_graphs = self._priorities = None
 
     def generate(
@@ -222,10 +221,7 @@ class Engine:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(each)} samplings")
-        started: contextlib.AbstractContextManager = (
-            contextlib.nullcontext() if self._active else self
-        )
-        with started:
+        with self if self._active is None else contextlib.nullcontext():
             if self.is_busy():
                 raise RuntimeError("generate needs an engine without requests")
             self._forget_requests()
@@ -257,55 +253,51 @@ class Engine:
         error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens, priority)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
-        finish = ""
-        if lora_request is not None and not error:
-            try:
-                cache_salt = self._with_lora(number, lora_request, cache_salt)
-            except ValueError as failure:
-                finish, error = "error", str(failure)
+        if lora_request is not None and not self._adapters.enabled:
+            error = error or "lora_request needs enable_lora=True, got False"
         if error:
-            self._requests.end(number, Result(finish=finish, error=error))
+            self._requests.end(number, Result(error=error))
+        elif lora_request is None:
+            self._enqueue(number, prompt, sampling, cache_salt, priority)
         else:
-            self._requests.params[number] = sampling
-            self._requests.without_tokens.add(number)
-            seed = sampling.seed
-            if seed is None:
-                seed = derive_seed(self._seed, self._num_seeds)
-                self._num_seeds += 1
-            sampled = SampledRequest(sampling, seed, prompt, number=number)
-            if sampling.structured_outputs is not None and self._grammars is not None:
-                sampled.grammar = self._grammars.of(sampling)
-            self._sampler.requests[number] = sampled
-            if self._records:
-                self._recorded[number] = len(prompt), sampling
-            room = self.options.room(len(prompt))
-            drafts = self.options.num_speculative_tokens > 0
-            of_host = sampling.to_host(room, drafts=drafts)
-            enqueue(self.host, number, prompt, of_host, cache_salt, priority)
-            if self._priorities is not None:
-                self._priorities.place_last()
-            if sampling.prompt_logprobs is not None and number in self.host.requests:
-                # Blocks found in the prefix cache have no logits.
-                self.host.requests[number].record[-1].precomputed_block_hashes = []
+            self._adapters.add(
+                AdapterRequest(priority, number, prompt, sampling, cache_salt, lora_request)
+            )
+            self._enqueue_adapted()
         return number
 
-    def _with_lora(self, number: int, request: LoRARequest, cache_salt: str | None) -> str:
-        """Give a request its adapter; returns a ``cache_salt`` that no other adapter has."""
-        if self._lora is None:
-            raise ValueError("lora_request needs enable_lora=True, got False")
-        slot, digest = self._lora.hold(request, self._slots_in_use)
-        self._lora_slots[number] = slot
-        return f"{digest} {cache_salt!r}"
+    def _enqueue_adapted(self) -> None:
+        """Queue the requests for whose adapters there is room now."""
+        for one, salt, error in self._adapters.ready(self._requests.params.keys()):
+            if error:
+                self._requests.end(one.number, Result(finish="error", error=error))
+            else:
+                self._enqueue(one.number, one.prompt, one.sampling, salt, one.priority)
 
-    def _slots_in_use(self) -> set[int]:
-        """Slots of adapters of requests that have not ended; forgets the others."""
-        running = self._requests.params.keys()
-        self._lora_slots = {n: slot for n, slot in self._lora_slots.items() if n in running}
-        return set(self._lora_slots.values())
-
-    def _before_forward(self, model: GPTModel, inputs: tuple) -> None:
-        if self._lora is not None:
-            self._lora.begin_step(self.host.context, self._lora_slots)
+    def _enqueue(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        cache_salt: str | None,
+        priority: int,
+    ) -> None:
+        """Queue a request that can run, here and in Megatron's engine."""
+        seed = sampling.seed
+        if seed is None:
+            seed = derive_seed(self._seed, self._num_seeds)
+            self._num_seeds += 1
+        sampled = SampledRequest(sampling, seed, prompt, number=number)
+        if sampling.structured_outputs is not None and self._grammars is not None:
+            sampled.grammar = self._grammars.of(sampling)
+        self._requests.begin(number, sampling, sampled)
+        if self._choices is not None:
+            self._choices.begin(number, len(prompt), sampling)
+        drafts = self.options.num_speculative_tokens > 0
+        of_host = sampling.to_host(self.options.room(len(prompt)), drafts=drafts)
+        enqueue(self.host, number, prompt, of_host, cache_salt, priority)
+        if self._priorities is not None:
+            self._priorities.place_last()
 
     def set_vocabulary(self, vocabulary: TokenVocabulary) -> None:
         """Know the texts of tokens, without which there are no structured outputs.
@@ -323,7 +315,9 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""
-        if number in self._requests.params:
+        if self._adapters.discard(number):
+            self._requests.end(number, Result(finish="abort"))
+        elif number in self._requests.params:
             self._requests.to_abort.add(number)
 
     def is_busy(self) -> bool:
@@ -363,6 +357,7 @@ class Engine:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
+        self._enqueue_adapted()
         reported, self._requests.unreported = self._requests.unreported, []
         if reported and not self._replicas.several:
             return self._with_choices(reported)
@@ -420,18 +415,7 @@ class Engine:
         return list(requests.progress(records))
 
     def _with_choices(self, progress: list[Progress]) -> list[Progress]:
-        """Give results what was chosen for all tokens but the last, which no step has read."""
-        for one in progress if self._records else ():
-            result = one.result
-            known = None if result is None else self._recorded.pop(one.number, None)
-            if result is None or known is None:
-                continue
-            length, sampling = known
-            end = length + len(result.tokens) - 1 if result.tokens else 0
-            for name, records in self._records.items():
-                start = getattr(sampling, f"{name}_prompt_start")
-                setattr(result, name, records.take(one.number, start, end))
-        return progress
+        return progress if self._choices is None else self._choices.given_to(progress)
 
     def _on_any(self, value: bool) -> bool:
         """Whether it is true on a replica that shares experts with this one; collective then."""
@@ -439,7 +423,7 @@ class Engine:
 
     def _has_requests(self) -> bool:
         ended = self._requests.unreported or self.host.failed_request_ids
-        return bool(ended) or self.host.has_unfinished_requests()
+        return bool(ended or self._adapters.waiting) or self.host.has_unfinished_requests()
 
     def _stay_in_inference_mode(self) -> None:
         """Enter both modes again, if something else in the process has left them in between.
@@ -457,6 +441,7 @@ class Engine:
         """Counters of the steps; like ``results``, they begin anew with every :meth:`generate`."""
         if self._megatron_counters is not None:
             self._megatron_counters.write_to(self._statistics)
+            self._statistics.waiting += len(self._adapters.waiting)
         return self._statistics
 
     def _count_step(self) -> None:
@@ -501,12 +486,9 @@ class Engine:
         self._statistics = Statistics()
         self._megatron_counters.begin()
         self._num_requests = self._idle_steps = 0
-        # Of requests with an adapter, by number.
-        self._lora_slots: dict[int, int] = {}
-        # Requests whose choices are recorded: by number, length of the prompt and parameters.
-        self._recorded: dict[int, tuple[int, SamplingParams]] = {}
-        for records in self._records.values():
-            records.clear()
+        self._adapters.clear()
+        if self._choices is not None:
+            self._choices.clear()
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.
@@ -519,17 +501,7 @@ class Engine:
             requests.to_abort |= requests.failures.numbers
         if not requests.to_abort and not host.stop_word_finished_request_ids:
             return
-        # Callers take results away, so these do not say what has ended.
-        requests.to_abort &= requests.params.keys()
-        host.stop_word_finished_request_ids |= requests.to_abort
-        for number in sorted(host.stop_word_finished_request_ids):
-            if number == host.context.chunked_prefill_request_id:
-                # Megatron would forget that it is to end.
-                host.stop_word_finished_request_ids.discard(number)
-            elif number in host.waiting_request_ids:
-                host.waiting_request_ids.remove(number)
-                host.stop_word_finished_request_ids.discard(number)
-                requests.end_waiting(number, host.requests.pop(number).record)
+        requests.end_aborted(host)
 
     def _after_forward(self, model: GPTModel, inputs: tuple, output: Tensor) -> Tensor:
         """Give rows of the embedding that are no tokens the probability 0."""

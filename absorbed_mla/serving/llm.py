@@ -18,9 +18,10 @@ from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.own_packages import require_own_packages
 from absorbed_mla.serving.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from absorbed_mla.serving.chat_messages import for_template, template_options_of
-from absorbed_mla.serving.llm_engine import LLMEngine, Prompt, list_of, required
+from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.prompts import Prompt, list_of, required
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
 
@@ -105,8 +106,7 @@ class LLM(LLMEngine):
             runner = ProcessRunner(folder, given)
         if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
             runner = DPLoadBalancer(runner, given.num_processes)
-        max_loras = given.max_loras if given.enable_lora else 0
-        super().__init__(runner, found, ends, awake=True, max_loras=max_loras)
+        super().__init__(runner, found, ends, awake=True, enable_lora=given.enable_lora)
 
     @classmethod
     def from_model(
@@ -246,14 +246,13 @@ class LLM(LLMEngine):
             ValueError: If a prompt cannot run, before any of them does.
             RuntimeError: If the model fails, or is put to sleep meanwhile.
         """
-        assert self._sizes.vocab_size is not None
-        ends = () if params.ignore_eos else self._end_tokens
-        each = params.of_requests(len(ends), self._sizes.vocab_size)
+        ends = () if params.ignore_eos else self.prompt_encoder.end_tokens
+        each = params.of_requests(len(ends), self.prompt_encoder.vocab_size)
         searches = []
         with self._exclusively():
             for i, prompt in enumerate(_prompts_of(prompts)):
                 whole = each.replace(max_tokens=params.max_tokens)
-                encoded = self.encode_prompt(prompt, whole, f"prompt {i}: ")
+                encoded = self.prompt_encoder.encode(prompt, whole, f"prompt {i}: ")
                 most = min(params.max_tokens, self.max_model_len - len(encoded.tokens))
                 search = BeamSearch(encoded.tokens, params, most, ends, encoded.cache_salt)
                 searches.append(search)
@@ -323,7 +322,7 @@ class LLM(LLMEngine):
         several = _prompts_of(prompts)
         each = _params_of(sampling_params, len(several))
         loras = _loras_of(lora_request, len(several))
-        self._check_lora(loras)
+        self.prompt_encoder.check_lora(loras)
         priorities = [0] * len(several) if priority is None else list_of(priority)
         if len(priorities) != len(several):
             raise ValueError(f"there are {len(several)} prompts and {len(priorities)} priorities")
@@ -333,7 +332,7 @@ class LLM(LLMEngine):
             for i, (prompt, params, lora, first) in enumerate(
                 zip(several, each, loras, priorities)
             ):
-                made = self.encode_prompt(prompt, params, f"prompt {i}: ", lora, first)
+                made = self.prompt_encoder.encode(prompt, params, f"prompt {i}: ", lora, first)
                 encoded.append((made, params))
         yield from self._run(encoded, names)
 

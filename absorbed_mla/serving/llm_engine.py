@@ -3,53 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absorbed_mla.lora.request import LoRARequest
-from absorbed_mla.serving.output_processor import OutputProcessor, of_output
+from absorbed_mla.serving.output_processor import OutputProcessor
 from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.prompts import EncodedPrompt, Prompt, PromptEncoder
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.structured_output.grammar import GrammarChecks
-from absorbed_mla.serving.tokenizers.tokenizers import Message, Tokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
     from absorbed_mla.serving.statistics import Statistics
-
-# A text; token ids, also as an array of numpy or a tensor; or either as vLLM's dicts have it.
-Prompt = str | Sequence[int] | Mapping[str, Any] | Any
-_TEXT, _TOKENS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
-# It is hashed for each output, between two steps.
-_LONGEST_SALT = 1024
-# Characters of texts that are not refused by their number: their tokens are counted in no time.
-_FEW_CHARACTERS = 2**16
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt that can run.
-
-    Attributes:
-        text: If it was given as one.
-        tokens: Token ids.
-        of_engine: See :func:`of_output`.
-        cache_salt: Of the prompts that share cached blocks with it.
-        lora_request: Its adapter.
-        priority: Smaller ones come earlier.
-    """
-
-    text: str | None
-    tokens: list[int]
-    of_engine: SamplingParams
-    cache_salt: str | None = None
-    lora_request: LoRARequest | None = None
-    priority: int = 0
 
 
 class LLMEngine:
@@ -60,7 +29,10 @@ class LLMEngine:
         tokenizer: Of texts; None: prompts and outputs are token ids.
         end_tokens: That end the model's texts besides the tokenizer's own.
         awake: Whether the runner is.
-        max_loras: Adapters of requests that run or wait; 0: they have none.
+        enable_lora: Whether requests may have adapters.
+
+    Attributes:
+        prompt_encoder: Makes of prompts what :meth:`add_request` takes without further work.
     """
 
     def __init__(
@@ -70,20 +42,15 @@ class LLMEngine:
         end_tokens: Sequence[int],
         *,
         awake: bool,
-        max_loras: int = 0,
+        enable_lora: bool = False,
     ) -> None:
         self._runner = runner
-        self._max_loras = max_loras
         self.tokenizer = tokenizer
         own = () if tokenizer is None else tokenizer.end_tokens
-        self._end_tokens = tuple(dict.fromkeys([*end_tokens, *own]))
-        self._sizes = runner.options()
-        sizes = self._sizes
-        waits = sizes.enable_return_routed_experts or sizes.enable_return_indexer_topk
+        ends, options = tuple(dict.fromkeys([*end_tokens, *own])), runner.options()
+        self.prompt_encoder = PromptEncoder(tokenizer, ends, options, enable_lora)
+        waits = options.enable_return_routed_experts or options.enable_return_indexer_topk
         self._requests = OutputProcessor(tokenizer, waits_for_results=waits)
-        # The parameters that were last given, and what the engine gets of them.
-        self._last_of_engine: tuple[SamplingParams, SamplingParams] | None = None
-        self._grammars = GrammarChecks(tokenizer, self._sizes.vocab_size)
         # Whether the model is awake, and whether only for the whole calls that run.
         self._awake, self._woken_by_call = awake, False
         self._calls: set[object] = set()
@@ -108,7 +75,7 @@ class LLMEngine:
         """Queue a prompt, also while others run; :meth:`step` runs it.
 
         Args:
-            prompt: As for :meth:`LLM.generate`; or what :meth:`encode_prompt` made of it and these
+            prompt: As for :meth:`LLM.generate`; or what ``prompt_encoder`` made of it and these
                 parameters.
             sampling_params: None: ``SamplingParams()``.
             request_id: Of no other request that runs; None makes one.
@@ -126,121 +93,10 @@ class LLMEngine:
         with self._exclusively():
             encoded = prompt
             if not isinstance(encoded, EncodedPrompt):
-                encoded = self.encode_prompt(
+                encoded = self.prompt_encoder.encode(
                     prompt, params, lora_request=lora_request, priority=priority
                 )
             return self._add(encoded, params, request_id)
-
-    def encode_prompt(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        where: str = "",
-        lora_request: LoRARequest | None = None,
-        priority: int = 0,
-    ) -> EncodedPrompt:
-        """What :meth:`add_request` does first, for any thread: long texts take seconds.
-
-        Args:
-            prompt: As the user gave it.
-            params: As the user gave them.
-            where: What an error begins with.
-            lora_request: Its adapter.
-            priority: Of the request.
-
-        Raises:
-            ValueError: If the prompt cannot run.
-        """
-        self._check_lora({lora_request}, where)
-        tokenizer, sizes = self.tokenizer, self._sizes
-        if params.truncate_prompt_tokens is None:
-            self._require_few_tokens(prompt, where)
-        try:
-            text, tokens, salt = _parts_of(prompt)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
-        if tokens is None:
-            assert text is not None
-            if params.truncate_prompt_tokens is None:
-                self.require_few_characters(text, where)
-            tokens = required(tokenizer).encode(text)
-        most = params.truncate_prompt_tokens
-        if most == -1:
-            most = max(1, self.max_model_len - (params.max_tokens or 1))
-        tokens = tokens if most is None else tokens[-most:]
-        if params.stop and tokenizer is None:
-            raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
-        assert sizes.vocab_size is not None
-        try:
-            of_engine = self._of_engine(params)
-            if params.structured_outputs is not None:
-                grammar = self._grammars.check(params.structured_outputs)
-                of_engine = of_engine.derived(grammar=grammar)
-            if (find := params.find_reasoning_ends) is not None:
-                ends = find(tokens, tokenizer)
-                of_engine = of_engine.derived(find_reasoning_ends=None, reasoning_ends=ends)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
-        why_not = sizes.why_not(tokens, of_engine, sizes.vocab_size, sizes.step_tokens, priority)
-        if why_not:
-            raise ValueError(f"{where}{why_not}")
-        return EncodedPrompt(text, tokens, of_engine, salt, lora_request, priority)
-
-    def _check_lora(self, requests: Collection[LoRARequest | None], where: str = "") -> None:
-        """Check adapters of requests that arrive together."""
-        found = {one for one in requests if one is not None}
-        for one in found:
-            if not isinstance(one, LoRARequest):
-                raise ValueError(f"{where}lora_request must be a LoRARequest, got {one!r:.200}")
-        if found and not self._max_loras:
-            raise ValueError(f"{where}lora_request needs LLM(enable_lora=True), got False")
-        if len(found) > self._max_loras:
-            raise ValueError(
-                f"max_loras must be at least {len(found)}, the adapters of one call, got "
-                f"{self._max_loras}"
-            )
-
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, for any thread.
-
-        Args:
-            options: For the chat template.
-
-        Raises:
-            ValueError: If there is no chat template, or the conversation is longer than any that
-                can run.
-        """
-        tokenizer = required(self.tokenizer)
-        render = getattr(tokenizer, "render", None)
-        if render is None:
-            return tokenizer.chat(messages, **options)
-        text = render(messages, **options)
-        self.require_few_characters(text)
-        return tokenizer.encode(text, begin=False)
-
-    def _require_few_tokens(self, prompt: Prompt, where: str) -> None:
-        """Check that token ids may fit, before any is looked at."""
-        tokens = prompt.get(_TOKENS) if isinstance(prompt, Mapping) else prompt
-        if isinstance(tokens, str) or not hasattr(tokens, "__len__"):
-            return
-        if len(tokens) > max(_FEW_CHARACTERS, self.max_model_len):
-            raise ValueError(
-                f"{where}the prompt has {len(tokens)} tokens and must be shorter than "
-                f"{self.max_model_len}"
-            )
-
-    def require_few_characters(self, text: str, where: str = "") -> None:
-        """Check that a text may fit, without its tokens, which take long to find if it does not.
-
-        Raises:
-            ValueError: If it has more characters than any that fits.
-        """
-        longest = getattr(self.tokenizer, "longest_token", None)
-        if longest is not None and len(text) > max(_FEW_CHARACTERS, longest * self.max_model_len):
-            raise ValueError(
-                f"{where}the prompt has {len(text)} characters, of which a token has {longest} at "
-                f"most, and must be shorter than {self.max_model_len} tokens"
-            )
 
     def step(self) -> list[RequestOutput]:
         """One forward pass over what runs.
@@ -328,7 +184,7 @@ class LLMEngine:
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of a prompt and what is generated after it."""
-        return self._sizes.max_sequence_length
+        return self.prompt_encoder.max_model_len
 
     @property
     def num_running(self) -> int:
@@ -388,22 +244,8 @@ class LLMEngine:
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, name: str | None) -> str:
         self._require_awake()
         if params.structured_outputs is not None:
-            self._requests.set_vocabulary(self._grammars.vocabulary)
-        ends = self._ends(params)
-        asked = prompt.of_engine, prompt.cache_salt, prompt.lora_request, prompt.priority
-        return self._requests.add(prompt.text, prompt.tokens, params, name, ends, *asked)
-
-    def _of_engine(self, params: SamplingParams) -> SamplingParams:
-        """Found once for the prompts of a call: the tokens of many texts take long."""
-        found = self._last_of_engine
-        if found is None or found[0] is not params:
-            found = params, of_output(params, self._ends(params), self.tokenizer)
-            self._last_of_engine = found
-        return found[1]
-
-    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """The model's end tokens, for a request that they end."""
-        return () if params.ignore_eos else self._end_tokens
+            self._requests.set_vocabulary(self.prompt_encoder.grammars.vocabulary)
+        return self._requests.add(prompt, params, name)
 
     def _claim(self, is_own: Callable[[str], bool]) -> list[RequestOutput]:
         """A caller's outputs that have grown; runs a step unless there are some already."""
@@ -421,58 +263,6 @@ class LLMEngine:
     def _require_awake(self) -> None:
         if not self._awake:
             raise RuntimeError("the model is asleep; call wake()")
-
-
-def required(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if tokenizer is None:
-        raise ValueError(
-            "the model came without a tokenizer: give prompts as token ids, or "
-            "LLM(..., tokenizer=FOLDER or 'bytes')"
-        )
-    return tokenizer
-
-
-def _parts_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """A prompt's text and token ids, of which a dict may have both, and its ``cache_salt``.
-
-    Raises:
-        ValueError: If it is no prompt, or asks for more than a text.
-    """
-    if isinstance(prompt, str):
-        return prompt, None, None
-    if not isinstance(prompt, Mapping):
-        return None, _token_ids(prompt), None
-    others = any(v is not None for k, v in prompt.items() if k not in (_TEXT, _TOKENS, _SALT))
-    text, tokens = prompt.get(_TEXT), prompt.get(_TOKENS)
-    if others or (text is None and tokens is None) or not isinstance(text, str | None):
-        raise ValueError(
-            f"a prompt's dict must have {_TEXT!r}, a text, or {_TOKENS!r}, and nothing else but "
-            f"{_SALT!r}, got {prompt!r:.200}"
-        )
-    salt = prompt.get(_SALT)
-    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _LONGEST_SALT):
-        raise ValueError(
-            f"{_SALT} must be a text that is not empty, at most {_LONGEST_SALT} characters, got "
-            f"{salt!r:.200}"
-        )
-    return text, None if tokens is None else _token_ids(tokens), salt
-
-
-def _token_ids(given: Any) -> list[int]:
-    try:
-        return list(map(operator.index, list_of(given)))
-    except TypeError as error:
-        raise ValueError(f"token ids must be integers, got {given!r:.200}") from error
-
-
-def list_of(given: Any) -> list:
-    """A list, with Python's numbers in place of an array's."""
-    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 class FairLock:

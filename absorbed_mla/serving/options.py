@@ -181,8 +181,8 @@ class ModelFields(Options):
     """Requests may have a ``lora_request``, each its own. The attention is then absorbed in every
     step."""
     max_loras: int = option(4, least=1)
-    """Adapters that requests may have at the same time. A request with another one is refused until
-    one is free. All are multiplied in every step that has one."""
+    """Adapters that requests may have at the same time. A request with another one waits until none
+    has one of them. All are multiplied in every step that has one."""
     max_lora_rank: int = option(16, least=1)
     """Of an adapter; ``kv_b_proj`` may have twice that of the others (docs/lora.md)."""
     tensor_parallel_parts: int | None = option(

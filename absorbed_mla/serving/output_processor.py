@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -17,6 +16,7 @@ from absorbed_mla.serving.stop_strings import StopStrings
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
+    from absorbed_mla.serving.prompts import EncodedPrompt
     from absorbed_mla.serving.request_results import Progress, Result, TopLogProbs
     from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
 
@@ -87,30 +87,13 @@ class OutputProcessor:
         names = itertools.chain(self._requests, self.unclaimed, running)
         return any(name not in self.of_calls for name in names)
 
-    def add(
-        self,
-        prompt: str | None,
-        tokens: list[int],
-        params: SamplingParams,
-        name: str | None,
-        ends: Sequence[int],
-        of_engine: SamplingParams,
-        cache_salt: str | None = None,
-        lora_request: LoRARequest | None = None,
-        priority: int = 0,
-    ) -> str:
+    def add(self, prompt: EncodedPrompt, params: SamplingParams, name: str | None) -> str:
         """Queue a prompt; returns its id.
 
         Args:
-            prompt: Its text, if it was given as one.
-            tokens: Token ids.
+            prompt: Token ids, and what the engine gets with them.
             params: As the user gave them.
             name: The id; None makes one.
-            ends: Tokens that end an output, besides ``params.stop_token_ids``.
-            of_engine: What :func:`of_output` makes of these.
-            cache_salt: Of the prompts that share cached blocks with it.
-            lora_request: Its adapter.
-            priority: Smaller ones come earlier.
 
         Raises:
             ValueError: If a request with this id runs, or is still to be reported.
@@ -119,15 +102,17 @@ class OutputProcessor:
             name = next(one for one in map(str, self._names) if not self._is_taken(one))
         elif self._is_taken(name):
             raise ValueError(f"request_id {name!r} is that of a request that runs")
-        request = _Request(RequestOutput(name, prompt, tokens, []), params, left=params.n)
+        tokens, ends = prompt.tokens, prompt.end_tokens
+        of_request = prompt.cache_salt, prompt.lora_request, prompt.priority
+        request = _Request(RequestOutput(name, prompt.text, tokens, []), params, left=params.n)
         # An array goes through a pipe in a fifth of a list's time.
         prompt_tokens = array("q", tokens)
         for index in range(params.n):
             completion = Completion(index, tokens, params, ends, self._tokenizer)
             number = self._num_added
             self._num_added += 1
-            own = _of_other_output(of_engine, index)
-            self._commands.append(Add(prompt_tokens, own, cache_salt, lora_request, priority))
+            own = _of_other_output(prompt.of_engine, index)
+            self._commands.append(Add(prompt_tokens, own, *of_request))
             self._running[number] = request, completion
             request.completions.append(completion)
             request.output.outputs.append(completion.output)
@@ -371,27 +356,6 @@ class Completion:
         self.output.finish_reason = result.finish if known else "length"
 
 
-def of_output(
-    params: SamplingParams, ends: Sequence[int], tokenizer: Tokenizer | None
-) -> SamplingParams:
-    """What the engine gets for the first of a prompt's outputs.
-
-    Args:
-        params: As the user gave them.
-        ends: Tokens that end it, besides ``params.stop_token_ids``.
-
-    Raises:
-        ValueError: If texts of ``bad_words`` have no tokenizer.
-    """
-    return params.derived(
-        n=1,
-        stop=(),
-        truncate_prompt_tokens=None,
-        bad_words=_tokens_of_words(params.bad_words, tokenizer),
-        stop_token_ids=tuple(dict.fromkeys([*ends, *params.stop_token_ids])),
-    )
-
-
 def _of_other_output(of_first: SamplingParams, index: int) -> SamplingParams:
     """What the engine gets for another one, which has a seed of its own."""
     if of_first.seed is None or not index:
@@ -400,25 +364,6 @@ def _of_other_output(of_first: SamplingParams, index: int) -> SamplingParams:
     from absorbed_mla.serving.sampling.device_sampler import derive_seed
 
     return of_first.derived(seed=derive_seed(of_first.seed, index))
-
-
-def _tokens_of_words(
-    words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None
-) -> list[tuple[int, ...]]:
-    """Token ids of words; texts also behind a space, where that is not the same tokens' end."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if not isinstance(word, str):
-            found[tuple(word)] = None
-            continue
-        if tokenizer is None:
-            raise ValueError("bad_words needs a tokenizer for texts; lists of token ids do not")
-        alone, behind = (tuple(tokenizer.encode(s + word, begin=False)) for s in ("", " "))
-        found[alone] = None
-        if behind[-len(alone) :] != alone:
-            found[behind] = None
-    found.pop((), None)
-    return list(found)
 
 
 def position_logprobs(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -174,12 +175,31 @@ class EngineRequests:
         self.failures = Failures()
         self.without_tokens: set[int] = set()
 
+    def begin(self, number: int, params: SamplingParams, sampled: SampledRequest) -> None:
+        """A request that can run is queued."""
+        self.params[number], self._sampled[number] = params, sampled
+        self.without_tokens.add(number)
+
     def end(self, number: int, result: Result) -> None:
         """End a request without a forward pass; its result is for the next report."""
         self._keep(number, result)
         self.unreported.append(Progress(number, [], result=result))
 
-    def end_waiting(self, number: int, record: DynamicInferenceRequestRecord) -> None:
+    def end_aborted(self, host: DynamicInferenceEngine) -> None:
+        """Take requests out of Megatron's queue that are to end; it ends those that run."""
+        # Callers take results away, so these do not say what has ended.
+        self.to_abort &= self.params.keys()
+        host.stop_word_finished_request_ids |= self.to_abort
+        for number in sorted(host.stop_word_finished_request_ids):
+            if number == host.context.chunked_prefill_request_id:
+                # Megatron would forget that it is to end.
+                host.stop_word_finished_request_ids.discard(number)
+            elif number in host.waiting_request_ids:
+                host.waiting_request_ids.remove(number)
+                host.stop_word_finished_request_ids.discard(number)
+                self._end_waiting(number, host.requests.pop(number).record)
+
+    def _end_waiting(self, number: int, record: DynamicInferenceRequestRecord) -> None:
         """End a request that waits; it may have been evicted in the step it was to end in."""
         result = self._result_of(number, record)
         ended = self._cut(Progress(number, [], result=result), len(result.tokens))

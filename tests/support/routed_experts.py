@@ -54,8 +54,8 @@ def roll_out(model: GPTModel, requests=REQUESTS, **options) -> Rollout:
 
 def assert_forgotten(engine: Engine) -> None:
     """Nothing is left of requests that have ended."""
-    assert not engine._recorded
-    for records in engine._records.values():
+    assert not engine._choices._requests
+    for records in engine._choices._records.values():
         assert not records._released and not records._ended
 
 

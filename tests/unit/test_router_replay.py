@@ -136,13 +136,25 @@ def test_tokens_without_a_record(rollout):
     assert torch.equal(found, rollout.forward(TOKENS, model=model))
 
 
+def test_requests_of_several_dtypes():
+    """Large numbers behind small ones, and a request of no token."""
+    small = np.arange(4).reshape(1, 2, 2)
+    [found] = training_routed_experts([[small, small + 2**15, small[:0]]], [2])
+    assert found.dtype == torch.int32 and found[0, 1].tolist() == (small[0] + 2**15).tolist()
+    assert bool((found[:, 2] == -1).all())
+
+
 class TestRefused:
     def test_layouts(self, rollout):
         twice = [np.array([[[0, 1, 1]]])]
         with refusal("different ones, got [0, 1, 1] for token 0"):
             training_routed_experts([twice], [TOKENS])
-        with refusal("[tokens, layers, K]", "(3,)"):
-            training_routed_experts([[np.arange(3)]], [TOKENS])
+        one = np.zeros((2, 2, 1), int)
+        for request, shown in ((np.arange(3), "(3,)"), (None, "None")):
+            with refusal("[tokens, layers, K]", shown):
+                training_routed_experts([[request]], [TOKENS])
+        with refusal("one number of layers and K, got [(1, 1), (2, 1)]"):
+            training_routed_experts([[one, one[:, :1]]], [TOKENS])
         with refusal("sequence 0 must have the 133 tokens"):
             training_routed_experts([rollout.requests], [132])
         with refusal("1 microbatches and 2 layouts"):
@@ -153,10 +165,15 @@ class TestRefused:
 
     def test_shapes(self, rollout):
         model = other_bias(rollout)
-        fewer = [one[..., :2] for one in rollout.requests]
-        for requests, tokens in ((fewer, TOKENS), (rollout.requests, TOKENS + 4)):
-            experts = training_routed_experts([requests], [tokens])
-            with refusal("[tokens, batch, layers, 3]"), replay_routed_experts(model, experts):
+        requests = rollout.requests
+        for wrong, tokens, shown in (
+            ([one[..., :2] for one in requests], TOKENS, "[tokens, batch, layers, 3]"),
+            ([one[:, :1] for one in requests], TOKENS, "[tokens, batch, layers, 3]"),
+            ([one + 100 for one in requests], TOKENS, "below num_moe_experts"),
+            (requests, TOKENS + 4, f"tokens on this rank, got {len(requests) * (TOKENS + 4)}"),
+        ):
+            experts = training_routed_experts([wrong], [tokens])
+            with refusal(shown), replay_routed_experts(model, experts):
                 rollout.forward(TOKENS, model=model)
 
     @pytest.mark.parametrize(

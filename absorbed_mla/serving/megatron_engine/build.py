@@ -48,7 +48,7 @@ from absorbed_mla.serving.megatron_engine.names import (
     VIEW,
 )
 from absorbed_mla.serving.model_ranks import require_divided
-from absorbed_mla.serving.returned_choices import asked_choices, records_of_choices
+from absorbed_mla.serving.returned_choices import ReturnedChoices, asked_choices
 from absorbed_mla.serving.sampling.stop_tokens import end_at_first_stop_token
 from absorbed_mla.serving.scheduler.block_pool import (
     cache_config,
@@ -97,10 +97,8 @@ def host_engine(
     # It chooses one of its own by name, and has no argument for another.
     SAMPLER.replace(controller, sampler)
     make_no_texts(controller)
-    context.records_of_choices = records_of_choices(model, context, options)
-    with contextlib.ExitStack() as stack:
-        for records in context.records_of_choices.values():
-            stack.enter_context(records.recording())
+    choices = context.returned_choices = ReturnedChoices.of(model, context, options)
+    with contextlib.nullcontext() if choices is None else choices.recording():
         # Graphs of layers are captured here.
         host = DynamicInferenceEngine(controller, context)
     _require(needs, {ENGINE: host})

@@ -224,6 +224,9 @@ def enqueue(
     if entry is not None:
         entry.record = RequestRecord.from_request(request)
         entry.record.cache_salt, entry.record.priority = cache_salt, priority
+        if not sampling.skip_prompt_log_probs:
+            # Blocks found in the prefix cache have no logits.
+            entry.record[-1].precomputed_block_hashes = []
 
 
 class RunningRequests:

@@ -129,7 +129,7 @@ class Conversation(KnownFields):
         if self.tools:
             options["tools"] = self.tools_as_json
         messages = [message.for_template() for message in self.messages]
-        return llm.encode_chat(messages, {**options, **given})
+        return llm.prompt_encoder.encode_chat(messages, {**options, **given})
 
 
 class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[valid-type, misc]

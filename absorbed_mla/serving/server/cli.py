@@ -87,7 +87,7 @@ class ServerOptions(Options):
 
         Raises:
             ValueError: If a name is taken or a folder is none of an adapter, or ``options`` have
-                no room for all of them.
+                no room for any.
         """
         found: dict[str, LoRARequest] = {}
         for i, given in enumerate(self.lora_modules):
@@ -98,11 +98,6 @@ class ServerOptions(Options):
             found[own] = LoRARequest(own, i + 1, folder)
         if found and not options.enable_lora:
             raise ValueError("--lora-modules needs --enable-lora")
-        if len(found) > options.max_loras:
-            raise ValueError(
-                f"--max-loras must be at least the {len(found)} of --lora-modules, got "
-                f"{options.max_loras}"
-            )
         return found
 
     @property

@@ -31,10 +31,10 @@ from pydantic import (
 )
 
 from absorbed_mla.serving.llm import LLM, Prompt
-from absorbed_mla.serving.llm_engine import required
 from absorbed_mla.serving.option_schema import options_of
 from absorbed_mla.serving.output_processor import position_logprobs
 from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
+from absorbed_mla.serving.prompts import required
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.logprobs import Json, TextOffsets, prompt_position, text_logprobs
 from absorbed_mla.serving.server.response_format import FORMAT_FIELDS, structured_outputs_of
@@ -195,7 +195,7 @@ class CompletionRequest(GenerationRequest, _OfCompletions):  # type: ignore[vali
         if isinstance(prompt, str) and (self.echo or not self.add_special_tokens):
             begin = None if self.add_special_tokens else False
             if self.truncate_prompt_tokens is None:
-                llm.require_few_characters(prompt)
+                llm.prompt_encoder.require_few_characters(prompt)
             tokens = required(llm.tokenizer).encode(prompt, begin=begin)
         if self.echo and tokens:
             text = prompt if isinstance(prompt, str) else text_of(tokens, llm.tokenizer)

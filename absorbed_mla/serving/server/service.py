@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from absorbed_mla.lora.request import LoRARequest
-from absorbed_mla.serving.llm import LLM, Prompt
-from absorbed_mla.serving.llm_engine import EncodedPrompt
+from absorbed_mla.serving.llm import LLM
 from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from absorbed_mla.serving.prompts import EncodedPrompt, Prompt
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.tokenizing import TokenizingThreads
@@ -299,7 +299,7 @@ class Service:
             try:
                 self._require_running()
                 encoded = partial(
-                    self.llm.encode_prompt,
+                    self.llm.prompt_encoder.encode,
                     params=params,
                     lora_request=lora_request,
                     priority=priority,

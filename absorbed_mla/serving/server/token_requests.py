@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from absorbed_mla.serving.llm import LLM
-from absorbed_mla.serving.llm_engine import required
+from absorbed_mla.serving.prompts import required
 from absorbed_mla.serving.server.chat_request import Conversation, Message
 from absorbed_mla.serving.server.protocol import KnownFields, List, text_of
 

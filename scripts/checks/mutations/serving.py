@@ -37,14 +37,10 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
   salts_of_commands_are_lost: salt, lora = command.cache_salt, -> salt, lora = None,
-  blocks_shared_among_adapters: return f"{digest} {cache_salt!r}" -> return cache_salt
   priorities_of_commands_are_lost: salt, lora, command.priority -> salt, lora
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
-  prompt_log_probs_of_cached_blocks:
-    - self.host.requests[number].record[-1].precomputed_block_hashes = []
-    -> pass
   results_of_servers_pile_up: self.results.pop(one.number) -> pass
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
   requests_begin_with_their_last_chunk: record.first_chunk = record.first_chunk or self._began
@@ -119,9 +115,6 @@ absorbed_mla/serving/llm.py
   beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
-  empty_salts: 0 < len(salt) <= _LONGEST_SALT -> len(salt) <= _LONGEST_SALT
-  long_salts: 0 < len(salt) <= _LONGEST_SALT -> 0 < len(salt)
-  grammars_begin_with_the_output: reasoning_ends=ends -> reasoning_ends=()
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
   first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
@@ -162,9 +155,8 @@ absorbed_mla/serving/option_schema.py
   infinity_is_a_number: and abs(value) < math.inf ->
   options_share_one_mapping: functools.partial(dict, default) -> lambda: default
 absorbed_mla/serving/output_processor.py
-  outputs_without_their_salt: own, cache_salt, lora_request, -> own, None, lora_request,
-  outputs_without_their_adapter: own, cache_salt, lora_request, -> own, cache_salt, None,
-  bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
+  outputs_without_their_salt: prompt.cache_salt, prompt.lora_request, -> None, prompt.lora_request,
+  outputs_without_their_adapter: prompt.lora_request, prompt.priority -> None, prompt.priority
   ended_requests_pile_up: del self._requests[output.request_id] -> pass
   stop_string_shown_too_early: - self._stop_strings.held_back -> - 0
   stop_strings_held_back_are_missed: return
@@ -189,6 +181,11 @@ absorbed_mla/serving/prefix_cache/stored.py
 absorbed_mla/serving/indexer_topk.py
   chosen_keys_of_one_token_less: token_to_position_in_request[tokens] + 1
     -> token_to_position_in_request[tokens]
+absorbed_mla/serving/prompts.py
+  empty_salts: 0 < len(salt) <= _LONGEST_SALT -> len(salt) <= _LONGEST_SALT
+  long_salts: 0 < len(salt) <= _LONGEST_SALT -> 0 < len(salt)
+  grammars_begin_with_the_output: reasoning_ends=ends -> reasoning_ends=()
+  bad_words_alone_only: if behind[-len(alone) :] != alone: -> if False:
 absorbed_mla/serving/token_records.py
   choices_of_blocks_that_were_released: if number in rows: -> if False:
   choices_are_never_forgotten: self._ended.add(number) -> pass
@@ -196,6 +193,8 @@ absorbed_mla/serving/token_records.py
     -> self._runs = True
   choices_of_rank_0: found[sum(tokens[:rank]) :][: tokens[rank]] -> found[: tokens[rank]]
   choices_of_stages_backwards: parts.append(part) -> parts.insert(0, part)
+absorbed_mla/serving/request_adapters.py
+  blocks_shared_among_adapters: return f"{digest} {cache_salt!r}" -> return cache_salt
 absorbed_mla/serving/request_record.py
   evicted_requests_find_nothing: if part.enable_prefix_caching and -> if False and
   evicted_requests_lose_their_salt: part.block_size_tokens, self.cache_salt
@@ -337,6 +336,7 @@ absorbed_mla/serving/scheduler/priorities.py
   evicted_requests_come_first: if not self._is_sorted: -> if False:
   a_chunk_waits_behind_others: return not reads, -> return False,
 absorbed_mla/serving/scheduler/requests.py
+  prompt_log_probs_of_cached_blocks: entry.record[-1].precomputed_block_hashes = [] -> pass
   requests_without_their_salt: block_hashes(tokens, size, cache_salt)
     -> block_hashes(tokens, size, None)
   records_without_their_salt: entry.record.priority = cache_salt, priority

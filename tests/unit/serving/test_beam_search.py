@@ -41,7 +41,7 @@ class TestAsTransformers:
         """Texts that all go on to the end, or of which some or most end before."""
         model, llm = models
         ends = tuple(range(num_ends)) if num_ends > 2 else self._likely(llm)[:num_ends]
-        monkeypatch.setattr(llm, "_end_tokens", ends)
+        monkeypatch.setattr(llm.prompt_encoder, "end_tokens", ends)
         params = BeamSearchParams(beam_width=4, max_tokens=NEW, length_penalty=penalty)
         lengths = set()
         for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
@@ -76,9 +76,9 @@ class TestAsTransformers:
     def test_ignoring_the_end(self, models, monkeypatch):
         _, llm = models
         params = BeamSearchParams(beam_width=2, max_tokens=NEW)
-        monkeypatch.setattr(llm, "_end_tokens", ())
+        monkeypatch.setattr(llm.prompt_encoder, "end_tokens", ())
         whole = self._tokens(llm, params)
-        monkeypatch.setattr(llm, "_end_tokens", self._likely(llm))
+        monkeypatch.setattr(llm.prompt_encoder, "end_tokens", self._likely(llm))
         assert self._tokens(llm, params) != whole
         params = BeamSearchParams(beam_width=2, max_tokens=NEW, ignore_eos=True)
         assert self._tokens(llm, params) == whole
@@ -116,7 +116,7 @@ class TestWithoutAModel:
 
     def test_no_better_text_can_come(self):
         llm = fake_llm()
-        llm._end_tokens = (ord("c"),)
+        llm.prompt_encoder.end_tokens = (ord("c"),)
         [output] = llm.beam_search("abc", BeamSearchParams(beam_width=1, max_tokens=9))
         assert output.sequences[0].text == "abcc" and llm._runner.num_steps == 1
 

@@ -66,12 +66,12 @@ def test_tokens_of_bad_words_are_found_once():
             return super().encode(text, **options)
 
     llm, params = fake_llm(tokenizer=Tokenizer()), SamplingParams(n=3, bad_words=["word"])
-    encoded = [llm.encode_prompt(prompt, params) for prompt in ("a", "b")]
+    encoded = [llm.prompt_encoder.encode(prompt, params) for prompt in ("a", "b")]
     assert texts == ["a", "word", " word", "b"]
     for prompt in encoded:
         llm.add_request(prompt, params)
     assert len(texts) == 4
-    assert llm.encode_prompt("a", PARAMS).of_engine.bad_words == []
+    assert llm.prompt_encoder.encode("a", PARAMS).of_engine.bad_words == []
 
 
 class TestThreads:

@@ -114,27 +114,37 @@ def test_a_mixed_batch(llm, adapters, alone):
 
 
 def test_an_adapter_takes_the_place_of_one_that_rests(llm, adapters, alone):
-    """Also step by step, and beside one that runs; the third at a time is refused."""
+    """Also step by step, and beside one that runs; the third at a time waits, others behind it."""
     llm.add_request(PROMPTS[1], PARAMS, "first", adapters["a"])
     llm.add_request(PROMPTS[1], PARAMS, "second", adapters["b"])
     llm.step()
+    llm.add_request(PROMPTS[1], PARAMS, "aborted", adapters["c"])
     llm.add_request(PROMPTS[1], PARAMS, "third", adapters["c"])
+    llm.add_request(PROMPTS[1], PARAMS, "behind it", adapters["b"])
+    llm.abort("aborted")
     ended = {}
     while llm.has_unfinished_requests():
         ended |= {one.request_id: one for one in llm.step() if one.finished}
-    assert close(ended["first"], alone["a"][1]) and close(ended["second"], alone["b"][1])
-    assert ended["third"].outputs[0].finish_reason == "error"
-    assert "max_loras: the requests that run or wait" in ended["third"].outputs[0].error
+    assert next(iter(ended)) == "aborted" and [*ended].index("third") > 2
+    assert ended.pop("aborted").outputs[0].finish_reason == "abort"
+    for name, adapter in {"first": "a", "second": "b", "third": "c", "behind it": "b"}.items():
+        assert close(ended[name], alone[adapter][1]), name
     [output] = llm.generate(PROMPTS[1], PARAMS, use_tqdm=False, lora_request=adapters["c"])
     assert close(output, alone["c"][1])
     [output] = llm.generate(PROMPTS[1], PARAMS, use_tqdm=False, lora_request=adapters["b"])
     assert close(output, alone["b"][1])
 
 
+def test_more_adapters_in_a_call_than_may_run(llm, adapters, alone):
+    order = "abcacb"
+    outputs = llm.generate(
+        [PROMPTS[1]] * 6, PARAMS, use_tqdm=False, lora_request=[adapters[name] for name in order]
+    )
+    assert all(close(one, alone[name][1]) for one, name in zip(outputs, order, strict=True))
+
+
 def test_refused(llm, base, adapters, tmp_path):
     """Before anything runs, where it can be known."""
-    with refusal("max_loras must be at least 3, the adapters of one call, got 2"):
-        llm.generate([PROMPTS[1]] * 3, lora_request=[adapters[name] for name in "abc"])
     with refusal("there are 1 prompts and 2 lora_requests"):
         llm.generate([PROMPTS[1]], lora_request=[None, None])
     with refusal("lora_request must be a LoRARequest, got 'a'"):

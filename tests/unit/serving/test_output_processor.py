@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from absorbed_mla import SamplingParams
-from absorbed_mla.serving.output_processor import Completion, of_output
+from absorbed_mla.serving.output_processor import Completion
 from absorbed_mla.serving.outputs import CompletionOutput
+from absorbed_mla.serving.prompts import of_output
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.tokenizers.tokenizers import HuggingFaceTokenizer
 from tests.support.tokenizers import byte_level_across_characters, with_byte_fallback

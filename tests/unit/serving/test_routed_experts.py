@@ -14,8 +14,9 @@ import torch
 
 from absorbed_mla import SamplingParams
 from absorbed_mla.router_replay import decoder_routers
-from absorbed_mla.serving.output_processor import OutputProcessor, of_output
+from absorbed_mla.serving.output_processor import OutputProcessor
 from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
+from absorbed_mla.serving.prompts import EncodedPrompt, of_output
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.server.chat_answer import ChatAnswer
 from absorbed_mla.serving.server.chat_request import ChatRequest
@@ -138,7 +139,8 @@ class TestOutputs:
     def steps(self, **params):
         processor = OutputProcessor(ByteTokenizer(), waits_for_results=True)
         params = SamplingParams(**params)
-        processor.add("ab", [97, 98], params, "it", (), of_output(params, (), ByteTokenizer()))
+        prompt = EncodedPrompt("ab", [97, 98], of_output(params, (), ByteTokenizer()))
+        processor.add(prompt, params, "it")
         processor.commands()
         return processor
 

@@ -105,9 +105,8 @@ def recorded(method: str):
     options = {}
     tokenizer = SimpleNamespace(**{method: lambda given, **found: options.update(found) or [1]})
     encode_chat = lambda given, found: tokenizer.chat(given, **found)  # noqa: E731
-    llm = SimpleNamespace(tokenizer=tokenizer, encode_chat=encode_chat)
-    llm.require_few_characters = lambda text: None
-    return llm, options
+    encoder = {"encode_chat": encode_chat, "require_few_characters": lambda text: None}
+    return SimpleNamespace(tokenizer=tokenizer, prompt_encoder=SimpleNamespace(**encoder)), options
 
 
 @pytest.mark.parametrize(

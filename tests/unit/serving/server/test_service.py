@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,9 +25,7 @@ class CountingLLM:
 
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0
-
-    def encode_prompt(self, prompt, params, **of_request):
-        return prompt
+        self.prompt_encoder = SimpleNamespace(encode=lambda prompt, params, **of_request: prompt)
 
     def add_request(self, prompt, params, name):
         if prompt == "bad":

@@ -156,13 +156,13 @@ class TestForced:
     def params(self, served, monkeypatch):
         """Of the requests that run; none of them with a grammar."""
         found, llm = [], served.service.llm
-        encode, add = llm.encode_prompt, llm.add_request
+        encode, add = llm.prompt_encoder.encode, llm.add_request
 
         def plain(prompt, params, **rest):
             found.append(params)
             return encode(prompt, params.replace(structured_outputs=None), **rest)
 
-        monkeypatch.setattr(llm, "encode_prompt", plain)
+        monkeypatch.setattr(llm.prompt_encoder, "encode", plain)
         monkeypatch.setattr(
             llm,
             "add_request",
