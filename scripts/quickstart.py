@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -17,6 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import Failure, leave, run_script
 from counting import continuation, count_from, right_numbers, write_texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,34 +36,34 @@ CONVERTER = [sys.executable, "-m", "checkpoint_conversion"]
 
 
 def main() -> int:
-    """Run all steps; the exit code is 1 if a step fails or shows a wrong result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train-iters", type=int, default=200)
+    """Run all steps; returns the exit code."""
+    return run_script("quickstart.py", _run)
+
+
+def _run() -> None:
+    parser = Parser("quickstart.py", __doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder of what the steps write")
+    parser.add_argument("--train-iters", type=int, default=200, help="of each training")
     args = parser.parse_args()
+    require_writable(folders={"--output": args.output})
     output = args.output.resolve()
-    try:
-        _announce(1, "transformers makes a tiny DeepSeek-V3 and saves it")
-        make_hugging_face_model(output / "hugging_face")
-        _announce(2, "convert to absorbed MLA; the same text through both gives the same logits")
-        convert(output / "hugging_face", output / "absorbed", "absorbed")
-        check_logits(output / "hugging_face", output / "absorbed")
-        _announce(3, "train with Megatron's own standard MLA, TP=1, to compare with")
-        write_texts(output / "text")
-        train(output, "standard", args.train_iters)
-        _announce(4, "train the absorbed model, TP=2 with SP, from the same checkpoint")
-        train(output, "absorbed", args.train_iters)
-        _announce(5, "both losses (nats per byte)")
-        report(output)
-        _announce(6, "convert back; transformers loads what Megatron trained, and writes")
-        convert(output / "trained", output / "trained_hugging_face", "hf")
-        expected = generate(output / "trained_hugging_face")
-        _announce(7, "our model writes too, from a cache of latents in Megatron's engine, TP=2")
-        generate_from_latents(output / "trained", expected)
-    except (RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    _announce(1, "transformers makes a tiny DeepSeek-V3 and saves it")
+    make_hugging_face_model(output / "hugging_face")
+    _announce(2, "convert to absorbed MLA; the same text through both gives the same logits")
+    convert(output / "hugging_face", output / "absorbed", "absorbed")
+    check_logits(output / "hugging_face", output / "absorbed")
+    _announce(3, "train with Megatron's own standard MLA, TP=1, to compare with")
+    write_texts(output / "text")
+    train(output, "standard", args.train_iters)
+    _announce(4, "train the absorbed model, TP=2 with SP, from the same checkpoint")
+    train(output, "absorbed", args.train_iters)
+    _announce(5, "both losses (nats per byte)")
+    report(output)
+    _announce(6, "convert back; transformers loads what Megatron trained, and writes")
+    convert(output / "trained", output / "trained_hugging_face", "hf")
+    expected = generate(output / "trained_hugging_face")
+    _announce(7, "our model writes too, from a cache of latents in Megatron's engine, TP=2")
+    generate_from_latents(output / "trained", expected)
 
 
 def make_hugging_face_model(folder: Path) -> None:
@@ -116,7 +118,7 @@ def check_logits(hugging_face: Path, absorbed: Path) -> None:
         f"tokens (must be <= {LOGITS_TOLERANCE:.0e})"
     )
     if not relative <= LOGITS_TOLERANCE:
-        raise RuntimeError(f"the logits differ by {relative:.1e}")
+        raise Failure(f"the logits differ by {relative:.1e}")
 
 
 def _converter(*arguments: str, quiet: bool = False) -> subprocess.CompletedProcess:
@@ -161,7 +163,7 @@ def _run(command: list[str], *, quiet: bool = False) -> subprocess.CompletedProc
         text=True,
     )
     if done.returncode:
-        raise RuntimeError(f"this command failed: {shown(command, variables)}")
+        raise Failure(f"this command failed: {shown(command, variables)}")
     return done
 
 
@@ -197,9 +199,9 @@ def report(output: Path) -> None:
     worst = max(abs(absorbed[i] - standard[i]) for i in standard)
     print(f"the loss fell from {absorbed[1]:.3f} to {absorbed[last]:.3f}; plot: {plot}")
     if not absorbed[last] < absorbed[1]:
-        raise RuntimeError("the loss of the absorbed model did not fall")
+        raise Failure("the loss of the absorbed model did not fall")
     if not worst <= LOSS_TOLERANCE:
-        raise RuntimeError(f"the losses differ by up to {worst:.3f}, more than {LOSS_TOLERANCE}")
+        raise Failure(f"the losses differ by up to {worst:.3f}, more than {LOSS_TOLERANCE}")
 
 
 def generate(folder: Path) -> list[list[int]]:
@@ -233,7 +235,7 @@ def generate_from_latents(folder: Path, expected: list[list[int]]) -> None:
     found = [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])]
     print(f"{total['tokens_per_second']:.0f} tokens/s\n\n{side_by_side(expected, found)}")
     if found != expected:
-        raise RuntimeError(f"transformers wrote other tokens: {expected}, not {found}")
+        raise Failure(f"transformers wrote other tokens: {expected}, not {found}")
     print("our model wrote the same tokens as transformers")
 
 
@@ -262,4 +264,4 @@ def _announce(step: int, what: str) -> None:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.exit(main())
+    leave(main())

@@ -50,6 +50,10 @@ class RequestSelections:
         """
         layers = selecting_layers(model)
         layers = {name: one for name, one in layers.items() if not one.is_mtp_layer}
+        if not layers:
+            raise ValueError("indexer_topk is for layers of the decoder; the model has an MTP layer")
+        if indexer_topk is None:
+            raise ValueError("indexer_topk must be [tokens, layers, topk], got None")
         found = torch.as_tensor(indexer_topk)
         any_layer = next(iter(layers.values()))
         indexed = any_layer.indexed_layers

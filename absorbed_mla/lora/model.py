@@ -23,7 +23,7 @@ def attentions(model: Model) -> Iterator[AbsorbedMLASelfAttention]:
 
     Their ``layer_number`` counts from 1 over all pipeline stages.
     """
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+    for chunk in _chunks(model):
         for name, module in chunk.named_modules():
             if isinstance(module, AbsorbedMLASelfAttention) and not _NO_DECODER.search(name):
                 yield module
@@ -56,23 +56,29 @@ def add_lora(model: Model, config: LoRAConfig) -> None:
 def put_on(model: Model, layers) -> None:
     """:func:`add_lora` with ``layers(attention)``: r and scaling of each of its layers."""
     chosen = [(attention, layers(attention)) for attention in attentions(model)]
-    if not any(layers for _, layers in chosen) and not _is_one_of_several_stages(chosen):
+    if not any(layers for _, layers in chosen) and not is_one_of_several_stages(model):
         raise ValueError("LoRA needs a layer of an AbsorbedMLASelfAttention; none is named")
     for attention, named in chosen:
         if named:
             AttentionLoRA(attention, named)
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+    for chunk in _chunks(model):
         train_only(chunk, IN_NAMES)
 
 
-def _is_one_of_several_stages(chosen: list) -> bool:
-    return bool(chosen) and chosen[0][0].config.pipeline_model_parallel_size > 1
+def is_one_of_several_stages(model: Model) -> bool:
+    """Whether other pipeline stages may have what this rank's part of a model lacks."""
+    configs = [getattr(chunk, "config", None) for chunk in _chunks(model)]
+    return any(getattr(one, "pipeline_model_parallel_size", 1) > 1 for one in configs)
+
+
+def _chunks(model: Model) -> Sequence[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else model
 
 
 def _those_with(model: Model) -> Iterable[tuple[AbsorbedMLASelfAttention, AttentionLoRA]]:
     found = [(attention, lora_of(attention)) for attention in attentions(model)]
     pairs = [(attention, lora) for attention, lora in found if lora is not None]
-    if not pairs and not _is_one_of_several_stages(found):
+    if not pairs and not is_one_of_several_stages(model):
         raise ValueError("the model has no LoRA: add_lora first")
     return pairs
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.lora.adapter import layers_of, lora_of
-from absorbed_mla.lora.model import Model, attentions, put_on
+from absorbed_mla.lora.model import Model, attentions, is_one_of_several_stages, put_on
 from absorbed_mla.lora.request import CONFIG, WEIGHTS
 from absorbed_mla.lora.targets import KV_B, TARGETS
 from absorbed_mla.own_packages import require_own_packages
@@ -78,9 +78,9 @@ def load_peft_adapter(model: Model, folder: str | Path) -> None:
         ValueError: If the folder cannot be read, or has what is no LoRA of this model's attention.
     """
     chosen = list(attentions(model))
-    if not chosen:
+    if not chosen and not is_one_of_several_stages(model):
         raise ValueError("the model has no AbsorbedMLASelfAttention that an adapter could be for")
-    updates = read_peft_adapter(folder, chosen[0])
+    updates = read_peft_adapter(folder, chosen[0]) if chosen else {}
     put_on(
         model,
         lambda attention: {
@@ -127,9 +127,12 @@ def read_peft_adapter(folder: str | Path, attention: AbsorbedMLASelfAttention) -
         rank = scaling.rank(name)
         outputs, inputs = shapes[theirs]
         for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            got = tuple(pair[factor].shape) if factor in pair else None
+            stored = pair.get(factor)
+            got = None if stored is None else tuple(stored.shape)
             if got != shape:
                 problems.append(f"{name}.lora_{factor} must be {list(shape)}, got {got}")
+            elif not stored.dtype.is_floating_point:
+                problems.append(f"{name}.lora_{factor} must be floating, got {stored.dtype}")
     if not found:
         problems.append("it has no tensors")
     raise_problems(f"{folder} cannot be loaded:", problems)
@@ -227,19 +230,21 @@ def save_peft_adapter(model: Model, folder: str | Path, base_model: str | None =
         OSError: If it cannot be written.
     """
     own = {key: update for attention in attentions(model) for key, update in _whole(attention)}
+    # A stage may have no attention.
+    dims = [attention.dims for attention in attentions(model)][:1]
     group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Updates] = [{}] * group.size()
+    stages: list = [(own, dims)]
     if group.size() > 1:
-        dist.all_gather_object(stages, own, group=group)
-    else:
-        stages = [own]
-    updates = {key: update for stage in stages for key, update in stage.items()}
+        stages *= group.size()
+        dist.all_gather_object(stages, (own, dims), group=group)
+    updates: Updates = {key: update for stage, _ in stages for key, update in stage.items()}
     if not updates:
         raise ValueError("the model has no LoRA: add_lora first")
     failure = None
     if dist.get_rank() == 0:
         try:
-            write_peft_adapter(updates, next(attentions(model)).dims, folder, base_model)
+            [dims, *_] = [one for _, some in stages for one in some]
+            write_peft_adapter(updates, dims, folder, base_model)
         except OSError as error:
             failure = error
     dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,21 @@ class LoRARequest:
             raise ValueError(f"lora_path: {self.lora_path} has no {missing[0]}")
 
     def digest(self) -> str:
-        """Of the contents of both files: requests share cached blocks if it is the same."""
-        found = hashlib.sha256()
-        for name in (CONFIG, WEIGHTS):
-            with (Path(self.lora_path) / name).open("rb") as file:
-                found.update(hashlib.file_digest(file, "sha256").digest())
-        return found.hexdigest()
+        """Of the contents of both files: requests share cached blocks if it is the same.
+
+        Raises:
+            OSError: If a file is not there any more.
+        """
+        files = [Path(self.lora_path).absolute() / name for name in (CONFIG, WEIGHTS)]
+        stats = [file.stat() for file in files]
+        return _digest(*files, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(config: Path, weights: Path, *_: tuple[int, int, int]) -> str:
+    """Read once for files that stay as they are: every output of every request asks."""
+    found = hashlib.sha256()
+    for path in (config, weights):
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()

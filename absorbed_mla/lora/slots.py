@@ -121,10 +121,13 @@ class LoRASlots:
         return torch.where(mask.view(shape), between, 0)
 
     def _read(self, request: LoRARequest) -> tuple[str, Updates]:
-        digest = request.digest()
-        if digest in self._digests or not self._attentions:
-            return digest, {}
-        updates = read_peft_adapter(request.lora_path, self._attentions[0])
+        try:
+            digest = request.digest()
+            if digest in self._digests or not self._attentions:
+                return digest, {}
+            updates = read_peft_adapter(request.lora_path, self._attentions[0])
+        except OSError as error:
+            raise ValueError(f"lora_path cannot be read: {error}") from error
         rank = max(len(update.a) for update in updates.values())
         if rank > self.max_lora_rank:
             raise ValueError(

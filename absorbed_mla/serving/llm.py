@@ -323,6 +323,8 @@ class LLM(LLMEngine):
         each = _params_of(sampling_params, len(several))
         loras = _loras_of(lora_request, len(several))
         self.prompt_encoder.check_lora(loras)
+        if isinstance(priority, int):
+            raise ValueError(f"priority must be a list of one number a prompt, got {priority}")
         priorities = [0] * len(several) if priority is None else list_of(priority)
         if len(priorities) != len(several):
             raise ValueError(f"there are {len(several)} prompts and {len(priorities)} priorities")

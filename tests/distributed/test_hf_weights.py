@@ -264,7 +264,7 @@ def test_an_error_of_one_rank_is_raised_on_all(asked, message):
     with world.parallel(tp=world.size()):
         model = sharded(four_layers())
         failing = world.rank() == 1
-        with refusal(message if failing else "rank 1 cannot export: ", message):
+        with refusal(message if failing else "on rank 1: ", message):
             hf_weights(model, **(asked if failing else {}))
 
 

@@ -1,4 +1,4 @@
-"""The preparation of an export on all ranks: results of each, or the error of any on all."""
+"""A step that all ranks prepare: results of each, or the error of any on all."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def on_all_ranks(prepare: Callable[[], tuple[Own, Sent]]) -> tuple[Own, list[Sen
         raise failure
     for rank, (_, message) in enumerate(found):
         if message is not None:
-            raise ValueError(f"rank {rank} cannot export: {message}")
+            raise ValueError(f"on rank {rank}: {message}")
     assert own is not None
     return own, [theirs for theirs, _ in found]

@@ -519,6 +519,7 @@ class TestAsVLLMHasThem:
         [
             ({}, [0, 1], "prompt 1: priority needs scheduling_policy='priority', got 'fcfs'"),
             ({"scheduling_policy": "priority"}, [0], "there are 2 prompts and 1 priorities"),
+            ({"scheduling_policy": "priority"}, 1, "priority must be a list of one number"),
             ({"scheduling_policy": "priority"}, [0, "1"], "priority must be an integer, got '1'"),
         ],
     )

@@ -147,8 +147,9 @@ def test_refused(llm, base, adapters, tmp_path):
     """Before anything runs, where it can be known."""
     with refusal("there are 1 prompts and 2 lora_requests"):
         llm.generate([PROMPTS[1]], lora_request=[None, None])
-    with refusal("lora_request must be a LoRARequest, got 'a'"):
-        llm.generate([PROMPTS[1]], lora_request="a")
+    for wrong in ("a", {"lora_name": "a"}):
+        with refusal(f"lora_request must be a LoRARequest, got {wrong!r}"):
+            llm.generate([PROMPTS[1]], lora_request=wrong)
     with refusal("has no adapter_config.json"):
         LoRARequest("x", 1, tmp_path)
     with refusal("lora_int_id must be an integer above 0, got 0"):
@@ -156,6 +157,9 @@ def test_refused(llm, base, adapters, tmp_path):
     large = write_adapter(base, tmp_path / "large", 7, 5)
     [output] = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False, lora_request=large)
     assert "max_lora_rank must be at least 5" in output.outputs[0].error
+    (large.lora_path / "adapter_model.safetensors").unlink()
+    [output] = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False, lora_request=large)
+    assert "lora_path cannot be read" in output.outputs[0].error
     for fields in (
         {"cuda_graphs": True, "form": "absorbed", "device": "cuda"},
         {"parity": True, "form": "absorbed"},
