@@ -51,7 +51,9 @@ class RequestSelections:
         layers = selecting_layers(model)
         layers = {name: one for name, one in layers.items() if not one.is_mtp_layer}
         if not layers:
-            raise ValueError("indexer_topk is for layers of the decoder; the model has an MTP layer")
+            raise ValueError(
+                "indexer_topk is for layers of the decoder; the model has an MTP layer"
+            )
         if indexer_topk is None:
             raise ValueError("indexer_topk must be [tokens, layers, topk], got None")
         found = torch.as_tensor(indexer_topk)

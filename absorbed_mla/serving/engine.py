@@ -169,7 +169,8 @@ class Engine:
         """Abort all requests; where replicas share experts, go on until none has any."""
         if self._active is None or not self._replicas.several:
             return
-        for number in [*self._requests.params, *self._adapters.waiting]:
+        waiting = [request.number for request in self._adapters.waiting]
+        for number in [*self._requests.params, *waiting]:
             self.abort(number)
         while self.is_busy():
             self.step()
@@ -357,7 +358,8 @@ class Engine:
         self._began = time.time()
         self._stay_in_inference_mode()
         self._abort()
-        self._enqueue_adapted()
+        if self._adapters.waiting:
+            self._enqueue_adapted()
         reported, self._requests.unreported = self._requests.unreported, []
         if reported and not self._replicas.several:
             return self._with_choices(reported)

@@ -45,13 +45,16 @@ class RequestAdapters:
     Args:
         model: That generates.
         context: Of its forward passes.
+
+    Attributes:
+        waiting: Requests that wait for a slot, in their order.
     """
 
     def __init__(self, model: GPTModel, context: DynamicInferenceContext) -> None:
         self._model, self._context, self._slots = model, context, LoRASlots.of(model)
         # By number of the request.
         self._of_requests: dict[int, int] = {}
-        self._waiting: list[AdapterRequest] = []
+        self.waiting: list[AdapterRequest] = []
         # Whether the first of them has found no slot; none is free until a request ends.
         self._first_waits = False
 
@@ -62,23 +65,18 @@ class RequestAdapters:
 
     def clear(self) -> None:
         """Numbers of requests begin anew."""
-        self._of_requests, self._waiting, self._first_waits = {}, [], False
-
-    @property
-    def waiting(self) -> list[int]:
-        """Numbers of the requests that wait for a slot."""
-        return [request.number for request in self._waiting]
+        self._of_requests, self.waiting, self._first_waits = {}, [], False
 
     def add(self, request: AdapterRequest) -> None:
         """Let a request wait for a slot; see :meth:`ready`."""
         assert self._slots is not None
-        bisect.insort(self._waiting, request)
-        self._first_waits &= self._waiting[0] is not request
+        bisect.insort(self.waiting, request)
+        self._first_waits &= self.waiting[0] is not request
 
     def discard(self, number: int) -> bool:
         """Forget a request that waits for a slot; False if it does not."""
-        left = [request for request in self._waiting if request.number != number]
-        found, self._waiting = len(left) < len(self._waiting), left
+        left = [request for request in self.waiting if request.number != number]
+        found, self.waiting = len(left) < len(self.waiting), left
         self._first_waits &= not found
         return found
 
@@ -104,10 +102,10 @@ class RequestAdapters:
             Each request that waits no longer, a ``cache_salt`` that no other adapter has, and why
             the adapter cannot be had, or ``""``.
         """
-        while self._waiting:
+        while self.waiting:
             assert self._slots is not None
             self._of_requests = {n: slot for n, slot in self._of_requests.items() if n in running}
-            in_use, first = set(self._of_requests.values()), self._waiting[0]
+            in_use, first = set(self._of_requests.values()), self.waiting[0]
             if self._first_waits and len(in_use) == self._slots.max_loras:
                 return
             salt = error = ""
@@ -121,7 +119,7 @@ class RequestAdapters:
                     return
                 self._of_requests[first.number], digest = held
                 salt = f"{digest} {first.cache_salt!r}"
-            self._waiting, self._first_waits = self._waiting[1:], False
+            self.waiting, self._first_waits = self.waiting[1:], False
             yield first, salt, error
 
     def _begin_step(self, model: GPTModel, inputs: tuple) -> None:

@@ -194,7 +194,8 @@ absorbed_mla/serving/token_records.py
   choices_of_rank_0: found[sum(tokens[:rank]) :][: tokens[rank]] -> found[: tokens[rank]]
   choices_of_stages_backwards: parts.append(part) -> parts.insert(0, part)
 absorbed_mla/serving/request_adapters.py
-  blocks_shared_among_adapters: return f"{digest} {cache_salt!r}" -> return cache_salt
+  blocks_shared_among_adapters: f"{digest} {first.cache_salt!r}" -> first.cache_salt or ""
+  adapters_that_never_get_a_slot: and len(in_use) == self._slots.max_loras -> and True
 absorbed_mla/serving/request_record.py
   evicted_requests_find_nothing: if part.enable_prefix_caching and -> if False and
   evicted_requests_lose_their_salt: part.block_size_tokens, self.cache_salt
