@@ -131,8 +131,8 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
         found[..., step.branches], pack[..., step.siblings].to(values.dtype)
     ):
         raise ValueError(
-            "MTP needs one next token of every token: let a tree's nodes begin with the last tokens "
-            "of the prefix before them, as shared_prefix_log_probs does"
+            "MTP needs one next token of every token: let a tree's nodes begin with the last "
+            "tokens of the prefix before them, as shared_prefix_log_probs does"
         )
     return found | (values & step.padding) if values.dtype is torch.bool else found
 

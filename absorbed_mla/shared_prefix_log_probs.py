@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategy import group_of_call
 from absorbed_mla.packed_roll import require_tree_roll
@@ -62,46 +64,36 @@ def shared_prefix_log_probs(
         ValueError: If the model does what cannot be the same with shared prefixes, naming the field
             of its config, or shapes do not fit.
     """
-    config = get_model_config(model)
-    require_shared_prefixes(config, model.training)
-    device = token_ids.device
+    require_shared_prefixes(model)
     group = group_of_call(None, parallel_state.get_context_parallel_group(check_initialized=False))
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    given = tree.expand().to(device)
+    given = tree.expand().to(token_ids.device)
+    if labels is None:
+        labels = _next_tokens(tree, token_ids[given])
+    if loss_mask is None:
+        loss_mask = torch.ones(len(given), device=given.device)
     for name, values, count in (
         ("token_ids", token_ids, tree.num_tokens),
         ("labels", labels, len(given)),
         ("loss_mask", loss_mask, len(given)),
     ):
-        if values is not None and values.shape != (count,):
+        if values.shape != (count,):
             raise ValueError(f"{name} must have a shape of ({count},), got {tuple(values.shape)}")
-    tree = _laid_out(tree, config, size)
-    expand, positions = tree.expand().to(device), tree.position_ids().to(device)
-    tokens = token_ids[given]
-    if labels is None:
-        # The next token of the sequence, which the first of the next sequence is not.
-        labels = tokens.roll(-1).masked_fill(positions[expand].roll(-1) == 0, -1)
-    pairs = _Pairs.of(expand, labels.to(device))
-    if loss_mask is None:
-        loss_mask = torch.ones(len(expand), device=device)
-    params = tree.packed_seq_params(device)
-    layout = SequenceLayout.from_host(params, tree.num_tokens)
-    own = torch.arange(tree.num_tokens)
-    if group is not None:
-        own = ContextParallelLayout.of(layout, size, rank).tokens()
-    own = own.to(device)
-    zeros = torch.zeros_like(positions)
-    token_ids = zeros.index_copy(0, expand, tokens)[own]
-    weights = loss_mask.new_zeros(len(zeros)).index_add(0, expand, loss_mask)[own]
-    places = torch.full_like(zeros, -1).index_copy(0, own, torch.arange(len(own), device=device))
+    tree = _laid_out(tree, get_model_config(model), 1 if group is None else group.size())
+    params, expand = tree.packed_seq_params(given.device), tree.expand().to(given.device)
+    pairs = _Pairs.of(expand, labels.to(given.device))
+    own = _tokens_of_rank(tree, group).to(given.device)
+    places = torch.full((tree.num_tokens,), -1, device=given.device)
+    places[own] = torch.arange(len(own), device=given.device)
     rows = places[pairs.rows]
     here = (rows >= 0).nonzero()[:, 0]
-    with counted_tokens(model, expand.bincount(minlength=len(zeros))[own]):
+    ids = torch.zeros_like(places).index_copy(0, expand, token_ids[given])
+    weights = loss_mask.new_zeros(tree.num_tokens).index_add(0, expand, loss_mask)
+    with counted_tokens(model, expand.bincount(minlength=tree.num_tokens)[own]):
         found = model(
-            token_ids[None],
-            positions[own][None],
+            ids[own][None],
+            tree.position_ids().to(given.device)[own][None],
             None,
-            loss_mask=weights[None],
+            loss_mask=weights[own][None],
             packed_seq_params=params,
             output_processor=_log_probs,
             output_processor_context=_Rows(rows[here], pairs.labels[here]),
@@ -114,21 +106,28 @@ def shared_prefix_log_probs(
     return whole.new_zeros(len(expand)).index_copy(0, pairs.places, whole[pairs.inverse])
 
 
-def require_shared_prefixes(config: TransformerConfig, training: bool) -> None:
+def require_shared_prefixes(model: nn.Module) -> None:
     """Check that a model can compute with shared prefixes what it does without them.
 
     Args:
-        config: Of the model.
-        training: Whether dropout is active.
+        model: As of :func:`shared_prefix_log_probs`; in training mode if dropout is active.
 
     Raises:
-        ValueError: Naming the field of the config that does not go with it.
+        ValueError: Naming the field of the config, or the kind of layer, that does not go with it.
     """
-    for name in ("hidden_dropout", "attention_dropout") if training else ():
+    config = get_model_config(model)
+    for name in ("hidden_dropout", "attention_dropout") if model.training else ():
         if getattr(config, name):
             raise ValueError(
                 f"shared prefixes need {name}=0, got {getattr(config, name)}: each copy of a token "
                 "would drop other values"
+            )
+    for layer in get_attr_wrapped_model(model, "decoder").layers:
+        mixer = getattr(layer, "self_attention", layer)
+        if not isinstance(mixer, AbsorbedMLASelfAttention):
+            raise ValueError(
+                "shared prefixes need AbsorbedMLASelfAttention in every layer, got "
+                f"{type(mixer).__name__}, which takes the nodes of a tree for whole sequences"
             )
     if config.mtp_num_layers:
         require_tree_roll()
@@ -149,9 +148,9 @@ def _laid_out(tree: PrefixTree, config: TransformerConfig, cp_size: int) -> Pref
     ]
     if moved and (inner & {*tree.ends} or any(lengths[node] < 1 for node in inner)):
         raise ValueError(
-            f"mtp_num_layers={config.mtp_num_layers} needs prefixes of {moved + 1} tokens or more, and "
-            f"sequences that end behind them; got nodes of {list(tree.lengths)} tokens with parents "
-            f"{list(tree.parents)} and ends {list(tree.ends)}"
+            f"mtp_num_layers={config.mtp_num_layers} needs prefixes of {moved + 1} tokens or more, "
+            f"and sequences that end behind them; got nodes of {list(tree.lengths)} tokens with "
+            f"parents {list(tree.parents)} and ends {list(tree.ends)}"
         )
     chunk = 2 * cp_size if cp_size > 1 else 1
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -159,6 +158,21 @@ def _laid_out(tree: PrefixTree, config: TransformerConfig, cp_size: int) -> Pref
     slots = [-(-(length + more) // chunk) * chunk for length, more in zip(lengths, padding)]
     slots[-1] += -sum(slots) % (chunk * ranks)
     return replace(tree, lengths=lengths, padded_lengths=slots)
+
+
+def _tokens_of_rank(tree: PrefixTree, group: dist.ProcessGroup | None) -> Tensor:
+    """Tokens of the pack that a context-parallel rank has, int64."""
+    if group is None:
+        return torch.arange(tree.num_tokens)
+    layout = SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens)
+    return ContextParallelLayout.of(layout, group.size(), group.rank()).tokens()
+
+
+def _next_tokens(tree: PrefixTree, tokens: Tensor) -> Tensor:
+    """Of every token of the pack without shared prefixes the next of its sequence, or -1."""
+    found = tokens.roll(-1)
+    found[torch.tensor(tree.sequence_lengths).cumsum(0) - 1] = -1
+    return found
 
 
 class _Rows(NamedTuple):

@@ -144,11 +144,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"
         )
-    other = next((one for one in _WITHOUT_SHARING if args.shared_prefixes and vars(args)[one]), "")
-    if other:
-        raise ValueError(
-            f"--shared-prefixes does not go with --{other.replace('_', '-')}: {_WITHOUT_SHARING[other]}"
-        )
+    for name, why in _WITHOUT_SHARING.items() if args.shared_prefixes else ():
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--shared-prefixes does not go with {flag}: {why}")
     if args.prompts is not None and not Path(args.prompts).is_file():
         raise ValueError(f"--prompts: there is no file {args.prompts}")
 
