@@ -165,7 +165,8 @@ def _step(
             part = ContextParallelLayout.of(layout, size, rank)
             own, places = part.tokens(), part.sequence_order()
         lengths = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.slots))
-        left = (lengths - layout.positions(torch.device("cpu")))[own]
+        starts = torch.tensor(layout.starts).repeat_interleave(torch.tensor(layout.slots))
+        left = (lengths - torch.arange(layout.num_tokens) + starts)[own]
         following, ends = (own + 1).clamp(max=layout.num_tokens - 1), left <= 1
         here = torch.full_like(places, -1)
         here[own] = torch.arange(len(own))

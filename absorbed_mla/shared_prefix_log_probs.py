@@ -131,6 +131,12 @@ def require_shared_prefixes(model: nn.Module) -> None:
             )
     if config.mtp_num_layers:
         require_tree_roll()
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"shared prefixes with mtp_num_layers={config.mtp_num_layers} need "
+                f"context_parallel_size=1, got {config.context_parallel_size}: Megatron divides "
+                "MTP's losses by each rank's own number of tokens"
+            )
 
 
 def _laid_out(tree: PrefixTree, config: TransformerConfig, cp_size: int) -> PrefixTree:
