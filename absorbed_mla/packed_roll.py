@@ -128,7 +128,8 @@ def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) ->
             part = ContextParallelLayout.of(layout, size, rank)
             own, places = part.tokens(), part.sequence_order()
         lengths = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.slots))
-        left = (lengths - layout.positions(torch.device("cpu")))[own]
+        starts = torch.tensor(layout.starts).repeat_interleave(torch.tensor(layout.slots))
+        left = (lengths - torch.arange(layout.num_tokens) + starts)[own]
         source = places[(own + 1).clamp(max=layout.num_tokens - 1)]
         return _Step(source.to(device), (left <= 1).to(device), (left <= 0).to(device))
 
