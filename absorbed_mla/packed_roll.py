@@ -23,7 +23,6 @@ from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategy import group_of_call
 from absorbed_mla.inference.prefill_context_parallel import gather
 from absorbed_mla.megatron_names import PACKED_MTP, PREDICTION, ROLL_TENSOR
-from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.sequences import SequenceLayout
 
 _megatrons_roll = getattr(host, ROLL_TENSOR.name, None)
@@ -118,10 +117,8 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     layout = SequenceLayout.from_host(params, values.shape[-1] * size)
-    tree = getattr(params, "prefix_tree", None)
     step = layout.tables.get(
-        ("next tokens", size, rank, values.device, tree),
-        lambda: _step(layout, size, rank, values.device, tree),
+        ("next tokens", size, rank, values.device), lambda: _step(layout, size, rank, values.device)
     )
     pack = values if group is None else _of_all_ranks(values, group)
     found = pack[..., step.source].masked_fill(step.ends, 0)
@@ -155,9 +152,7 @@ class _Step(NamedTuple):
     siblings: Tensor
 
 
-def _step(
-    layout: SequenceLayout, size: int, rank: int, device: torch.device, tree: PrefixTree | None
-) -> _Step:
+def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) -> _Step:
     # A table made under inference mode must serve training as well.
     with torch.inference_mode(False):
         own = places = torch.arange(layout.num_tokens)
@@ -171,15 +166,15 @@ def _step(
         here = torch.full_like(places, -1)
         here[own] = torch.arange(len(own))
         branches, siblings = [], []
-        for node, parent in enumerate(() if tree is None else tree.parents):
+        for node, parent in enumerate(layout.tree.parents if layout.tree else ()):
             if parent is None:
                 continue
-            last = int(here[tree.starts[parent] + tree.lengths[parent] - 1])
+            last = int(here[layout.starts[parent] + layout.lengths[parent] - 1])
             if last >= 0 and node == parent + 1:
-                ends[last], following[last] = False, tree.starts[node]
+                ends[last], following[last] = False, layout.starts[node]
             elif last >= 0:
                 branches.append(last)
-                siblings.append(tree.starts[node])
+                siblings.append(layout.starts[node])
         found = places[following], ends, left <= 0
         others = torch.tensor(branches, dtype=torch.int64), places[siblings]
         return _Step(*(one.to(device) for one in (*found, *others)))
