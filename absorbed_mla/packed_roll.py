@@ -167,7 +167,7 @@ def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) ->
         here[own] = torch.arange(len(own))
         branches, siblings = [], []
         for node, parent in enumerate(layout.tree.parents if layout.tree else ()):
-            if parent is None:
+            if parent is None or not layout.lengths[parent]:
                 continue
             last = int(here[layout.starts[parent] + layout.lengths[parent] - 1])
             if last >= 0 and node == parent + 1:

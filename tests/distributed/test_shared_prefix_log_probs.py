@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from itertools import accumulate, chain
+from itertools import chain
 
 import pytest
 import torch
@@ -103,21 +103,26 @@ def gradients(gpt, log_probs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def unshared_log_probs(gpt) -> Tensor:
-    """Of the next tokens in the pack without shared prefixes, 0 for the last of a sequence."""
+def unshared_log_probs(gpt, labels: Tensor) -> Tensor:
+    """Of labels of the pack without shared prefixes, on every rank; 0 where they are negative."""
     tokens = torch.tensor([*chain(*texts())], device=world.device())
     layout = packed([len(text) for text in texts()])
     own = cut_tokens(layout, world.cp_size(), world.cp_group().rank())
     positions = torch.cat([torch.arange(length) for length in layout.lengths]).to(tokens.device)
     params = layout.packed_seq_params(tokens.device)
     logits = gpt(tokens[None, own], positions[None, own], None, packed_seq_params=params)
-    labels = tokens.roll(-1)[None, own]
-    losses = gpt.compute_language_model_loss(labels, logits.transpose(0, 1))[0]
+    given = labels.clamp(min=0)[None, own]
+    losses = gpt.compute_language_model_loss(given, logits.transpose(0, 1))[0]
     # Other context-parallel ranks have the other ones, and their gradients.
     found = losses.new_zeros(len(tokens)).index_copy(0, tokens.new_tensor(own), -losses)
     found = found + (world.all_reduce(found, group=world.cp_group()) - found.detach())
-    ends = tokens.new_tensor([*accumulate(layout.lengths)]) - 1
-    return found.index_fill(0, ends, 0.0)
+    return found.masked_fill(labels < 0, 0.0)
+
+
+def next_tokens() -> Tensor:
+    """Of every token in its sequence; -1 for the last."""
+    found = [[*text[1:], -1] for text in texts()]
+    return torch.tensor([*chain(*found)], device=world.device())
 
 
 @pytest.mark.parametrize("cp", sorted({1, world.size()}))
@@ -134,7 +139,7 @@ def test_it_is_the_pack_without_shared_prefixes(in_fp64, case, cp):
             with refusal("mtp_num_layers=", "context_parallel_size=1, got 2"):
                 shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
             return
-        expected = gradients(gpt, unshared_log_probs(gpt), weights)
+        expected = gradients(gpt, unshared_log_probs(gpt, next_tokens()), weights)
         found = shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
         compare(gradients(gpt, found, weights), expected, 1e-12).check()
 
@@ -143,19 +148,11 @@ def test_labels():
     """Given ones: a token may have another in each sequence, or none."""
     gpt = model(num_layers=1)
     tree, tokens = PrefixTree.from_token_ids(texts())
-    tokens = tokens.to(world.device())
-    labels = torch.arange(len(tree.expand()), device=tokens.device) % VOCAB
-    labels[::3] = -1
-    found = shared_prefix_log_probs(gpt, tree, tokens, labels)
-    logits = torch.stack(
-        [
-            shared_prefix_log_probs(gpt, tree, tokens, torch.full_like(labels, label))
-            for label in range(VOCAB)
-        ]
-    )
-    torch.testing.assert_close(logits.exp().sum(0), torch.ones_like(found))
-    expected = logits.gather(0, labels.clamp(min=0)[None])[0].masked_fill(labels < 0, 0.0)
-    torch.testing.assert_close(found, expected)
+    labels = torch.arange(len(tree.expand()), device=world.device()) % VOCAB - 9
+    found = shared_prefix_log_probs(gpt, tree, tokens.to(world.device()), labels)
+    torch.testing.assert_close(found, unshared_log_probs(gpt, labels))
+    with refusal("labels must have a shape of", "got (3,)"):
+        shared_prefix_log_probs(gpt, tree, tokens.to(world.device()), labels[:3])
 
 
 @pytest.mark.parametrize(
