@@ -387,7 +387,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         if layout.tree is not None:
             refuse_shared_prefixes(
                 self.config,
-                window=self.core_attention.window,
+                window=self.cached_attention.window,
                 causal=self.core_attention.causal,
                 batch_invariant=self.options.batch_invariant,
                 training=self.training,

@@ -217,12 +217,25 @@ class PrefixTree:
 
     def expand(self) -> Tensor:
         """Where each token of the sequences, one after the other, is in the pack, int64 [U]."""
-        nodes = (node for path in self.paths for node in path)
-        runs = (torch.arange(s, s + n) for s, n in map(self._run, nodes))
-        return torch.cat(list(runs))
+        return torch.cat([self.rows(node) for node in self.ends])
 
-    def _run(self, node: int) -> tuple[int, int]:
-        return self.starts[node], self.lengths[node]
+    def rows(self, node: int) -> Tensor:
+        """Where the tokens from the root to the end of ``node`` are in the pack, int64."""
+        runs = ((self.starts[i], self.lengths[i]) for i in self.path(node))
+        return torch.cat([torch.arange(start, start + count) for start, count in runs])
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Number of sequences that each node is part of."""
+        found = [0] * len(self.lengths)
+        for path in self.paths:
+            for node in path:
+                found[node] += 1
+        return tuple(found)
+
+    def token_counts(self) -> Tensor:
+        """Number of sequences that each token is part of, int64 [T]; padding as its node."""
+        return torch.tensor(self.counts).repeat_interleave(torch.tensor(self.padded_lengths))
 
     def packed_seq_params(self, device: torch.device | str = "cpu") -> SharedPrefixParams:
         """Megatron's ``packed_seq_params`` of the pack, with the boundaries on ``device``."""

@@ -128,6 +128,11 @@ class SequenceLayout:
         """Position of the first token of each sequence."""
         return self.tree.bases if self.tree else (0,) * len(self.starts)
 
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each whole sequence, its prefixes included."""
+        return self.tree.sequence_lengths if self.tree else self.lengths
+
     def runs(self) -> list[tuple[int, int]]:
         """First token and number of tokens of every sequence."""
         return list(zip(self.starts, self.lengths))

@@ -166,7 +166,6 @@ def refuse_unsupported_input(
 _PREFIX_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_dropout": ((0.0,), "sequences that share tokens would drop the same of them"),
     "hidden_dropout": ((0.0,), "sequences that share tokens would drop the same of them"),
-    "experimental_attention_variant": ((None,), "its indexer chooses within single sequences"),
 }
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.distributed import test_sparse_grid
 from tests.distributed.test_oracle_grid import FORM, RECOMPUTE
-from tests.support import needs, world
+from tests.distributed.test_sparse_grid import STAGES
+from tests.support import dsa_layer, needs, world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import TINY, VARIANTS
 from tests.support.combinations import few_ranks, grid
+from tests.support.dsa import TINY_DSA
 from tests.support.execution import execute
 from tests.support.harness import Setup
 from tests.support.layouts import TREES, tree_layout
@@ -52,6 +55,26 @@ def test_training(sizes, shape, tree, form, recompute, error_table):
         execution.check(error_table, "shared prefixes", tree)
         table = execution.table()
         compare(execution.tensors, execution.oracle(table), 1e-12).check("closer than the bar")
+
+
+@grid(
+    2,
+    {
+        "sizes": {"-".join(map(str, s)): s for s in SIZES if s[3] != "p2p"},
+        "tree": [*TREES],
+        "stage": STAGES,
+        "recompute": test_sparse_grid.RECOMPUTE,
+        "topk": (2, 7, 64),
+    },
+)
+def test_sparse(sizes, tree, stage, recompute, topk):
+    """A selection covers the prefixes, and the loss counts a token once for each sequence."""
+    tp, cp, sequence_parallel, _ = sizes
+    with world.parallel(tp=tp, cp=cp):
+        setup = Setup(sequence_parallel=sequence_parallel, recompute=recompute, form="auto")
+        layout = tree_layout(tree, 1 if tp * cp == 1 else 2 * cp)
+        more = {"context_parallel_size": cp, "cp_comm_type": "allgather"}
+        dsa_layer.check(replace(TINY_DSA, topk=topk), setup, layout, stage, bound=1e-12, **more)
 
 
 @few_ranks
