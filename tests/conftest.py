@@ -119,9 +119,13 @@ def _no_former_losses() -> None:
 @pytest.fixture(autouse=True)
 def _no_mode_left() -> Iterator[None]:
     """The batch-invariant mode is the process's: a test that leaves it on breaks others."""
+    before = _mode()
     yield
-    assert parts.fixed.count is None, "a test left tensor_parallel_parts fixed"
-    assert not is_enabled(torch.device("cpu")), "a test left the batch-invariant mode on"
+    assert _mode() == before, "the test left the batch-invariant mode on, or its parts fixed"
+
+
+def _mode() -> tuple[bool, int | None]:
+    return is_enabled(world.device()), parts.fixed.count
 
 
 @pytest.fixture
