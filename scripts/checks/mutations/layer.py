@@ -149,7 +149,8 @@ absorbed_mla/shared_prefix_log_probs.py
     -> tensor_parallel_output_grad=True
   mtp_of_a_prefix_that_forks_too_late: moved = 1 + config.mtp_num_layers
     -> moved = config.mtp_num_layers
-  experts_count_prefixes_once: expand.bincount(minlength=tree.num_tokens)[own] -> torch.ones_like(own)
+  experts_count_prefixes_once: expand.bincount(minlength=tree.num_tokens)[own]
+    -> torch.ones_like(own)
 absorbed_mla/standard_mla.py
   standard_models_roll_as_megatron: correct_packed_roll()
     |    use_te
