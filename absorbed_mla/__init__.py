@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from absorbed_mla.checkpoint.state_dict import to_absorbed_state_dict, to_standard_state_dict
     from absorbed_mla.dims import MLADims
     from absorbed_mla.options import AbsorbedMLAOptions
+    from absorbed_mla.prefix_tree import PrefixTree
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
     from absorbed_mla.serving.async_llm import AsyncLLM
     from absorbed_mla.serving.beam_search import BeamSearchParams
@@ -45,6 +46,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "MLADims",
+    "PrefixTree",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -59,6 +61,7 @@ _MODULES = {
     "AsyncLLM": "serving.async_llm",
     "BeamSearchParams": "serving.beam_search",
     "MLADims": "dims",
+    "PrefixTree": "prefix_tree",
     "SamplingParams": "serving.sampling.parameters",
     "StructuredOutputsParams": "serving.structured_output.parameters",
     "to_absorbed_state_dict": "checkpoint.state_dict",

@@ -54,6 +54,7 @@ from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_paral
 from absorbed_mla.unsupported import (
     refuse_full_iterations,
     refuse_other_variant,
+    refuse_shared_prefixes,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
@@ -250,7 +251,8 @@ class AbsorbedMLASelfAttention(MegatronInterface):
             inference_context: Megatron's static or dynamic context, which keeps the latents of
                 earlier tokens; ``inference_params`` is its former name.
             packed_seq_params: Megatron's boundaries of packed sequences (``thd``), of the whole
-                pack, and the context-parallel group of this call where it differs.
+                pack, and the context-parallel group of this call where it differs. Those of a
+                ``PrefixTree`` say which sequences continue which.
 
         Returns:
             Output in the layout of ``hidden_states``, and the output bias or None.
@@ -382,6 +384,14 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         layout = SequenceLayout.from_host(packed_seq_params, tokens * cp_size)
         if layout.packed and batch != 1:
             raise ValueError(f"packed sequences need hidden_states of batch 1, got {batch}")
+        if layout.tree is not None:
+            refuse_shared_prefixes(
+                self.config,
+                window=self.cached_attention.window,
+                causal=self.core_attention.causal,
+                batch_invariant=self.options.batch_invariant,
+                training=self.training,
+            )
         keys = self.context_parallel.keys(
             group,
             layout,

@@ -25,10 +25,7 @@ from torch import Tensor
 
 from absorbed_mla.megatron_names import CHOICE_OF_EXPERTS, CHOOSE_EXPERTS, ROUTING, used_by
 from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
-from absorbed_mla.packed_router import PackedRouter
-
-# Values of moe_router_load_balancing_type with which Megatron chooses in another way.
-OWN_CHOICE = {"sinkhorn", "quantile_balancing"}
+from absorbed_mla.packed_router import OWN_CHOICE, PackedRouter
 
 
 class _ModelsChoice(TopKRouter):

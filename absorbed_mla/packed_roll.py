@@ -3,7 +3,9 @@
 Megatron's ``roll_tensor`` cuts a pack by ``cu_seqlens_q``, in which the padding between documents
 does not count, so everything behind the first padding is shifted across the wrong boundaries.
 :func:`correct_packed_roll` puts a right one in its place, for the layers of MTP (tokens, positions,
-padding mask) and for their loss (labels, loss mask); packs without padding stay Megatron's.
+padding mask) and for their loss (labels, loss mask); packs without padding stay Megatron's. In a
+pack with shared prefixes (``prefix_tree.py``) the token after a prompt's last is that of its first
+answer, and weights are the sum of all answers'.
 """
 
 from __future__ import annotations
@@ -50,6 +52,19 @@ def require_packed_roll() -> None:
     PACKED_MTP.require({PREDICTION: host})
 
 
+def require_tree_roll() -> None:
+    """Refuse MTP over shared prefixes where Megatron shifts packs by itself.
+
+    Raises:
+        ValueError: If it is its branch ``dev``, or no model with MTP was built.
+    """
+    if getattr(host, ROLL_TENSOR.name, None) is not roll_tensor:
+        raise ValueError(
+            "shared prefixes need mtp_num_layers=None with this Megatron, which shifts packs by "
+            "itself, and across the ends of prefixes"
+        )
+
+
 def roll_tensor(
     tensor: Tensor | None,
     shifts: int = -1,
@@ -57,7 +72,7 @@ def roll_tensor(
     cp_group: dist.ProcessGroup | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Megatron's function of this name; packs with ``cu_seqlens_q_padded`` by :func:`next_tokens`.
+    """Megatron's function of this name; packs with padding or a tree by :func:`next_tokens`.
 
     Returns:
         What was shifted, and its sum; both None for None.
@@ -66,8 +81,11 @@ def roll_tensor(
         ValueError: If the boundaries are malformed or do not cover the tokens. It says that this
             package shifts them, since the model may be another's in the same process.
     """
-    padded = packed_seq_params is not None and packed_seq_params.cu_seqlens_q_padded is not None
-    if tensor is None or not padded:
+    ours = packed_seq_params is not None and (
+        packed_seq_params.cu_seqlens_q_padded is not None
+        or getattr(packed_seq_params, "prefix_tree", None) is not None
+    )
+    if tensor is None or not ours:
         assert _megatrons_roll is not None
         return _megatrons_roll(tensor, shifts, dims, cp_group, packed_seq_params)
     assert shifts == -1 and dims in (-1, tensor.ndim - 1), "MTP shifts tokens by one"
@@ -85,7 +103,8 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
     """For every token the value of the next token of its document.
 
     The last token of a document gets 0, as it does where the document is alone. So does padding,
-    but for a padding mask, whose padding stays padding.
+    but for a padding mask, whose padding stays padding. Where a prefix ends, the next token is that
+    of the first node below; floating-point values, weights of losses, are summed over all of them.
 
     Args:
         values: [..., S / cp] of this context-parallel rank's tokens. Bool ones are a padding mask,
@@ -103,6 +122,15 @@ def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGrou
     )
     pack = values if group is None else _of_all_ranks(values, group)
     found = pack[..., step.source].masked_fill(step.ends, 0)
+    if values.is_floating_point():
+        return found.index_add(-1, step.branches, pack[..., step.siblings])
+    if len(step.branches) and not torch.equal(
+        found[..., step.branches], pack[..., step.siblings].to(values.dtype)
+    ):
+        raise ValueError(
+            "MTP needs one next token of every token: let a tree's nodes begin with the last "
+            "tokens of the prefix before them, as shared_prefix_log_probs does"
+        )
     return found | (values & step.padding) if values.dtype is torch.bool else found
 
 
@@ -113,11 +141,15 @@ class _Step(NamedTuple):
         source: int64 [S / cp], among the tokens of rank 0, of rank 1, ...
         ends: Bool, whether there is none in the document.
         padding: Bool, whether the token is padding itself.
+        branches: int64 [E], tokens of the rank with more than one next token, once for each other.
+        siblings: int64 [E], where that one is, as of ``source``.
     """
 
     source: Tensor
     ends: Tensor
     padding: Tensor
+    branches: Tensor
+    siblings: Tensor
 
 
 def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) -> _Step:
@@ -128,9 +160,24 @@ def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) ->
             part = ContextParallelLayout.of(layout, size, rank)
             own, places = part.tokens(), part.sequence_order()
         lengths = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.slots))
-        left = (lengths - layout.positions(torch.device("cpu")))[own]
-        source = places[(own + 1).clamp(max=layout.num_tokens - 1)]
-        return _Step(source.to(device), (left <= 1).to(device), (left <= 0).to(device))
+        starts = torch.tensor(layout.starts).repeat_interleave(torch.tensor(layout.slots))
+        left = (lengths - torch.arange(layout.num_tokens) + starts)[own]
+        following, ends = (own + 1).clamp(max=layout.num_tokens - 1), left <= 1
+        here = torch.full_like(places, -1)
+        here[own] = torch.arange(len(own))
+        branches, siblings = [], []
+        for node, parent in enumerate(layout.tree.parents if layout.tree else ()):
+            if parent is None or not layout.lengths[parent]:
+                continue
+            last = int(here[layout.starts[parent] + layout.lengths[parent] - 1])
+            if last >= 0 and node == parent + 1:
+                ends[last], following[last] = False, layout.starts[node]
+            elif last >= 0:
+                branches.append(last)
+                siblings.append(layout.starts[node])
+        found = places[following], ends, left <= 0
+        others = torch.tensor(branches, dtype=torch.int64), places[siblings]
+        return _Step(*(one.to(device) for one in (*found, *others)))
 
 
 def _of_all_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
-from absorbed_mla.deepseek_router import OWN_CHOICE
 from absorbed_mla.dsa.checkpoint_scope import current_scope, scope_checkpoints
 from absorbed_mla.megatron_names import REPLAYED_CHOICE, ROUTER, ROUTER_REPLAY, used_by
+from absorbed_mla.packed_router import OWN_CHOICE, tokens_of_rank
 from absorbed_mla.sequences import layout_of
 
 # (scores, topk, what the router chooses): values of the chosen experts and their numbers, [T, K].
@@ -255,7 +255,8 @@ class _Replayed:
         given = self._of_forward()
         if given is None:
             return values, own
-        given = self._of_rank(given)[:, :, self.column].to(scores.device).flatten(0, 1).long()
+        given = tokens_of_rank(self._router.config, given)[:, :, self.column]
+        given = given.to(scores.device).flatten(0, 1).long()
         if given.shape != own.shape:
             raise ValueError(
                 f"routed experts of a forward must be those of its {len(own)} tokens on this rank, "
@@ -280,14 +281,6 @@ class _Replayed:
             scope.seen.add(self)
             scope.kept[self] = given
         return given
-
-    def _of_rank(self, given: Tensor) -> Tensor:
-        """Of a tensor-parallel rank its own tokens, under sequence parallelism."""
-        config = self._router.config
-        size = config.tensor_model_parallel_size
-        if not config.sequence_parallel or size == 1:
-            return given
-        return given.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def expert_layers(config: Any) -> list[int]:

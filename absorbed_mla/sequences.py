@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from absorbed_mla.caching import DerivedTables
+from absorbed_mla.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SequenceLayout:
         lengths: Tokens of each sequence, without the padding after it.
         slots: Tokens of each sequence with the padding after it.
         packed: Whether the token axis holds several sequences (``thd``).
+        tree: Which sequences continue which; None where each is whole.
         tables: What the attention derives from this layout. All layers of a model get the same
             object for equal sequences, so each table is made once.
     """
@@ -34,13 +36,16 @@ class SequenceLayout:
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
     packed: bool
+    tree: PrefixTree | None = None
     tables: DerivedTables = field(
         default_factory=DerivedTables, init=False, compare=False, repr=False
     )
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.num_tokens, self.starts, self.lengths, self.slots, self.packed))
+        return hash(
+            (self.num_tokens, self.starts, self.lengths, self.slots, self.packed, self.tree)
+        )
 
     def __hash__(self) -> int:
         """Computed once: a pack has thousands of numbers, and every layer looks its tables up."""
@@ -83,10 +88,13 @@ class SequenceLayout:
             if getattr(params, other) is not getattr(params, name):
                 expected = bounds if name == "cu_seqlens_q" else padded
                 _require_same(other, getattr(params, other), name, expected)
-        return cls._packed(bounds, padded, num_tokens)
+        tree = getattr(params, "prefix_tree", None)
+        return cls._packed(bounds, padded, num_tokens, tree)
 
     @classmethod
-    def _packed(cls, bounds: list[int], padded: list[int], num_tokens: int) -> SequenceLayout:
+    def _packed(
+        cls, bounds: list[int], padded: list[int], num_tokens: int, tree: PrefixTree | None
+    ) -> SequenceLayout:
         name = "cu_seqlens_q" if padded is bounds else "cu_seqlens_q_padded"
         if len(padded) != len(bounds):
             raise ValueError(
@@ -102,12 +110,32 @@ class SequenceLayout:
                     f"sequence {i} has {length} tokens by cu_seqlens_q, "
                     f"but only {slot} by cu_seqlens_q_padded"
                 )
-        return _shared(cls(num_tokens, tuple(padded[:-1]), lengths, slots, packed=True))
+        if tree is not None and (tree.lengths, tree.padded_lengths) != (lengths, slots):
+            raise ValueError(
+                "packed_seq_params.cu_seqlens_q must be the boundaries of the nodes of its "
+                f"prefix_tree, {tree.lengths} tokens, padded {tree.padded_lengths}; got {lengths}, "
+                f"padded {slots}"
+            )
+        return _shared(cls(num_tokens, tuple(padded[:-1]), lengths, slots, packed=True, tree=tree))
 
     @property
     def max_position(self) -> int:
         """Upper bound of all positions: a table of this many rows has each of them."""
-        return max(self.slots, default=0)
+        return max((base + slot for base, slot in zip(self.bases, self.slots)), default=0)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Position of the first token of each sequence."""
+        return self.tree.bases if self.tree else (0,) * len(self.starts)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each whole sequence, its prefixes included."""
+        return self.tree.sequence_lengths if self.tree else self.lengths
+
+    def runs(self) -> list[tuple[int, int]]:
+        """First token and number of tokens of every sequence."""
+        return list(zip(self.starts, self.lengths))
 
     def segments(self) -> list[tuple[int, int]]:
         """(start, end) of every sequence that is not empty, without its padding."""
@@ -118,9 +146,13 @@ class SequenceLayout:
         tokens = torch.arange(self.num_tokens, device=device)
         if not self.packed:
             return tokens
-        starts = torch.tensor(self.starts, device=device)
-        slots = torch.tensor(self.slots, device=device)
-        return tokens - starts.repeat_interleave(slots, output_size=self.num_tokens)
+        return tokens - self.zeros(device).repeat_interleave(
+            torch.tensor(self.slots, device=device), output_size=self.num_tokens
+        )
+
+    def zeros(self, device: torch.device | None = None) -> Tensor:
+        """Where position 0 of each sequence is, or would be, on the token axis, int64."""
+        return torch.tensor([s - base for s, base in zip(self.starts, self.bases)], device=device)
 
 
 def layout_of(given: PackedSeqParams | int, lengths: Sequence[int]) -> SequenceLayout:
@@ -141,6 +173,11 @@ def layout_of(given: PackedSeqParams | int, lengths: Sequence[int]) -> SequenceL
         padded = given.cu_seqlens_q_padded
         bounds = given.cu_seqlens_q if padded is None else padded
         layout = SequenceLayout.from_host(given, int(bounds[-1]))
+        if layout.tree is not None:
+            raise ValueError(
+                "packed_seq_params must have prefix_tree=None to replay choices of generated "
+                "requests: each has choices of its own for the tokens that they share"
+            )
         found = layout.lengths
     if not lengths or len(found) != len(lengths):
         raise ValueError(f"a layout has {len(found)} sequences for {len(lengths)} requests")

@@ -162,6 +162,54 @@ def refuse_unsupported_input(
         )
 
 
+# Config field -> the same, for packs with shared prefixes.
+_PREFIX_FIELDS: dict[str, tuple[tuple, str]] = {
+    "attention_dropout": ((0.0,), "sequences that share tokens would drop the same of them"),
+    "hidden_dropout": ((0.0,), "sequences that share tokens would drop the same of them"),
+}
+
+
+def refuse_shared_prefixes(
+    config: MLATransformerConfig,
+    *,
+    window: int | None,
+    causal: bool,
+    batch_invariant: bool,
+    training: bool,
+) -> None:
+    """Refuse what does not go with the ``prefix_tree`` of ``packed_seq_params``.
+
+    Args:
+        config: Of the layer.
+        window: Keys that a token sees, at most.
+        causal: Whether a token sees only itself and earlier tokens.
+        batch_invariant: Whether it is parity mode.
+        training: Whether there is dropout.
+
+    Raises:
+        ValueError: Naming the option, what it is and what is supported.
+    """
+    fields = dict(_PREFIX_FIELDS)
+    if not training:
+        del fields["attention_dropout"], fields["hidden_dropout"]
+    refuse_fields("A pack with shared prefixes", config, fields)
+    if window is not None:
+        raise ValueError(
+            "packed_seq_params.prefix_tree must be None for a layer with a window_size, got a "
+            f"PrefixTree and a window of {window}: windows do not reach over nodes"
+        )
+    if batch_invariant:
+        raise ValueError(
+            "packed_seq_params.prefix_tree must be None with batch_invariant=True, got a "
+            "PrefixTree: what a token sees would be summed up in parts"
+        )
+    if not causal:
+        raise ValueError(
+            "packed_seq_params.prefix_tree needs a causal attn_mask_type, got another: a shared "
+            "token would see the tokens of all sequences"
+        )
+
+
 def refuse_unsupported_arguments(**arguments: object) -> None:
     """Refuse arguments of Megatron's ``forward`` that have no meaning for this attention.
 

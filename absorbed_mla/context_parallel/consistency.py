@@ -79,7 +79,7 @@ class _History:
 
 def _checksum(layout: SequenceLayout) -> int:
     def make() -> int:
-        return zlib.crc32(repr((layout.starts, layout.lengths, layout.slots)).encode())
+        return zlib.crc32(repr((layout.starts, layout.lengths, layout.slots, layout.tree)).encode())
 
     return layout.tables.get("checksum", make)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
-from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.masks.spans import Run, Span, Spans, with_prefixes
 from absorbed_mla.sequences import SequenceLayout
 
 
@@ -53,7 +53,9 @@ class ContextParallelLayout:
         for i, slot in enumerate(self.sequences.slots):
             if slot % chunks:
                 which, hint = "the sequence", ""
-                if self.sequences.packed:
+                if self.sequences.tree is not None:
+                    which, hint = f"node {i} of prefix_tree", "; pad it (padded_lengths)"
+                elif self.sequences.packed:
                     which, hint = f"sequence {i}", " by cu_seqlens_q_padded; pad it"
                 raise ValueError(
                     f"context parallelism over {self.cp_size} ranks cuts every sequence into "
@@ -81,8 +83,7 @@ class ContextParallelLayout:
     def positions(self) -> Tensor:
         """Position of each of this rank's tokens in its own sequence; int64."""
         slots = torch.tensor(self.sequences.slots) // self.cp_size
-        starts = torch.tensor(self.sequences.starts)
-        return self.tokens() - starts.repeat_interleave(slots)
+        return self.tokens() - self.sequences.zeros().repeat_interleave(slots)
 
     def rank_major(self) -> Tensor:
         """The tokens of rank 0, of rank 1, ...: where each one is in the whole pack; int64."""
@@ -110,13 +111,17 @@ class ContextParallelLayout:
     def gathered_spans(self, causal: bool) -> Spans:
         """What this rank's queries see of all tokens in the order of the whole batch or pack."""
         return self._tables.get(
-            ("gathered", causal), lambda: Spans(self._make_gathered_spans(causal))
+            ("gathered", causal),
+            lambda: self._with_prefixes(self._make_gathered_spans(causal), self.sequences.runs()),
         )
 
     def block_spans(self, key_rank: int, causal: bool) -> Spans:
         """What this rank's queries see of the tokens of ``key_rank``, in that rank's order."""
         return self._tables.get(
-            ("block", key_rank, causal), lambda: Spans(self._make_block_spans(key_rank, causal))
+            ("block", key_rank, causal),
+            lambda: self._with_prefixes(
+                self._make_block_spans(key_rank, causal), self._local_runs(key_rank)
+            ),
         )
 
     def _make_gathered_spans(self, causal: bool) -> list[Span]:
@@ -155,6 +160,16 @@ class ContextParallelLayout:
                 # Both of theirs lie between ours.
                 spans += _span(first + size, late, first, every_key, None)
         return spans
+
+    def _with_prefixes(self, own: list[Span], keys: list[Run]) -> Spans:
+        return with_prefixes(own, self.sequences.tree, self._local_runs(self.cp_rank), keys)
+
+    def _local_runs(self, rank: int) -> list[Run]:
+        """First token and number of tokens, on a rank's axis, of every sequence."""
+        return [
+            (start // self.cp_size, sum(self._real_tokens(rank, length, size)))
+            for start, length, size in self._slots()
+        ]
 
     def _chunks_of(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.cp_size - 1 - rank

@@ -45,10 +45,11 @@ class Work:
         tokens too and so sees all of it.
         """
         queries = keys = pairs = 0
-        for length in layout.lengths:
+        for length, base in zip(layout.lengths, layout.bases):
             share = -(-length // cp_size)
             queries, keys = queries + share, keys + length
             seen = share * (length + 1) // 2 if causal else share * length
+            seen += share * base
             pairs += seen if window is None else min(seen, share * window)
         return cls(batch * queries, batch * keys, batch * pairs, training)
 

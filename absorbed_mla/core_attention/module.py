@@ -36,6 +36,7 @@ from absorbed_mla.core_attention.selection import (
     fastest,
     invariant_name,
 )
+from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
 from absorbed_mla.core_attention.sink import NAME, add_softmax_offset
 from absorbed_mla.core_attention.window import WindowedBackend, refuse_ring, window_of
 from absorbed_mla.dims import MLADims
@@ -173,6 +174,8 @@ class LatentCoreAttention(nn.Module):
             if keys.num_blocks > 1:
                 refuse_ring("p2p")
             backend = WindowedBackend(backend, self.window)
+        if layout.tree is not None:
+            backend = SharedPrefixBackend(backend)
         return AttentionPlan(form, backend, keys, rules)
 
     def _max_logits(self, hidden_states: Tensor) -> MaxLogits | None:

@@ -181,6 +181,7 @@ class IndexerBackend(Protocol):
         factor: float,
         relu: bool,
         tp_group: dist.ProcessGroup | None,
+        counts: Tensor | None = None,
     ) -> Tensor:
         """The loss, with a gradient of ``index``; see ``indexer_loss.indexer_loss``."""
         ...

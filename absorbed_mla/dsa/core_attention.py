@@ -30,6 +30,7 @@ from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sequence_parallel import SequenceParallelIndexer
+from absorbed_mla.dsa.shared_prefix import PathKeys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.inference.step import InferenceStep
@@ -61,6 +62,17 @@ class SparsePlan(AttentionPlan):
     layout: SequenceLayout
     chosen: Tensor | None = None
     index: IndexVectors | None = None
+
+    def paths(self, device: torch.device) -> PathKeys | None:
+        """Keys of nodes and their prefixes, if there are shared ones."""
+        tree = self.layout.tree
+        return None if tree is None else PathKeys.of(self.keys.spans(), tree, device)
+
+    def counts(self, device: torch.device) -> Tensor | None:
+        """Sequences of each of this rank's queries, [S_q]; None where each is in one."""
+        if self.layout.tree is None:
+            return None
+        return self.layout.tree.token_counts().to(device)[self.keys.query_tokens(device)]
 
 
 class SparseCoreAttention(LatentCoreAttention):
@@ -199,14 +211,17 @@ class SparseCoreAttention(LatentCoreAttention):
     ) -> Tensor:
         """The layer's own selection."""
         assert index is not None
+        spans, paths = plan.keys.spans(), plan.paths(index.key.device)
+        if paths is not None:
+            index, spans = paths.index(index), paths.spans
         chosen: Tensor = self._backends.get(INDEXER_BACKENDS, request).select(
             index,
-            plan.keys.spans(),
+            spans,
             self.dsa.topk,
             relu=self.dsa.scoring_relu,
             tp_group=self._tp_group,
         )
-        return chosen
+        return chosen if paths is None else paths.on_pack(chosen)
 
     def choose_cached_keys(
         self,
@@ -300,17 +315,22 @@ class SparseCoreAttention(LatentCoreAttention):
             request = replace(request, topk=0)
         indexing = self._backends.get(INDEXER_BACKENDS, request)
         row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
-        subsets, over_attended = self._key_subsets(plan, block.kv, row_width)
-        rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
+        index, keys = plan.index, block.kv
+        subsets, over_attended = self._key_subsets(plan, keys, row_width)
+        paths = None if self._over_chosen(plan) else plan.paths(kv.device)
+        if paths is not None:
+            index, keys = paths.index(index), keys.index_select(0, paths.tokens)
+        rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.sequence_lengths) * kv.shape[1])
         loss = indexing.loss(
-            plan.index,
-            latent_inputs(*query, block.kv),
+            index,
+            latent_inputs(*query, keys),
             lse if over_attended else None,
             subsets,
             attention_scale=self.softmax_scale,
             factor=dsa.loss_coefficient / rows,
             relu=dsa.scoring_relu,
             tp_group=self._tp_group,
+            counts=plan.counts(kv.device),
         )
         place, places = self._place_in_log()
         return report_loss(
@@ -332,10 +352,16 @@ class SparseCoreAttention(LatentCoreAttention):
     def _key_subsets(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
         """The keys of the loss, and whether the attention was over them."""
         subsets: Any
-        if self.dsa.sparse_loss and plan.chosen is not None:
+        if self._over_chosen(plan):
             return chosen_keys(plan.chosen, row_width), True
-        subsets = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
+        paths = plan.paths(kv.device)
+        spans = plan.keys.spans() if paths is None else paths.spans
+        subsets = visible_keys(spans, kv.shape[1], kv.device)
         return subsets, plan.chosen is None
+
+    def _over_chosen(self, plan: SparsePlan) -> bool:
+        """Whether the loss is over the chosen keys alone."""
+        return self.dsa.sparse_loss and plan.chosen is not None
 
     def _learns(self, *, only_indexer: bool) -> bool:
         """Whether this forward has a loss of the indexer.
@@ -371,7 +397,7 @@ class SparseCoreAttention(LatentCoreAttention):
         self, plan: SparsePlan, request: SparseRequest, batch: int
     ) -> tuple[int, int, int] | None:
         """[S_q, B, topk]; None where nothing is chosen."""
-        if self._backends.dense_serves(request, plan.layout.lengths):
+        if self._backends.dense_serves(request, plan.layout.sequence_lengths):
             return None
         cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
         return plan.layout.num_tokens // cp_size, batch, self.dsa.topk

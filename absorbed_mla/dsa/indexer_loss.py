@@ -88,6 +88,7 @@ def indexer_loss(
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
     pieces: LossPieces = REFERENCE_PIECES,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """``factor`` times the sum of KL(p || softmax(I)) over the queries of ``subsets``.
 
@@ -108,6 +109,7 @@ def indexer_loss(
             ``subsets``; None for one. They take turns with the chunks, so a rank has some terms of
             the gradient, times the number of ranks: Megatron averages gradients of the indexer.
         pieces: What it is computed with.
+        counts: How often each query is in the sum, [S_q]; None for once.
 
     Returns:
         Scalar in the dtype of ``index.weights``, the same on all ranks of ``tp_group``.
@@ -118,7 +120,7 @@ def indexer_loss(
     inputs = AttentionInputs(*(x if x is None else x.detach() for x in inputs))
     lse = None if lse is None else lse.detach()
     head_sum = pieces.head_sum(inputs, lse, attention_scale, index.weights.dtype)
-    loss = _Loss(pieces, head_sum, factor, relu, tp_group)
+    loss = _Loss(pieces, head_sum, factor, relu, tp_group, counts)
     if torch.is_grad_enabled() and any(x.requires_grad for x in index):
         return _IndexerLoss.apply(loss, subsets, *index)
     with torch.no_grad():
@@ -156,6 +158,7 @@ class _Loss(NamedTuple):
     factor: float
     relu: bool
     tp_group: dist.ProcessGroup | None
+    counts: Tensor | None
 
     def target(self, subset: KeySubset, owner: int) -> Tensor:
         """The distribution over keys that the indexer should have, [B, Q, P].
@@ -184,10 +187,13 @@ class _Loss(NamedTuple):
             scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
             predicted = torch.log_softmax(scores, dim=-1)
             rows = torch.xlogy(wanted, wanted) - wanted * predicted.masked_fill(~seen, 0.0)
-            total += rows.sum()
+            count = None if self.counts is None else self.counts[subset.queries, None]
+            total += (rows if count is None else rows * count).sum()
             if gradient is not None:
                 score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0)
                 score_grad *= self.factor * size  # Megatron averages over ranks
+                if count is not None:
+                    score_grad *= count
                 self.pieces.add_gradient(gradient, score_grad, index, subset, self.relu)
         if self.tp_group is not None:
             dist.all_reduce(total, group=self.tp_group)

@@ -61,6 +61,11 @@ _REFUSED = {
     **dict.fromkeys(("--save-interval", "--exit-interval"), "it saves at the end"),
 }
 
+_WITHOUT_SHARING = {
+    "batch_invariant": "sums over a prompt's keys and an answer's have other bits than over both",
+    "replay": "samples of a prompt may have recorded other choices for it",
+}
+
 
 def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     """Parse and check ``argv``, before any work.
@@ -117,6 +122,8 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     add_flags(group, LLMOptions, ["max_num_seqs"], FLAGS, max_num_seqs=change)
     text = "train on the experts, and keys of sparse attention, that the rollout chose"
     add("--replay", action="store_true", help=text)
+    text = "train on packs in which the prompt of a group stands once, not before every sample"
+    add("--shared-prefixes", action="store_true", help=text)
     text = "parity mode of the attention: the same bits in the rollout and in training"
     add("--batch-invariant", action="store_true", help=text)
 
@@ -137,6 +144,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"
         )
+    for name, why in _WITHOUT_SHARING.items() if args.shared_prefixes else ():
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--shared-prefixes does not go with {flag}: {why}")
     if args.prompts is not None and not Path(args.prompts).is_file():
         raise ValueError(f"--prompts: there is no file {args.prompts}")
 

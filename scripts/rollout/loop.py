@@ -17,7 +17,7 @@ from console.ranks import rank
 from rollout.policy import update
 from rollout.replay import returned_choices
 from rollout.rewards import REWARDS, group_advantages
-from rollout.samples import Sample, SampleBatch
+from rollout.samples import Batch, Sample, SampleBatch, SharedPrefixBatch
 from training.metrics import MetricsFile
 
 # The token that ends a text.
@@ -88,19 +88,32 @@ class RolloutTrainer:
         started = time.perf_counter()
         samples = self.rollout(step)
         sampled = time.perf_counter()
-        rows = self._args.micro_batch_size
-        batches = [
-            SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
-            for first in range(0, len(samples), rows)
-        ]
+        batches = self._batches(samples)
         record = self._rewards(samples) | update(
             self.model, self.optimizer, self.scheduler, batches
         )
+        if self._args.shared_prefixes:
+            record |= self._pack_tokens(batches)
         record["lr"] = get_canonical_lr_for_logging(self.optimizer.param_groups)
         # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()
         seconds = sampled - started, time.perf_counter() - sampled
         self._report(step + 1, record, seconds)
+
+    def _batches(self, samples: list[Sample]) -> list[Batch]:
+        rows = self._args.micro_batch_size
+        parts = [samples[first : first + rows] for first in range(0, len(samples), rows)]
+        if self._args.shared_prefixes:
+            return [SharedPrefixBatch.of(part, self._device) for part in parts]
+        return [SampleBatch.of(part, self._args.seq_length, self._device) for part in parts]
+
+    def _pack_tokens(self, batches: list[SharedPrefixBatch]) -> dict[str, int]:
+        """Tokens of packs over all ranks, and of the same packs without shared prefixes."""
+        counts = [[batch.tree.num_tokens, len(batch.targets)] for batch in batches]
+        sums = torch.tensor(counts, device=self._device).sum(0)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        shared, unshared = sums.tolist()
+        return {"pack_tokens": shared, "unshared_pack_tokens": unshared}
 
     def _rewards(self, samples: list[Sample]) -> dict[str, float]:
         """Mean and standard deviation of the rewards over all ranks."""
@@ -122,12 +135,15 @@ class RolloutTrainer:
             memory_mib=memory,
         )
         if rank() == 0:
+            packs = ""
+            if "pack_tokens" in record:
+                packs = "trained on {pack_tokens} tokens instead of {unshared_pack_tokens} | "
             print(
                 f"step {step:4d}/{self._args.train_iters} | reward {record['reward']:.3f} "
                 f"(deviation {record['reward_deviation']:.3f}) | log-prob gap max "
                 f"{record['log_prob_gap_max']:.1e} mean {record['log_prob_gap_mean']:.1e} | "
                 f"entropy {record['entropy']:.2f} | sampled tokens/s: rollout {rollout:.0f}, "
-                f"training {training:.0f} | {memory} MiB",
+                f"training {training:.0f} | {packs.format(**record)}{memory} MiB",
                 flush=True,
             )
 

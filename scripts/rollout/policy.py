@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.shared_prefix_log_probs import shared_prefix_log_probs
 from rollout.replay import replayed
-from rollout.samples import SampleBatch
+from rollout.samples import Batch, SharedPrefixBatch
 from training import megatron_loop
 from training.checkpoint import find_checkpoint
 from training.model import training_config
@@ -66,8 +67,8 @@ def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     return whole.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch]) -> dict:
-    """Take one REINFORCE step over all microbatches, which have equal shapes.
+def update(model: nn.Module, optimizer, scheduler, batches: Sequence[Batch]) -> dict:
+    """Take one REINFORCE step over all microbatches, which have equally many samples.
 
     Args:
         model: Of :func:`build_policy`, like its optimizer and scheduler.
@@ -86,7 +87,7 @@ def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch
     """
     model.train()
     model.zero_grad_buffer()
-    rows, length = batches[0].tokens.shape
+    rows, length = len(batches[0].samples), batches[0].tokens.shape[-1]
     # Before the update: Megatron's warm-up begins with a rate of 0.
     ranks = parallel_state.get_data_parallel_world_size()
     scheduler.step(increment=len(batches) * rows * ranks)
@@ -121,21 +122,23 @@ def update(model: nn.Module, optimizer, scheduler, batches: Sequence[SampleBatch
     }
 
 
-def _forward_step(batches: Iterator[SampleBatch], model: nn.Module):
+def _forward_step(batches: Iterator[Batch], model: nn.Module):
     batch = next(batches)
+    if isinstance(batch, SharedPrefixBatch):
+        log_probs = shared_prefix_log_probs(model, batch.tree, batch.tokens, batch.targets)
+        return log_probs, functools.partial(_reinforce, batch)
     # No mask: the attention is causal, and padding comes after every sampled token.
     logits = model(batch.tokens, batch.positions, None)
-    return logits, functools.partial(_reinforce, batch)
+    return logits, lambda logits: _reinforce(batch, token_log_probs(logits, batch.targets))
 
 
-def _reinforce(batch: SampleBatch, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _reinforce(batch: Batch, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of losses, number of sampled tokens, and what is reported of a microbatch.
 
     Megatron divides the gradient by the tokens of all ranks. With one update per rollout the
     policy is the one that sampled, so the ratio of GRPO's objective is 1. Reported are the sums of
     loss, gap and -log-probability, the number of tokens, and the maximum gap.
     """
-    log_probs = token_log_probs(logits, batch.targets)
     log_probs = log_probs.masked_fill(~batch.sampled, 0.0)
     loss = -(batch.advantages * log_probs).sum()
     count = batch.sampled.sum()

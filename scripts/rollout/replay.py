@@ -39,7 +39,7 @@ def returned_choices(model: nn.Module, replay: bool) -> dict[str, bool]:
 @contextlib.contextmanager
 def replayed(model: nn.Module, batches: Sequence[SampleBatch]) -> Iterator[None]:
     """Use the choices that the samples have, if they have some, in a forward of each batch."""
-    lengths = [batch.tokens.shape[1] for batch in batches]
+    lengths = [batch.tokens.shape[-1] for batch in batches]
     any_sample = batches[0].samples[0]
     with contextlib.ExitStack() as stack:
         if any_sample.routed_experts is not None:

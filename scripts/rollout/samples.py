@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from absorbed_mla.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,48 @@ class SampleBatch:
         positions = torch.arange(length).expand(shape)
         fields = (tokens, positions, targets, sampled, advantages, log_probs)
         return cls(*(field.to(device) for field in fields), samples)
+
+
+@dataclass(frozen=True)
+class SharedPrefixBatch:
+    """A pack of samples in which the prompt of samples that follow each other stands once.
+
+    Attributes:
+        tree: Of the pack.
+        tokens: Of the pack, int64 [S].
+        targets: The token after each of the samples' own tokens, -1 where it was not sampled; int64
+            [N], all samples one after another, without the last token of each.
+        sampled: bool [N].
+        advantages: As of :class:`SampleBatch`, fp32 [N].
+        log_probs: As of :class:`SampleBatch`, fp32 [N].
+        samples: In their order.
+    """
+
+    tree: PrefixTree
+    tokens: Tensor
+    targets: Tensor
+    sampled: Tensor
+    advantages: Tensor
+    log_probs: Tensor
+    samples: Sequence[Sample]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device) -> SharedPrefixBatch:
+        """Pack samples."""
+        lengths = torch.tensor([len(one.prompt) + len(one.tokens) - 1 for one in samples])
+        rows = SampleBatch.of(samples, int(lengths.max()), device)
+        real = rows.positions < lengths.to(device)[:, None]
+        groups = [
+            [*group] for _, group in itertools.groupby(samples, lambda sample: [*sample.prompt])
+        ]
+        tree = PrefixTree.of_groups(
+            [(len(group[0].prompt), [len(one.tokens) - 1 for one in group]) for group in groups]
+        )
+        tokens = rows.tokens.new_zeros(tree.num_tokens)
+        tokens[tree.expand().to(device)] = rows.tokens[real]
+        targets = rows.targets.masked_fill(~rows.sampled, -1)
+        fields = (targets, rows.sampled, rows.advantages, rows.log_probs)
+        return cls(tree, tokens, *(field[real] for field in fields), samples)
+
+
+Batch = SampleBatch | SharedPrefixBatch

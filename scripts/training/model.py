@@ -111,7 +111,7 @@ def _decoder_block(
         block = get_absorbed_mla_decoder_block_spec(
             transformer, backend=backend, options=options, vp_stage=vp_stage
         )
-    if is_padded(args):
+    if is_padded(args) or getattr(args, "shared_prefixes", False):
         use_packed_router(block)
     return block
 

@@ -11,9 +11,17 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from absorbed_mla.prefix_tree import PrefixTree
 from tests import oracle
 
 LAYOUTS = ("sbhd", "thd", "thd_padded")
+# Lengths, parents and ends of trees of shared prefixes. Two groups and a sequence of its own; nodes
+# at four depths, of which two are empty, and sequences that end at an inner node or at the same.
+TREES = {
+    "groups": ((7, 2, 5, 1, 4, 3, 6), (None, 0, 0, 0, None, None, 5), None),
+    "deep": ((5, 3, 0, 4, 1, 2, 0, 6), (None, 0, 1, 2, 2, 1, None, 6), (3, 1, 4, 5, 5, 7)),
+}
+TREES["deep_padded"] = TREES["deep"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Layout:
         sequences: The same for the oracle, over rows ``token * batch + b``.
         lengths: Tokens of each packed sequence, None for a dense batch.
         slots: Tokens from each packed sequence's start to the next one's, None without padding.
+        tree: Of a pack of shared prefixes, whose nodes have these lengths and slots.
         truths: Cache of the oracle's results on this layout, for ``Execution.oracle``.
     """
 
@@ -34,12 +43,15 @@ class Layout:
     sequences: list[oracle.TokenSequence]
     lengths: tuple[int, ...] | None = None
     slots: tuple[int, ...] | None = None
+    tree: PrefixTree | None = None
     truths: dict[tuple, list] = field(default_factory=dict, compare=False, repr=False)
 
     def packed_seq_params(self, device: torch.device) -> PackedSeqParams | None:
         """Megatron's description of the pack, None for a dense batch."""
         if self.lengths is None:
             return None
+        if self.tree is not None:
+            return self.tree.packed_seq_params(device)
         bounds = _boundaries(self.lengths, device)
         padded = None if self.slots is None else _boundaries(self.slots, device)
         longest = max(self.slots or self.lengths)
@@ -74,6 +86,32 @@ def packed(lengths: Sequence[int], slots: Sequence[int] | None = None) -> Layout
         lengths=tuple(lengths),
         slots=None if slots is None else tuple(slots),
     )
+
+
+def shared(tree: PrefixTree) -> Layout:
+    """A pack of shared prefixes; for the oracle each sequence is whole."""
+    rows = tree.expand().split(tree.sequence_lengths)
+    return Layout(
+        tokens=tree.num_tokens,
+        batch=1,
+        sequences=[oracle.TokenSequence(own, oracle.causal(len(own))) for own in rows],
+        lengths=tree.lengths,
+        slots=tree.padded_lengths,
+        tree=tree,
+    )
+
+
+@functools.cache
+def tree_layout(name: str, chunks: int) -> Layout:
+    """A layout of ``TREES``, whose nodes context parallelism can cut into ``chunks``."""
+    lengths, parents, ends = TREES[name]
+    padded = [-(-n // chunks) * chunks for n in lengths]
+    if "padded" not in name:
+        lengths = padded
+    else:
+        # Padding within nodes, none, a chunk of it, nothing but it.
+        padded = [n + (i % 3 == 2) * chunks for i, n in enumerate(padded)]
+    return shared(PrefixTree(lengths, parents, ends, padded))
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def hides_more(mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causa
     Args:
         mask: Bool, True hides a key: [B or 1, 1, S_q or 1, S].
         layout: The whole sequences, of all context-parallel ranks. A query sees the keys of its
-            own, and padding sees none.
+            own and of its prefixes, and padding sees none.
         query_tokens: int64 [S_q], where this rank's queries are in the whole: all in order, or the
             same tensor for all layers, since comparing values would wait for the device.
         causal: Whether a query sees only itself and earlier keys.
@@ -67,15 +67,18 @@ def _compare(mask: Tensor, layout: SequenceLayout, query_tokens: Tensor, causal:
     device = mask.device
     keys = torch.arange(layout.num_tokens, device=device)
     slots = torch.tensor(layout.slots, device=device)
-    starts, lengths = (
+    # A sequence sees itself; a shared prefix is seen by all that continue it.
+    below = layout.tree.subtree_ends if layout.tree else range(1, len(slots) + 1)
+    bounds = (*layout.starts, layout.num_tokens)
+    starts, lengths, ends = (
         torch.tensor(values, device=device).repeat_interleave(slots)
-        for values in (layout.starts, layout.lengths)
+        for values in (layout.starts, layout.lengths, [bounds[i] for i in below])
     )
+    real = keys < starts + lengths
     found = torch.zeros((), dtype=torch.bool, device=device)
     for first in range(0, len(query_tokens), _ROWS):
         query = query_tokens[first : first + _ROWS, None]
-        start, end = starts[query], (starts + lengths)[query]
-        seen = (keys >= start) & (keys < end) & (query < end)
+        seen = (query >= starts) & (query < ends) & real & real[query]
         if causal:
             seen &= keys <= query
         rows = slice(first, first + _ROWS) if mask.shape[2] > 1 else slice(None)

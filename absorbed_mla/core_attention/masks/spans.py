@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from absorbed_mla.caching import DerivedTables
+from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.sequences import SequenceLayout
+
+# First token and number of tokens of a sequence on an axis.
+Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,20 @@ class Spans(tuple[Span, ...]):
     """The spans of one attention call. A query is in at most one of them.
 
     Attributes:
+        further: Spans of the same queries over other keys, for ``SharedPrefixBackend``.
         tables: What backends derive from these spans, such as tables of integers on the device.
             All layers read the same spans, so each table is made once.
     """
 
+    further: tuple[Spans, ...]
     tables: DerivedTables
 
-    def __new__(cls, spans=()) -> Spans:
+    def __new__(cls, spans=(), further: tuple[Spans, ...] = ()) -> Spans:
         """Make spans of any iterable; spans themselves are returned as they are."""
         if isinstance(spans, cls):
             return spans
         made = super().__new__(cls, spans)
+        made.further = further
         made.tables = DerivedTables()
         return made
 
@@ -105,9 +112,45 @@ class Spans(tuple[Span, ...]):
 
 
 def self_attention_spans(layout: SequenceLayout, causal: bool) -> Spans:
-    """Every sequence over itself, where queries and keys share one axis."""
+    """Every sequence over itself and its prefixes, where queries and keys share one axis."""
     offset = 0 if causal else None
-    return layout.tables.get(
-        ("self-attention", causal),
-        lambda: Spans(Span(start, end, start, end, offset) for start, end in layout.segments()),
-    )
+
+    def make() -> Spans:
+        own = (Span(start, end, start, end, offset) for start, end in layout.segments())
+        return with_prefixes(own, layout.tree, layout.runs(), layout.runs())
+
+    return layout.tables.get(("self-attention", causal), make)
+
+
+def with_prefixes(
+    own: Iterable[Span], tree: PrefixTree | None, queries: Sequence[Run], keys: Sequence[Run]
+) -> Spans:
+    """The spans ``own`` of single nodes; as ``further`` ones what nodes see of those above them.
+
+    A query has one node of each depth above it, so there are spans for each depth.
+
+    Args:
+        own: What nodes see of themselves.
+        tree: None where every sequence is whole.
+        queries: Of each node, without padding.
+        keys: Likewise.
+    """
+    if tree is None:
+        return Spans(own)
+    levels: list[list[Span]] = [[] for _ in range(max(tree.depths))]
+    for node, (key, num_keys) in enumerate(keys):
+        if num_keys:
+            for first, end in _joined(queries[node + 1 : tree.subtree_ends[node]]):
+                levels[tree.depths[node]].append(Span(first, end, key, key + num_keys, None))
+    return Spans(own, tuple(Spans(level) for level in levels if level))
+
+
+def _joined(runs: Sequence[Run]) -> list[list[int]]:
+    """First and one past the last token of runs, those without a gap between them as one."""
+    found: list[list[int]] = []
+    for start, count in runs:
+        if found and found[-1][1] == start:
+            found[-1][1] += count
+        elif count:
+            found.append([start, start + count])
+    return found

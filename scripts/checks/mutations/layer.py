@@ -106,11 +106,17 @@ absorbed_mla/own_packages.py
   hidden_package_passes: if not any(_same(own, place) for place in found): -> if not found:
 absorbed_mla/packed_roll.py
   packed_roll_names_no_cause: except ValueError as error: -> except AttributeError as error:
-  mtp_shifts_padding_into_documents: (left <= 1).to(device) -> (left <= 0).to(device)
+  mtp_shifts_padding_into_documents: num_tokens - 1), left <= 1 -> num_tokens - 1), left <= 0
+  mtp_weighs_a_prefix_by_one_answer: index_add(-1, step.branches, pack[..., step.siblings])
+    -> clone()
   mtp_padding_as_tokens: found | (values & step.padding) if values.dtype is torch.bool else found
     -> found
   mtp_shift_within_a_rank: part.tokens(), part.sequence_order() -> part.tokens(), part.rank_major()
 absorbed_mla/packed_router.py
+  recomputed_routers_count_once: scope.kept.setdefault(self, self._counts) -> self._counts
+  every_rank_counts_the_first_ones:
+    - values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    -> values.chunk(size)[0]
   packs_lose_the_router: and submodules.router is TopKRouter ->
   router_of_mtp_counts_padding: getattr(layer.submodules, "mtp_model_layer", layer) -> layer
 absorbed_mla/projections.py
@@ -134,13 +140,17 @@ absorbed_mla/rope.py
 absorbed_mla/router_replay.py
   recomputed_layers_choose_experts: scope.kept[self] = given -> scope.kept[self] = None
   padding_goes_to_expert_0: torch.where(given < 0, own, given) -> given.clamp(min=0)
-  every_rank_replays_the_first_ones:
-    - given.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-    -> given.chunk(size)[0]
   stages_replay_the_first_layers: [places[router.layer_number] for router in routers]
     -> list(range(len(routers)))
 absorbed_mla/sequences.py
   boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
+absorbed_mla/shared_prefix_log_probs.py
+  gradients_of_chosen_rows_once_per_rank: tensor_parallel_output_grad=False
+    -> tensor_parallel_output_grad=True
+  mtp_of_a_prefix_that_forks_too_late: moved = 1 + config.mtp_num_layers
+    -> moved = config.mtp_num_layers
+  experts_count_prefixes_once: expand.bincount(minlength=tree.num_tokens)[own]
+    -> torch.ones_like(own)
 absorbed_mla/standard_mla.py
   standard_models_roll_as_megatron: correct_packed_roll()
     |    use_te

@@ -16,7 +16,7 @@ from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention
-from tests.support.layouts import Layout, packed
+from tests.support.layouts import Layout, packed, tree_layout
 from tests.support.refusal import refusal
 
 PACK = packed((3, 0, 5), (4, 2, 6))
@@ -29,24 +29,26 @@ def layout_of(pack: Layout) -> SequenceLayout:
 LAYOUT = layout_of(PACK)
 
 
-def visible(causal: bool = True) -> Tensor:
+def visible(causal: bool = True, pack: Layout = PACK) -> Tensor:
     """Pair by pair, [S, S]."""
-    seen = torch.zeros(PACK.tokens, PACK.tokens, dtype=torch.bool)
-    for sequence in PACK.sequences:
+    seen = torch.zeros(pack.tokens, pack.tokens, dtype=torch.bool)
+    for sequence in pack.sequences:
         for query, key in itertools.product(sequence.rows.tolist(), repeat=2):
             seen[query, key] = key <= query or not causal
     return seen
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1024])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, False, "tree"])
 def test_every_pair(causal, rows, monkeypatch):
     monkeypatch.setattr(redundant, "_ROWS", rows)
-    tokens, shown = torch.arange(PACK.tokens), visible(causal)
-    for query, key in itertools.product(range(PACK.tokens), repeat=2):
-        mask = torch.zeros(1, 1, PACK.tokens, PACK.tokens, dtype=torch.bool)
+    pack = tree_layout("deep_padded", 1) if causal == "tree" else PACK
+    layout, causal = layout_of(pack), bool(causal)
+    tokens, shown = torch.arange(pack.tokens), visible(causal, pack)
+    for query, key in itertools.product(range(pack.tokens), repeat=2):
+        mask = torch.zeros(1, 1, pack.tokens, pack.tokens, dtype=torch.bool)
         mask[0, 0, query, key] = True
-        assert hides_more(mask, LAYOUT, tokens, causal) == shown[query, key]
+        assert hides_more(mask, layout, tokens, causal) == shown[query, key]
 
 
 def test_queries_of_two_ranks():

@@ -12,8 +12,9 @@ import torch
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.sequences import SequenceLayout
-from tests.support.layouts import Layout, cut_tokens, dense, packed
+from tests.support.layouts import TREES, Layout, cut_tokens, dense, packed, shared, tree_layout
 from tests.support.refusal import refusal
 from tests.support.spans import pairs_in
 
@@ -134,10 +135,33 @@ def test_causal_work_is_balanced(cp_size):
     assert len(set(work)) == 1
 
 
+@pytest.mark.parametrize("keys", [gathered, by_rank])
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_shared_prefixes(cp_size, name, keys):
+    """Ranks together see every pair once, and without padding each as many of them."""
+    layout = tree_layout(name, 2 * cp_size)
+    seen, work = [], []
+    for part in ranks_of(cp_size, layout):
+        queries, before = part.tokens().tolist(), len(seen)
+        for spans, key_tokens in keys(part, cp_size, True):
+            for level in (spans, *spans.further):
+                assert_each_query_once(level)
+                seen += [(queries[query], key_tokens[key]) for query, key in pairs_in(level)]
+        work.append(len(seen) - before)
+    assert len(seen) == len(set(seen)) and set(seen) == visible_pairs(layout, True)
+    assert len(set(work)) == 1 or name == "deep_padded"
+
+
 @pytest.mark.parametrize("tokens", [2, 6, 9, 4098])
 def test_a_sequence_that_does_not_divide(tokens):
     with refusal("over 4 ranks", "2 x 4 = 8", f"the sequence has {tokens} tokens"):
         ContextParallelLayout(SequenceLayout.dense(tokens), 4, 0)
+
+
+def test_a_shared_prefix_that_does_not_divide():
+    with refusal("2 x 4 = 8", "node 2 of prefix_tree has 5 tokens", "padded_lengths"):
+        ContextParallelLayout(sequences_of(shared(PrefixTree.of_groups([(8, [8, 5])]))), 4, 0)
 
 
 def test_a_packed_sequence_that_does_not_divide():

@@ -208,11 +208,10 @@ LEVELS = [
     {
         *("registry", "caching", "log_once", "once_differentiable", "dims", "fp8", "naive"),
         *("offloading", "graph_capture", "recomputed_outputs", "muon"),
-        *("own_packages", "megatron_names", "heterogeneous_config"),
+        *("own_packages", "megatron_names", "heterogeneous_config", "prefix_tree"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"packed_router", "deepseek_router"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents", "output_gate"),
@@ -221,9 +220,10 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference", "query_scaling"},
     {"dsa"},
+    {"packed_router", "deepseek_router"},
     {"megatron_interface", "rollout_formats", "router_replay"},
     {"attention"},
-    {"cpu_host", "packed_roll", "standard_dsa", "standard_mla"},
+    {"cpu_host", "packed_roll", "shared_prefix_log_probs", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
     {"serving", "export", "generation", "bridge", "convert_command", "lora"},

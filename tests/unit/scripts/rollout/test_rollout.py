@@ -111,6 +111,21 @@ class TestRun:
         [row] = trainer.metrics.records
         assert row["log_prob_gap_max"] < 2e-5 if replay else row["log_prob_gap_max"] > 1e-3
 
+    def test_shared_prefixes(self):
+        """The same step on packs in which a prompt stands once; microbatches cut a group."""
+        options = (
+            "--num-experts 4 --moe-layer-freq [0,1] --moe-aux-loss-coeff 0 --train-iters 1 "
+            "--num-prompts 3 --group-size 4 --micro-batch-size 6 --num-tokens-to-generate 6"
+        )
+        [plain], [shared] = (records(f"{options}{flag}") for flag in ("", " --shared-prefixes"))
+        for name in ("reward", "loss", "entropy", "grad_norm"):
+            assert shared[name] == pytest.approx(plain[name], rel=1e-5)
+        assert shared["log_prob_gap_max"] < 2e-5
+        first, second, third = map(len, parse_arguments([], 1).prompts[:3])
+        saved = shared["unshared_pack_tokens"] - shared["pack_tokens"]
+        # Of four, two and two, and four samples.
+        assert saved == 3 * first + 2 * second + 3 * third
+
     @pytest.mark.parametrize("gap", [1e-9, float("nan"), 0.0])
     def test_a_gap_in_parity_mode_fails(self, gap, monkeypatch, capsys):
         """The exit code is what a script that runs this one looks at."""
@@ -258,6 +273,8 @@ class TestCommandLine:
                 "the default num_prompts 8 x the default group_size 8 samples",
             ),
             ("--use-checkpoint-args", "--load"),
+            ("--shared-prefixes --replay", "--shared-prefixes does not go with --replay"),
+            ("--shared-prefixes --batch-invariant", "does not go with --batch-invariant"),
             (
                 "--num-prompts 3 --group-size 8 --micro-batch-size 6",
                 "--num-prompts 3 must be divisible by the 2 ranks",
