@@ -25,7 +25,7 @@ from tests.support.harness import (
     rank_weights,
     run,
 )
-from tests.support.layouts import LAYOUTS, cut_layout, grid_layout
+from tests.support.layouts import LAYOUTS, cut_layout, grid_layout, tree_layout
 
 FORM = ("absorbed", "expanded")
 RECOMPUTE = {"none": (), "both": ("mla_up_proj", "core_attn")}
@@ -56,7 +56,7 @@ def clipped(weights, max_logits, tau=TAU, alpha=0.5):
     2,
     {
         "sizes": {f"tp{tp}-cp{cp}": (tp, cp) for tp, cp in SIZES},
-        "layout": LAYOUTS,
+        "layout": (*LAYOUTS, "tree"),
         "form": FORM,
         "recompute": RECOMPUTE,
         "cp_comm_type": ("all_gather", "p2p"),
@@ -72,7 +72,10 @@ def test_layouts(sizes, layout, form, recompute, cp_comm_type):
         cp_comm_type=cp_comm_type,
     )
     with world.parallel(tp=tp, cp=cp):
-        tokens = cut_layout(layout, cp) if cp > 1 else grid_layout(layout, divisible=tp > 1)
+        if layout == "tree":
+            tokens = tree_layout("groups", 2 * cp)
+        else:
+            tokens = cut_layout(layout, cp) if cp > 1 else grid_layout(layout, divisible=tp > 1)
         attention = build_attention(TINY, setup, qk_clip=True)
         weights = random_weights(TINY)
         load_weights(attention, TINY, setup, weights)

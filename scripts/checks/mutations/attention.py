@@ -10,7 +10,9 @@ absorbed_mla/context_parallel/choice.py
   gathered_in_the_wrong_memory: keep and gathered <= own -> keep
 absorbed_mla/context_parallel/layout.py
   late_chunk_of_a_rank: return rank, 2 * self.cp_size - 1 - rank -> return rank, self.cp_size + rank
-  positions_in_the_pack: self.tokens() - starts.repeat_interleave(slots) -> self.tokens()
+  positions_in_the_pack: self.tokens() - self.sequences.zeros().repeat_interleave(slots)
+    -> self.tokens()
+  prefixes_of_another_rank: self._local_runs(self.cp_rank), keys) -> self._local_runs(0), keys)
   padding_is_attended:
     - return _clamp(length - early * size, size), _clamp(length - late * size, size)
     -> return size, size
@@ -53,7 +55,9 @@ absorbed_mla/core_attention/masks/redundant.py
 absorbed_mla/core_attention/masks/scores.py
   causal_offset: triu(chunk.causal_offset + 1) -> triu(chunk.causal_offset + 2)
   shared_dropout_seed: self.dropout_seed, -> torch.seed() % 2**62,
+  mask_that_hides_a_prefix: (query < ends) & real -> (query < starts + lengths) & real
 absorbed_mla/core_attention/masks/spans.py
+  prefixes_across_padding: if found and found[-1][1] == start: -> if found:
   tiles_of_another_layout: made.tables = DerivedTables()
     -> made.tables = cls.shared = getattr(cls, 'shared', None) or DerivedTables()
 absorbed_mla/core_attention/masks/tiles.py
@@ -67,6 +71,9 @@ absorbed_mla/core_attention/module.py
   packs_with_an_old_cudnn: layout.packed or (cp_size > 1 and batch == 1), -> False,
 absorbed_mla/core_attention/selection.py
   slowest_form: form, chosen = min(found.able, -> form, chosen = max(found.able,
+absorbed_mla/core_attention/shared_prefix.py
+  last_two_prefixes_merged: merge_into(*found, total, last) -> merge_into(*found, own, last)
+  prefixes_without_a_gradient: total.add_(share) -> pass
 absorbed_mla/core_attention/sink.py
   backward_beside_no_sink: return torch.logaddexp(lse, sink.to(lse.dtype)) -> return lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()
@@ -87,7 +94,8 @@ absorbed_mla/dsa/cached_attention.py
 absorbed_mla/dsa/checkpoint_scope.py
   frozen_warm_up_not_refused: not scope.is_recomputed -> False
 absorbed_mla/dsa/core_attention.py
-  loss_of_own_rows: max(1, sum(plan.layout.lengths) * kv.shape[1]) -> max(1, len(kv) * kv.shape[1])
+  loss_of_own_rows: max(1, sum(plan.layout.sequence_lengths) * kv.shape[1])
+    -> max(1, len(kv) * kv.shape[1])
   target_over_other_keys: lse if over_attended else None -> lse
   indexer_loss_of_mtp_in_the_decoders: place = decoder + min(place, mtp) -> pass
   mtp_shares_a_selection: self.dsa = replace(self.dsa, topk_freq=1) -> pass
@@ -102,6 +110,7 @@ absorbed_mla/dsa/indexer.py
 absorbed_mla/dsa/indexer_loss.py
   recall_of_one_head: probabilities(scores, lse).sum(1) -> probabilities(scores, lse).amax(1)
   indexer_gradient_of_some_ranks: *= self.factor * size -> *= self.factor
+  gradient_of_shared_queries_once: score_grad *= count -> pass
   target_of_own_heads: dist.reduce(total, group=self.tp_group, group_dst=owner) -> pass
   index_key_gradients_in_bf16: zeros_like(key, dtype=weights.dtype) -> zeros_like(key, dtype=kept)
 absorbed_mla/dsa/key_subset.py
@@ -114,6 +123,8 @@ absorbed_mla/dsa/selection.py
   hidden_keys_are_ties: (scores == last) & seen -> scores == last
 absorbed_mla/dsa/sequence_parallel.py
   index_rows_at_other_positions: x[rank * count : (rank + 1) * count] -> x[:count]
+absorbed_mla/dsa/shared_prefix.py
+  selection_without_own_keys: span.causal_offset + base -> span.causal_offset
 absorbed_mla/dsa/warm_up.py
   warm_up_moves_expert_biases: module.frozen_expert_bias = True -> pass
   recomputed_warm_up_stands_still: module.register_forward_hook(_with_gradient) -> pass

@@ -143,6 +143,8 @@ absorbed_mla/router_replay.py
   stages_replay_the_first_layers: [places[router.layer_number] for router in routers]
     -> list(range(len(routers)))
 absorbed_mla/sequences.py
+  layouts_of_other_trees_are_equal: tree: PrefixTree | None = None
+    -> tree: PrefixTree | None = field(default=None, compare=False)
   boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
 absorbed_mla/shared_prefix_log_probs.py
   gradients_of_chosen_rows_once_per_rank: tensor_parallel_output_grad=False
