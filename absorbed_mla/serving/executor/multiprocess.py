@@ -24,7 +24,7 @@ from absorbed_mla.serving.llm_engine import interrupts_deferred
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.statistics import Statistics
-from absorbed_mla.serving.weights.transfer import Sender
+from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
 
 # Seconds that processes have to end by themselves.
 _GRACE = 10
@@ -95,7 +95,12 @@ class ProcessRunner:
 
         answer: Future | None = None
         sender = Sender(
-            "tcp://127.0.0.1:0", self._world, backend="shared_memory", timeout=timeout, check=check
+            "tcp://127.0.0.1:0",
+            self._world,
+            backend="shared_memory",
+            bucket_bytes=BUCKET_BYTES,
+            timeout=timeout,
+            check=check,
         )
         with ThreadPoolExecutor(1) as threads:
             asked = (sender.address, keep_cache, 1, timeout)

@@ -55,6 +55,9 @@ class WeightSender:
             receiver one bucket and two tensors; a tensor that is larger than a bucket is one.
         timeout: Seconds that rank 0 waits for a receiver.
 
+    Attributes:
+        address: With the port, also if it was 0.
+
     Raises:
         ValueError: On every rank, if an argument is wrong, or nothing can listen there.
     """
@@ -76,7 +79,7 @@ class WeightSender:
                 self._sender = Sender(address, num_receivers, **options)
         except ValueError as refusal:
             error = refusal
-        _raise_on_all_ranks(error)
+        self.address: str = _of_rank_0(self._sender and self._sender.address, error)
 
     def send(self, weights: LiveWeights) -> None:
         """Send the weights as they are now, once every receiver has called ``update_weights``.
@@ -87,7 +90,7 @@ class WeightSender:
                 the weights generates again after an update that does not fail.
         """
         if self._sender is None:
-            _raise_on_all_ranks(None)
+            _of_rank_0(None)
             for _ in weights:
                 pass
             return
@@ -96,24 +99,25 @@ class WeightSender:
         def pairs() -> Iterable[tuple[str, Tensor]]:
             nonlocal accepted
             accepted = True
-            _raise_on_all_ranks(None)
+            _of_rank_0(None)
             return weights
 
         try:
             self._sender.send(weights.shapes, pairs, weights.device)
         except Exception as error:
             if not accepted:
-                _raise_on_all_ranks(error)
+                _of_rank_0(None, error)
             raise
 
 
-def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise rank 0's error, or one with its text, on every rank; collective."""
-    told = [error and (isinstance(error, ValueError), str(error))]
+def _of_rank_0(value: Any, error: Exception | None = None) -> Any:
+    """Rank 0's value on every rank, or its error, on others one with its text; collective."""
+    told = [value, isinstance(error, ValueError), None if error is None else str(error)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(told, 0)
     if error is not None:
         raise error
-    if told[0] is not None:
-        refused, message = told[0]
+    value, refused, message = told
+    if message is not None:
         raise (ValueError if refused else RuntimeError)(f"rank 0: {message}")
+    return value

@@ -132,15 +132,15 @@ class Sender:
             given, number = iter(pairs()), 0
             try:
                 for number, bucket in enumerate(buckets):
-                    self._wait_for(store, number - len(buffers))
                     buffer = buffers[number % len(buffers)]
                     fill(buffer, bucket, given)
                     if number == len(buckets) - 1:
                         require_end(given)
+                    # Who has failed would not take part in a broadcast.
+                    self._wait_for(store, number - 1)
                     announce = functools.partial(_announce, store, number)
                     transport.send(buffer, bucket[-1].end, announce)
-                for last in range(max(0, len(buckets) - len(buffers)), len(buckets)):
-                    self._wait_for(store, last)
+                self._wait_for(store, len(buckets) - 1)
             except BaseException as error:
                 self._group = None
                 # Now, not when the traceback goes: other ranks may wait for it.
