@@ -1,5 +1,5 @@
-"""``hf_weights`` and ``hf_weight_shapes`` under their public name: see ``serving/export``."""
+"""Weights of a live model for inference engines, under public names: see ``serving/export``."""
 
-from absorbed_mla.serving.export import hf_weight_shapes, hf_weights
+from absorbed_mla.serving.export import LiveWeights, WeightSender, hf_weight_shapes, hf_weights
 
-__all__ = ["hf_weight_shapes", "hf_weights"]
+__all__ = ["LiveWeights", "WeightSender", "hf_weight_shapes", "hf_weights"]

@@ -48,7 +48,7 @@ from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
 from absorbed_mla.serving.scheduler.priorities import PriorityScheduling
-from absorbed_mla.serving.scheduler.requests import enqueue, generated_blocks
+from absorbed_mla.serving.scheduler.requests import enqueue, evict_all, generated_blocks
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
@@ -164,6 +164,28 @@ class Engine:
             raise RuntimeError("capture needs a started engine without requests")
         if self._prefill_graphs is not None:
             self._prefill_graphs.capture()
+
+    def forget_cache(self) -> None:
+        """Forget all cached latents, as after an update of the weights.
+
+        Requests that run are computed again, with the tokens that they have, before those that
+        wait.
+        """
+        host, context = self.host, self.host.context
+        if self.scheduler is not None:
+            self.scheduler.reset()
+        running = evict_all(host)
+        if self._generated is not None:
+            self._generated.forget_ended()
+        context.reset(preserve_counters=True)
+        if self._priorities is not None and running:
+            self._priorities.sort(moved=True)
+        if self._stored is not None:
+            self._stored.open_again()
+
+    def has_cached_requests(self) -> bool:
+        """Whether requests have latents in the cache."""
+        return self.host.context.total_request_count > 0
 
     def finish(self) -> None:
         """Abort all requests; where replicas share experts, go on until none has any."""

@@ -138,7 +138,7 @@ class LLM(LLMEngine):
 
         runner, found = runner_of(model, tokenizer, options)
         llm = cls.__new__(cls)
-        LLMEngine.__init__(llm, runner, found, (), awake=False)
+        LLMEngine.__init__(llm, runner, found, (), awake=False, live=True)
         return llm
 
     def __enter__(self) -> LLM:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.output_processor import OutputProcessor
@@ -30,6 +30,7 @@ class LLMEngine:
         end_tokens: That end the model's texts besides the tokenizer's own.
         awake: Whether the runner is.
         enable_lora: Whether requests may have adapters.
+        live: Whether the weights are those of a training.
 
     Attributes:
         prompt_encoder: Makes of prompts what :meth:`add_request` takes without further work.
@@ -43,12 +44,16 @@ class LLMEngine:
         *,
         awake: bool,
         enable_lora: bool = False,
+        live: bool = False,
     ) -> None:
-        self._runner = runner
+        self._runner, self._live = runner, live
+        # Why the model cannot run; empty: it has all weights.
+        self._lacks_weights = ""
         self.tokenizer = tokenizer
         own = () if tokenizer is None else tokenizer.end_tokens
         ends, options = tuple(dict.fromkeys([*end_tokens, *own])), runner.options()
         self.prompt_encoder = PromptEncoder(tokenizer, ends, options, enable_lora)
+        self._stores_prefixes = options.prefix_cache_dir is not None
         waits = options.enable_return_routed_experts or options.enable_return_indexer_topk
         self._requests = OutputProcessor(tokenizer, waits_for_results=waits)
         # Whether the model is awake, and whether only for the whole calls that run.
@@ -128,21 +133,106 @@ class LLMEngine:
 
     # Around training.
 
-    def sleep(self, *, free_cache: bool = True) -> None:
-        """Abort all requests, forget what is cached, and let the model be trained.
+    def sleep(self, level: int = 1) -> None:
+        """Abort all requests, forget what is cached, and free memory.
 
         Args:
-            free_cache: Whether to free the cache's memory. CUDA graphs go with it; those of layers
-                are captured again by :meth:`wake`, those of whole steps when one first runs.
+            level: 0: free nothing. 1: free the cache's memory and, of a model that came from a
+                checkpoint, move the weights from a GPU to host memory. CUDA graphs go with the
+                cache; those of layers are captured again by :meth:`wake`, those of whole steps when
+                one first runs. 2: also forget the weights; then :meth:`update_weights` comes before
+                :meth:`wake`.
+
+        Raises:
+            ValueError: If there is no such level, or 2 is to forget weights of a live model.
         """
+        if level not in (0, 1, 2) or (self._live and level == 2):
+            levels = "0 or 1 for a live model, whose weights are the training's"
+            raise ValueError(
+                f"level must be {levels if self._live else '0, 1 or 2'}, got {level!r}"
+            )
         with self._exclusively():
-            if self._awake:
-                self._runner.sleep(free_cache)
+            if self._awake or level:
+                self._runner.sleep(level)
                 self._awake = self._woken_by_call = False
                 self._requests.forget()
+            if level == 2:
+                self._lacks_weights = "sleep(level=2) has discarded the weights"
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the model is asleep."""
+        return not self._awake
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        keep_cache: bool = False,
+        rank_offset: int = 1,
+        timeout: float = 300.0,
+    ) -> None:
+        """Replace all weights, between two steps; requests that run go on with the new ones.
+
+        Also while it is asleep, where :meth:`wake` makes the cache afterwards.
+
+        Args:
+            weights: :class:`absorbed_mla.export.LiveWeights` of a model in this program, or the
+                address of a :class:`absorbed_mla.export.WeightSender`, ``tcp://HOST:PORT``, whose
+                ``send`` this call waits for. Values are rounded to the dtypes that the model has.
+            keep_cache: Whether latents of the former weights stay in use: those of running requests
+                and of the prefix cache. If not, the prefix cache is emptied, and running requests
+                are computed again with the tokens that they have.
+            rank_offset: The rank of this model's first process among the sender's receivers, from
+                1. Processes of one model have consecutive ones.
+            timeout: Seconds that it waits for the sender.
+
+        Raises:
+            ValueError: If names, shapes or dtypes are not those of this model, or nobody sends; it
+                goes on with its former weights.
+            RuntimeError: If the transfer fails. If weights have changed, the model generates again
+                after the next update that does not fail.
+        """
+        if self._live:
+            raise ValueError("update_weights: a live model's weights are read where they are")
+        if not isinstance(weights, str) and not hasattr(weights, "shapes"):
+            raise ValueError(
+                f"weights must be LiveWeights or an address, got {type(weights).__name__}"
+            )
+        if keep_cache and self._stores_prefixes:
+            raise ValueError("keep_cache=True needs prefix_cache_dir=None")
+        with self._exclusively():
+            failure = self._runner.update_weights(weights, keep_cache, rank_offset, timeout)
+            if failure is None:
+                self._lacks_weights = ""
+                return
+            if failure.refused:
+                raise ValueError(failure.message)
+            message = f"update_weights has failed: {failure.message}"
+            if failure.changed:
+                self._lacks_weights = message
+            raise RuntimeError(message)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache.
+
+        Args:
+            reset_running_requests: Whether running requests, which use it, are computed again with
+                the tokens that they have.
+
+        Returns:
+            Whether it was emptied: not while requests run, unless they may be computed again.
+        """
+        with self._exclusively():
+            self._require_awake()
+            return self._runner.reset_prefix_cache(reset_running_requests)
 
     def wake(self) -> None:
-        """Be ready to generate with the weights as they are now, and an empty cache."""
+        """Be ready to generate with the weights as they are now, and an empty cache.
+
+        Raises:
+            RuntimeError: If it has no weights.
+        """
         with self._exclusively():
             # It stays awake after a whole call that woke it.
             self._woken_by_call = False
@@ -239,7 +329,7 @@ class LLMEngine:
             with self._exclusively():
                 self._calls.discard(call)
                 if self._woken_by_call and not self._calls:
-                    self.sleep(free_cache=False)
+                    self.sleep(0)
 
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, name: str | None) -> str:
         self._require_awake()
@@ -256,6 +346,7 @@ class LLMEngine:
         return requests.claim(is_own)
 
     def _wake(self) -> None:
+        self._require_weights()
         if not self._awake:
             self._runner.wake()
             self._awake = True
@@ -263,6 +354,11 @@ class LLMEngine:
     def _require_awake(self) -> None:
         if not self._awake:
             raise RuntimeError("the model is asleep; call wake()")
+        self._require_weights()
+
+    def _require_weights(self) -> None:
+        if self._lacks_weights:
+            raise RuntimeError(f"{self._lacks_weights}; call update_weights")
 
 
 class FairLock:

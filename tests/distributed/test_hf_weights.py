@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
-from absorbed_mla.serving.export import hf_weights
+from absorbed_mla.serving.export import LiveWeights, WeightSender, hf_weights
+from absorbed_mla.serving.weights.transfer import Receiver
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceWriter
 from checkpoint_conversion.mapping import hugging_face_shapes
@@ -99,6 +101,37 @@ def test_every_rank_gets_whole_tensors(name, size, folder):
     with world.parallel(**SIZES[size]):
         found = dict(hf_weights(loaded(config, tensors, folder)))
     assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sender(size, folder):
+    """Rank 0 sends what all ranks hold; where a receiver refuses, all of them raise."""
+    config = four_layers()
+    tensors = random_tensors(config, torch.float32)
+    found: dict[str, Tensor] = {}
+    with world.parallel(**SIZES[size]), ThreadPoolExecutor(1) as threads:
+        weights = LiveWeights(loaded(config, tensors, folder))
+        sender = WeightSender("tcp://127.0.0.1:0", 1, bucket_bytes=10_000, timeout=60.0)
+
+        def received(accept) -> Future | None:
+            if world.rank():
+                return None
+            receiver = Receiver(sender.address, 1, world.device(), 60.0)
+            take = lambda arrived: found.update({k: x.clone() for k, x in arrived.items()})  # noqa: E731
+            return threads.submit(receiver.receive, accept, take)
+
+        def refuse(shapes):
+            raise ValueError("another model")
+
+        answer = received(refuse)
+        with pytest.raises(ValueError, match="receiver 1: another model"):
+            sender.send(weights)
+        assert answer is None or isinstance(answer.exception(), ValueError)
+        answer = received(lambda shapes: None)
+        sender.send(weights)
+        if answer is not None:
+            answer.result()
+            assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 
 
 def test_equal_to_saving_and_converting(folder):

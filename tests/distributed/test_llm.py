@@ -16,6 +16,7 @@ import pytest
 from transformers import dynamic_module_utils
 
 from absorbed_mla import LLM, StructuredOutputsParams
+from absorbed_mla.export import LiveWeights
 from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture
@@ -147,6 +148,26 @@ def test_data_parallel_attention_step_by_step(model):
         assert all(map(len, generated(path, data_parallel_attention=True, dtype="bfloat16")))
         rounded = {"latent_cache_dtype": "fp8", "form": "absorbed"}
         assert all(map(len, generated(path, data_parallel_attention=True, **rounded)))
+
+
+@pytest.mark.parametrize("name", ["experts", "tied"])
+def test_update_weights(model, name):
+    """Each rank takes its share of a model's weights that the same ranks hold."""
+    path, expected = model(name)
+    options = {"tensor_parallel_size": world.size(), "max_num_seqs": 8}
+    with LLM(path, **options) as llm, LLM(path, **options) as other:
+        for weight in llm._runner._model.parameters():
+            weight.data.mul_(-1.5)
+        names = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        assert names and llm.step()
+        llm.sleep(2)
+        weights = LiveWeights(other._runner._model)
+        llm.update_weights(weights)
+        llm.wake()
+        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+        weights.shapes = weights.shapes[1:]
+        with pytest.raises(ValueError, match="do not fit the model"):
+            llm.update_weights(weights)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])

@@ -161,7 +161,7 @@ class FakeRunner:
             **self._options,
         )
 
-    def sleep(self, free_cache: bool = True) -> None:
+    def sleep(self, level: int = 1) -> None:
         self._running.clear()
         self.num_added = 0
 

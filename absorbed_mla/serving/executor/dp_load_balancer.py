@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.executor.local import LocalRunner, Runner
+from absorbed_mla.serving.executor.weight_updates import UpdateFailure
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import derive_seed
 from absorbed_mla.serving.statistics import Statistics
@@ -71,14 +72,25 @@ class DPLoadBalancer:
         progress = [self._of_all(rank, one) for rank, each in enumerate(found) for one in each]
         return sorted(progress, key=lambda one: one.number)
 
-    def sleep(self, free_cache: bool = True) -> None:
+    def sleep(self, level: int = 1) -> None:
         """See ``Runner``."""
-        self._ranks.sleep(free_cache)
+        self._ranks.sleep(level)
         self._forget()
 
     def wake(self) -> None:
         """See ``Runner``."""
         self._ranks.wake()
+
+    def update_weights(
+        self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
+    ) -> UpdateFailure | None:
+        """See ``Runner``."""
+        return self._ranks.update_weights(weights, keep_cache, rank_offset, timeout)
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        """See ``Runner``."""
+        found = self._ranks.each("reset_prefix_cache", [(reset_running_requests,)] * self._size)
+        return all(found)
 
     def options(self) -> EngineOptions:
         """Sizes of each rank's engine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Command
 from absorbed_mla.serving.executor.engine_options import engine_options
 from absorbed_mla.serving.executor.process_groups import join
+from absorbed_mla.serving.executor.weight_updates import LoadedWeights, UpdateFailure
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs
@@ -31,12 +32,22 @@ class Runner(Protocol):
         """Carry out commands, then one step if there is anything to do."""
         ...
 
-    def sleep(self, free_cache: bool) -> None:
-        """End all requests, forget what is cached, and let the model be trained."""
+    def sleep(self, level: int) -> None:
+        """End all requests, forget what is cached, and let the model be trained; frees memory."""
         ...
 
     def wake(self) -> None:
         """Be ready for requests, numbered from 0; the weights may have changed."""
+        ...
+
+    def update_weights(
+        self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
+    ) -> UpdateFailure | None:
+        """Set all weights of a loaded model, awake or asleep; says what prevented it."""
+        ...
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        """Forget what is cached; with running requests only if they may begin again."""
         ...
 
     def options(self) -> EngineOptions:
@@ -70,6 +81,7 @@ class LocalRunner:
     Args:
         model: Of this rank.
         options: Of the engine.
+        weights: Of the model; None: they are those of a training.
 
     Attributes:
         step: ``Engine.execute``, while it is awake.
@@ -77,8 +89,13 @@ class LocalRunner:
 
     step: Callable[[Sequence[Command]], list[Progress]]
 
-    def __init__(self, model: GPTModel, options: EngineOptions) -> None:
-        self._model, self._options = model, options
+    def __init__(
+        self,
+        model: GPTModel,
+        options: EngineOptions,
+        weights: LoadedWeights | None = None,
+    ) -> None:
+        self._model, self._options, self._weights = model, options, weights
         self._engine: Engine | None = None
 
     @classmethod
@@ -99,29 +116,54 @@ class LocalRunner:
         sizes = engine_options(
             model, options, model.max_sequence_length, checkpoint.config.vocab_size
         )
-        runner = cls(model, sizes)
+        drafts = options.num_speculative_tokens > 0
+        runner = cls(model, sizes, LoadedWeights(model, checkpoint.config, drafts=drafts))
         runner._wake(capture=True)
         return runner
 
-    def sleep(self, free_cache: bool = True) -> None:
+    def sleep(self, level: int = 1) -> None:
         """See :class:`Runner`."""
-        if self._engine is None:
-            return
-        self._engine.finish()
-        if not free_cache:
-            self._engine.stop()
-            return
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.finish()
+            if not level:
+                self._engine.stop()
+                return
+            self._free_cache(self._engine)
+        if self._weights is not None:
+            self._weights.free(discard=level > 1)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _free_cache(self, engine: Engine) -> None:
+        engine.close()
         self._engine = None
         del self.step
         if self._options.num_cuda_graphs:
             delete_graphs()
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """See :class:`Runner`; graphs of prompts are captured as they are needed."""
+        if self._weights is not None:
+            self._weights.allocate()
         self._wake(capture=False)
+
+    def update_weights(
+        self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
+    ) -> UpdateFailure | None:
+        """See :class:`Runner`."""
+        assert self._weights is not None
+        failure = self._weights.update(weights, rank_offset, timeout)
+        if failure is None and self._engine is not None and not keep_cache:
+            self._engine.forget_cache()
+        return failure
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        """See :class:`Runner`."""
+        engine = self._awake()
+        if engine.has_cached_requests() and not reset_running_requests:
+            return False
+        engine.forget_cache()
+        return True
 
     def _wake(self, *, capture: bool) -> None:
         """See :meth:`wake`; with ``capture`` before there are requests."""

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import Any, NoReturn
 
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Command
+from absorbed_mla.serving.executor.weight_updates import UpdateFailure
 from absorbed_mla.serving.llm_engine import interrupts_deferred
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.statistics import Statistics
+from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
 
 # Seconds that processes have to end by themselves.
 _GRACE = 10
@@ -70,13 +73,49 @@ class ProcessRunner:
         """See ``Runner``."""
         return self._call("step", commands)
 
-    def sleep(self, free_cache: bool = True) -> None:
+    def sleep(self, level: int = 1) -> None:
         """See ``Runner``."""
-        self._call("sleep", free_cache)
+        self._call("sleep", level)
 
     def wake(self) -> None:
         """See ``Runner``."""
         self._call("wake")
+
+    def update_weights(
+        self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
+    ) -> UpdateFailure | None:
+        """See ``Runner``; weights of this process go through memory that all processes share."""
+        if isinstance(weights, str):
+            return self._call("update_weights", weights, keep_cache, rank_offset, timeout)
+        shapes, device = weights.shapes, weights.device
+
+        def check() -> None:
+            if answer is not None and answer.done():
+                raise RuntimeError("the processes of the model do not receive any more")
+
+        answer: Future | None = None
+        sender = Sender(
+            "tcp://127.0.0.1:0",
+            self._world,
+            backend="shared_memory",
+            bucket_bytes=BUCKET_BYTES,
+            timeout=timeout,
+            check=check,
+        )
+        with ThreadPoolExecutor(1) as threads:
+            asked = (sender.address, keep_cache, 1, timeout)
+            answer = threads.submit(self._call, "update_weights", *asked)
+            try:
+                sender.send(shapes, lambda: weights, device)
+            except Exception:
+                # The processes say why, or what they were told.
+                if answer.result() is None:
+                    raise
+            return answer.result()
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        """See ``Runner``."""
+        return self._call("reset_prefix_cache", reset_running_requests)
 
     def options(self) -> EngineOptions:
         """See ``Runner``."""
@@ -116,7 +155,7 @@ class ProcessRunner:
         """
         if self._keeps_prefixes and self._processes:
             with contextlib.suppress(EngineDeadError):
-                self.sleep(free_cache=False)
+                self.sleep(0)
         self._end()
 
     def _end(self) -> None:

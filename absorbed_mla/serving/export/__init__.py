@@ -4,6 +4,7 @@ from absorbed_mla.own_packages import require_own_packages
 
 require_own_packages("checkpoint_conversion")
 
+from absorbed_mla.serving.export.sender import LiveWeights, WeightSender  # noqa: E402
 from absorbed_mla.serving.export.weights import hf_weight_shapes, hf_weights  # noqa: E402
 
-__all__ = ["hf_weight_shapes", "hf_weights"]
+__all__ = ["LiveWeights", "WeightSender", "hf_weight_shapes", "hf_weights"]

@@ -88,16 +88,22 @@ class StoredPrefixes:
         DEREGISTER.replace(allocator, save_and_evict)
         CHECK_AVAILABILITY.replace(context, load_and_check)
 
+    def open_again(self) -> None:
+        """Use the folder of the weights of the moment; no block may be cached."""
+        name = fingerprint(self._model)
+        if self._folder is not None:
+            self._folder.close()
+        self._asked = None
+        self._folder = PrefixFolder(self._root, name, self._memory.layout, self._limit)
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Use the folder in between, with the weights of the beginning.
 
         At the end the blocks of ended requests are written; those of others may be unfinished.
         """
-        name = fingerprint(self._model)
-        self._asked = None
+        self.open_again()
         self.blocks_read = 0
-        self._folder = PrefixFolder(self._root, name, self._memory.layout, self._limit)
         try:
             yield
             allocator = self._context.kv_block_allocator

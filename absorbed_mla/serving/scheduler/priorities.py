@@ -53,9 +53,9 @@ class PriorityScheduling:
         if waiting:
             bisect.insort(waiting, waiting.pop(), key=self._place)
 
-    def sort(self) -> None:
-        """Bring evicted requests, which Megatron has put first, to their places."""
-        if not self._is_sorted:
+    def sort(self, *, moved: bool = False) -> None:
+        """Bring evicted requests, which Megatron or who has ``moved`` them put first, to their places."""
+        if moved or not self._is_sorted:
             waiting = self._engine.waiting_request_ids
             ordered = sorted(waiting, key=self._place)
             waiting.clear()

@@ -229,6 +229,29 @@ def enqueue(
             entry.record[-1].precomputed_block_hashes = []
 
 
+def evict_all(engine: DynamicInferenceEngine) -> list[int]:
+    """Put all requests that run in front of those that wait, to be computed again from the start.
+
+    Their blocks are still the context's, which is to be reset.
+
+    Returns:
+        Their numbers.
+    """
+    waiting = engine.waiting_request_ids
+    running = sorted(engine.requests.keys() - set(waiting))
+    for number in running:
+        engine.requests[number].record.checkpoint()
+        engine.get_request(number).add_event_evict()
+    # One that waits may be read in chunks.
+    for number in waiting:
+        request = engine.get_request(number)
+        request.remaining_prompt_tokens = request.prompt_tokens
+        request.finished_chunk_token_count = 0
+    waiting.extendleft(reversed(running))
+    engine.evicted_request_count += len(running)
+    return running
+
+
 class RunningRequests:
     """The requests of the input batch: Megatron's records of them, which get their tokens.
 

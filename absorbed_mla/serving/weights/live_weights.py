@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
+from absorbed_mla.lora.model import IN_NAMES
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.weights.global_names import global_parameter_names
@@ -36,9 +38,36 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
     Raises:
         CheckpointError: If the tensors do not fit the config.
     """
+    for weight, share in shares(model, config, tensors):
+        with ReadSession() as session:
+            weight.copy_(share.load(session))
+
+
+def own_weights(model: GPTModel) -> dict[str, Tensor]:
+    """This rank's weights, those of adapters excepted, under their names in the whole model."""
     state = global_parameter_names(model, model.state_dict()).items()
     # Live MTP layers have another name than those of checkpoints.
-    own = {as_mapped(name): v for name, v in state if not name.endswith("_extra_state")}
+    return {
+        as_mapped(name): v
+        for name, v in state
+        if not name.endswith("_extra_state") and IN_NAMES not in name
+    }
+
+
+def shares(
+    model: GPTModel, config: ModelConfig, tensors: Mapping[str, LazyTensor]
+) -> list[tuple[Tensor, LazyTensor]]:
+    """Each weight of this rank, and its new values; collective over the model's ranks.
+
+    Args:
+        model: Of this rank.
+        config: Of the whole model.
+        tensors: Under Hugging Face's names.
+
+    Raises:
+        CheckpointError: On every rank, if the tensors do not fit the config.
+    """
+    own = own_weights(model)
     mapped = to_megatron(tensors, config)
     if config.tied_embeddings:
         # The last of several stages has a copy under this name.
@@ -47,11 +76,10 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
     group = parallel_state.get_model_parallel_group() if exchange is None else exchange.group
     whole = _in_layout_of(own, mapped, config, group)
     whole = with_padding(whole, model.vocab_size)
-    for name, weight in own.items():
-        place = _place(name, exchange)
-        share = _share(name, whole[name], tuple(weight.shape), *place)
-        with ReadSession() as session:
-            weight.copy_(share.load(session))
+    return [
+        (weight, _share(name, whole[name], tuple(weight.shape), *_place(name, exchange)))
+        for name, weight in own.items()
+    ]
 
 
 def _in_layout_of(

@@ -126,7 +126,7 @@ class TestWithoutAModel:
         llm = fake_llm(runner)
         llm.sleep()
         monkeypatch.setattr(runner, "wake", lambda: calls.append("wake"))
-        monkeypatch.setattr(runner, "sleep", lambda free_cache: calls.append(free_cache))
+        monkeypatch.setattr(runner, "sleep", lambda level: calls.append(level))
         llm.beam_search("abc", BeamSearchParams(beam_width=1, max_tokens=3))
         assert calls == ["wake", False] and runner.num_steps == 3
 

@@ -405,14 +405,14 @@ class TestSleep:
                 with pytest.raises(RuntimeError, match="asleep"):
                     call()
 
-    @pytest.mark.parametrize("free_cache", [True, False])
-    def test_between_updates(self, own, model, expected, free_cache):
+    @pytest.mark.parametrize("level", [1, 0])
+    def test_between_updates(self, own, model, expected, level):
         """The weights are those of the moment, and nothing cached is older."""
         own.wake()
         assert not model.training
         shared = PROMPTS[1]
         own.generate([shared], GREEDY, use_tqdm=False)
-        own.sleep(free_cache=free_cache)
+        own.sleep(level)
         assert model.training
         weights = [weight.data for weight in model.parameters()]
         saved = [weight.clone() for weight in weights]

@@ -1,0 +1,254 @@
+"""New weights for a loaded ``LLM``: from memory, in the middle of requests, refused, asleep."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.export import LiveWeights, WeightSender
+from absorbed_mla.serving.executor import multiprocess
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.weights.load import load_model, open_model
+from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.support import needs
+from tests.support.llm import tiny_folder
+
+pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
+
+OPTIONS = {"tokenizer": "bytes", "max_num_seqs": 4, "parity": True}
+PROMPTS = [list(range(7, 80)), [3, 200, 5]]
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+
+
+class Tensors:
+    """Weights as ``LiveWeights`` gives them, of a dict."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors: dict[str, torch.Tensor], most: int | None = None) -> None:
+        self.tensors, self._most = tensors, most
+        self.shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
+
+    def __iter__(self):
+        yield from [*self.tensors.items()][: self._most]
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    found = open_model(folder).hugging_face_tensors()
+    with ReadSession() as session:
+        return {name: lazy.load(session).clone() for name, lazy in found.items()}
+
+
+def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Other weights of the same model; copies of one are equal."""
+
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(x.numel())
+        return 0.2 * x.std(correction=0) * torch.randn(x.shape, generator=seed)
+
+    return {name: x + noise(x) for name, x in tensors.items()}
+
+
+def outputs_of(llm, prompts=PROMPTS, params=PARAMS) -> list[tuple]:
+    """Tokens and log-probabilities."""
+    outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+    return [(one.token_ids, one.token_logprobs) for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one model, with an MTP layer."""
+    root = tmp_path_factory.mktemp("tiny")
+    old = tiny_folder(root / "old", num_nextn_predict_layers=1)
+    config = open_model(old).config
+    return old, write_hugging_face(root / "new", config, changed(tensors_of(old)))
+
+
+@pytest.fixture(scope="module")
+def new(folders) -> dict[str, torch.Tensor]:
+    return tensors_of(folders[1])
+
+
+@pytest.fixture(scope="module")
+def expected(folders) -> tuple[list[tuple], list[tuple]]:
+    """What models that were loaded from each checkpoint generate."""
+    found = []
+    for folder in folders:
+        with LLM(folder, **OPTIONS) as llm:
+            found.append(outputs_of(llm))
+    assert found[0] != found[1]
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    with LLM(folders[0], **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture
+def old(llm, folders):
+    """With the weights of its checkpoint."""
+    llm.wake()
+    llm.update_weights(Tensors(tensors_of(folders[0])))
+    return llm
+
+
+def test_equal_to_a_fresh_model(old, new, expected):
+    assert outputs_of(old) == expected[0]
+    old.update_weights(Tensors(new))
+    assert outputs_of(old) == expected[1]
+    old.require_no_leak()
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_in_the_middle_of_requests(old, new, expected, keep_cache):
+    """Tokens of the former weights stay; latents of them only with ``keep_cache``."""
+    params = PARAMS.replace(max_tokens=12)
+    names = [old.add_request(one, params) for one in PROMPTS]
+    done: dict[str, list[int]] = {}
+    while min((len(one) for one in done.values()), default=0) < 4 or len(done) < 2:
+        done |= {one.request_id: [*one.outputs[0].token_ids] for one in old.step()}
+    assert [done[name] for name in names] == [tokens[:4] for tokens, _ in expected[0]]
+    old.add_request([9, 8, 7], params, "waits")
+    old.update_weights(Tensors(new), keep_cache=keep_cache)
+    ended = {}
+    while old.has_unfinished_requests():
+        ended |= {one.request_id: one for one in old.step() if one.finished}
+    found = [(ended[name].outputs[0].token_ids[4:], ended[name].outputs[0].token_logprobs[4:]) for name in names]
+    longer = [[*one, *done[name]] for one, name in zip(PROMPTS, names)]
+    again = outputs_of(old, [*longer, [9, 8, 7]], [params.replace(max_tokens=8)] * 2 + [params])
+    assert ended["waits"].outputs[0].token_ids == again[2][0]
+    assert (found == again[:2]) == (not keep_cache)
+    [cached] = old.generate([PROMPTS[0]], params, use_tqdm=False)
+    assert cached.num_cached_tokens == 64
+    old.require_no_leak()
+
+
+def test_prefix_cache(old):
+    """It is emptied by choice, also under running requests."""
+    def cached() -> int:
+        return old.generate([PROMPTS[0]], PARAMS, use_tqdm=False)[0].num_cached_tokens
+
+    before = old.statistics().evicted
+    assert (cached(), cached()) == (0, 64)
+    assert old.reset_prefix_cache() and cached() == 0
+    name = old.add_request(PROMPTS[0], PARAMS)
+    old.step()
+    assert not old.reset_prefix_cache() and old.reset_prefix_cache(True)
+    while old.has_unfinished_requests():
+        [output] = old.step() or [None]
+    assert output.request_id == name
+    assert old.statistics().evicted == before + 1
+
+
+def without(tensors, name):
+    return {key: x for key, x in tensors.items() if key != name}
+
+
+NAME = "model.layers.0.self_attn.kv_b_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: without(x, NAME), f"{NAME} is missing"),
+        (lambda x: x | {"model.layers.9.a.weight": x[NAME]}, "model.layers.9.a.weight"),
+        (lambda x: x | {NAME: x[NAME][1:]}, NAME),
+        (lambda x: x | {NAME: x[NAME].to(torch.float8_e4m3fn)}, "must have a dtype of .*float8"),
+    ],
+    ids=["missing", "unknown", "shape", "dtype"],
+)
+def test_refused(old, new, expected, change, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        old.update_weights(Tensors(change(new)))
+    assert outputs_of(old) == expected[0]
+
+
+def test_other_refusals(old, folders):
+    with pytest.raises(ValueError, match="weights must be LiveWeights or an address, got dict"):
+        old.update_weights({})
+    with pytest.raises(ValueError, match="address must be tcp://HOST:PORT, got 'trainer'"):
+        old.update_weights("trainer")
+    with pytest.raises(ValueError, match="level must be 0, 1 or 2, got 3"):
+        old.sleep(3)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_transfer_that_fails(old, new, expected, monkeypatch, changes):
+    """Nothing is generated with a part of the weights, until another update."""
+    old.add_request(PROMPTS[1], PARAMS, "runs")
+    monkeypatch.setattr(multiprocess, "BUCKET_BYTES", 4096 if changes else 2**20)
+    with pytest.raises(RuntimeError, match="weight, .*was announced, and no tensor"):
+        old.update_weights(Tensors(new, most=len(new) - 1))
+    if changes:
+        with pytest.raises(RuntimeError, match="has failed.*; call update_weights"):
+            old.step()
+        old.update_weights(Tensors(new))
+    while old.has_unfinished_requests():
+        [output] = old.step() or [None]
+    assert output.outputs[0].token_ids == expected[changes][1][0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep(old, new, expected, level):
+    old.sleep(level)
+    assert old.is_sleeping
+    if level == 2:
+        with pytest.raises(RuntimeError, match=r"discarded the weights; call update_weights"):
+            old.wake()
+    old.update_weights(Tensors(new))
+    old.wake()
+    assert outputs_of(old) == expected[1]
+
+
+def test_drafts_and_ranks(folders, new, expected):
+    """Two processes that draft with the MTP layer."""
+    params = PARAMS.replace(logprobs=None)
+    with LLM(folders[0], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2) as llm:
+        llm.update_weights(Tensors(new))
+        found = outputs_of(llm, params=params)
+    with LLM(folders[1], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2) as llm:
+        assert found == outputs_of(llm, params=params)
+
+
+def test_memory(tmp_path):
+    """``sleep(2)`` gives the memory of the weights back, and ``update_weights`` takes it again."""
+    config = tiny_config(vocab_size=200_000, num_hidden_layers=1, torch_dtype="float32")
+    tensors = random_tensors(config, torch.float32)
+    folder = write_hugging_face(tmp_path / "model", config, tensors)
+    size = sum(x.nbytes for x in tensors.values())
+    with LLM(folder, max_num_seqs=2, cache_tokens=256) as llm:
+        [process] = map(psutil.Process, llm._runner.process_ids())
+        before = process.memory_info().rss
+        llm.sleep(2)
+        asleep = process.memory_info().rss
+        llm.update_weights(Tensors(tensors))
+        llm.wake()
+        after = process.memory_info().rss
+    assert before - asleep > 0.95 * size
+    assert after < before + 0.05 * size
+
+
+class TestSender:
+    """From another program, as far as an ``LLM`` can tell."""
+
+    @pytest.fixture(scope="class")
+    def model(self, folders):
+        return load_model(open_model(folders[1]), LLMOptions(tensor_parallel_size=1), torch.device("cpu"))
+
+    @pytest.mark.parametrize("backend", ["process_group", "shared_memory"])
+    def test_live_weights(self, old, model, expected, backend):
+        weights = LiveWeights(model)
+        sender = WeightSender("tcp://127.0.0.1:0", 1, backend=backend, bucket_bytes=4096)
+        with ThreadPoolExecutor(1) as threads:
+            for _ in range(2):
+                answer = threads.submit(old.update_weights, sender.address)
+                sender.send(weights)
+                answer.result()
+        assert outputs_of(old) == expected[1]
