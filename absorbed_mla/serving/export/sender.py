@@ -1,4 +1,4 @@
-"""``LiveWeights`` and ``WeightSender``: the weights of a live model for engines in other processes."""
+"""``LiveWeights`` and ``WeightSender``: weights of a live model for other processes' engines."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PriorityScheduling:
             bisect.insort(waiting, waiting.pop(), key=self._place)
 
     def sort(self, *, moved: bool = False) -> None:
-        """Bring evicted requests, which Megatron or who has ``moved`` them put first, to their places."""
+        """Bring evicted requests to their places; ``moved``: the caller has evicted some."""
         if moved or not self._is_sorted:
             waiting = self._engine.waiting_request_ids
             ordered = sorted(waiting, key=self._place)
