@@ -59,7 +59,7 @@ BUDGETS = (
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 22_900, 14_000),
     Budget("tests", "lines", 77_800, 52_000),
-    Budget("docs", "words", 26_500, 22_000, but_not="docs/measurements"),
+    Budget("docs", "words", 26_600, 22_000, but_not="docs/measurements"),
 )
 
 

@@ -49,13 +49,13 @@ absorbed_mla/core_attention/masks/device_spans.py
   padding_behind_prompts_not_written: lengths, first, length - last -> lengths, first, 0 * last
   tiles_of_device_spans_see_too_much: query >= keys - 1, SEES_ALL, -> query >= keys - 2, SEES_ALL,
 absorbed_mla/core_attention/masks/redundant.py
+  mask_that_hides_a_prefix: (query < ends) & real -> (query < starts + lengths) & real
   masks_answer_for_other_queries: or known_queries is not queries: -> :
   mask_of_a_pack_that_hides_more: found |= (mask[:, :, rows] & seen).any() -> pass
   mask_of_a_pack_asked_of_earlier_bits: if tuple(known) != asked or -> if answer is None or
 absorbed_mla/core_attention/masks/scores.py
   causal_offset: triu(chunk.causal_offset + 1) -> triu(chunk.causal_offset + 2)
   shared_dropout_seed: self.dropout_seed, -> torch.seed() % 2**62,
-  mask_that_hides_a_prefix: (query < ends) & real -> (query < starts + lengths) & real
 absorbed_mla/core_attention/masks/spans.py
   prefixes_across_padding: if found and found[-1][1] == start: -> if found:
   tiles_of_another_layout: made.tables = DerivedTables()

@@ -334,7 +334,7 @@ absorbed_mla/serving/scheduler/prefill_graphs.py
 absorbed_mla/serving/scheduler/priorities.py
   paused_requests_are_evicted_only: EVICT_PAUSED.replace(self._context, self._evict) -> pass
   rows_of_evicted_requests_are_counted: self._evicted_active += 1 -> pass
-  evicted_requests_come_first: if not self._is_sorted: -> if False:
+  evicted_requests_come_first: if moved or not self._is_sorted: -> if moved:
   a_chunk_waits_behind_others: return not reads, -> return False,
 absorbed_mla/serving/scheduler/requests.py
   prompt_log_probs_of_cached_blocks: entry.record[-1].precomputed_block_hashes = [] -> pass
