@@ -112,7 +112,10 @@ class Sender:
         self._group: tuple[str, GroupTransport] | None = None
 
     def send(
-        self, shapes: Shapes, pairs: Callable[[], Iterable[tuple[str, Tensor]]], device: torch.device
+        self,
+        shapes: Shapes,
+        pairs: Callable[[], Iterable[tuple[str, Tensor]]],
+        device: torch.device,
     ) -> None:
         """Send tensors to all receivers, which must have asked or ask within the timeout.
 

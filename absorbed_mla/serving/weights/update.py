@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.serving.weights.live_weights import own_weights, shares
+from absorbed_mla.serving.weights.live_weights import shares
 from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import without_mtp_layers
@@ -33,7 +33,7 @@ class WeightUpdate:
         shapes: Of the tensors that will come, under Hugging Face's names.
 
     Raises:
-        ValueError: On every rank, listing the tensors that do not fit the model; nothing is changed.
+        ValueError: On every rank, listing the tensors that do not fit the model; none is set.
     """
 
     def __init__(

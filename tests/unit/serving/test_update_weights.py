@@ -120,7 +120,10 @@ def test_in_the_middle_of_requests(old, new, expected, keep_cache):
     ended = {}
     while old.has_unfinished_requests():
         ended |= {one.request_id: one for one in old.step() if one.finished}
-    found = [(ended[name].outputs[0].token_ids[4:], ended[name].outputs[0].token_logprobs[4:]) for name in names]
+    found = [
+        (ended[name].outputs[0].token_ids[4:], ended[name].outputs[0].token_logprobs[4:])
+        for name in names
+    ]
     longer = [[*one, *done[name]] for one, name in zip(PROMPTS, names)]
     again = outputs_of(old, [*longer, [9, 8, 7]], [params.replace(max_tokens=8)] * 2 + [params])
     assert ended["waits"].outputs[0].token_ids == again[2][0]
@@ -132,6 +135,7 @@ def test_in_the_middle_of_requests(old, new, expected, keep_cache):
 
 def test_prefix_cache(old):
     """It is emptied by choice, also under running requests."""
+
     def cached() -> int:
         return old.generate([PROMPTS[0]], PARAMS, use_tqdm=False)[0].num_cached_tokens
 
@@ -184,10 +188,10 @@ def test_a_transfer_that_fails(old, new, expected, monkeypatch, changes):
     """Nothing is generated with a part of the weights, until another update."""
     old.add_request(PROMPTS[1], PARAMS, "runs")
     monkeypatch.setattr(multiprocess, "BUCKET_BYTES", 4096 if changes else 2**20)
-    with pytest.raises(RuntimeError, match="weight, .*was announced, and no tensor"):
+    with pytest.raises(RuntimeError, match=r"weight, .*was announced, and no tensor"):
         old.update_weights(Tensors(new, most=len(new) - 1))
     if changes:
-        with pytest.raises(RuntimeError, match="has failed.*; call update_weights"):
+        with pytest.raises(RuntimeError, match=r"has failed.*; call update_weights"):
             old.step()
         old.update_weights(Tensors(new))
     while old.has_unfinished_requests():
@@ -210,10 +214,11 @@ def test_asleep(old, new, expected, level):
 def test_drafts_and_ranks(folders, new, expected):
     """Two processes that draft with the MTP layer."""
     params = PARAMS.replace(logprobs=None)
-    with LLM(folders[0], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2) as llm:
+    options = {**OPTIONS, "parity": False, "num_speculative_tokens": 1, "tensor_parallel_size": 2}
+    with LLM(folders[0], **options) as llm:
         llm.update_weights(Tensors(new))
         found = outputs_of(llm, params=params)
-    with LLM(folders[1], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2) as llm:
+    with LLM(folders[1], **options) as llm:
         assert found == outputs_of(llm, params=params)
 
 
@@ -240,7 +245,8 @@ class TestSender:
 
     @pytest.fixture(scope="class")
     def model(self, folders):
-        return load_model(open_model(folders[1]), LLMOptions(tensor_parallel_size=1), torch.device("cpu"))
+        options = LLMOptions(tensor_parallel_size=1)
+        return load_model(open_model(folders[1]), options, torch.device("cpu"))
 
     @pytest.mark.parametrize("backend", ["process_group", "shared_memory"])
     def test_live_weights(self, old, model, expected, backend):

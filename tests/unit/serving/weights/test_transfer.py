@@ -47,9 +47,7 @@ def receive(receiver: Receiver, fails_at: str = "") -> tuple[dict, int]:
 
 @pytest.fixture(params=["process_group", "shared_memory"])
 def sender(request):
-    return Sender(
-        "tcp://127.0.0.1:0", 2, backend=request.param, bucket_bytes=BUCKET, timeout=20.0
-    )
+    return Sender("tcp://127.0.0.1:0", 2, backend=request.param, bucket_bytes=BUCKET, timeout=20.0)
 
 
 @pytest.fixture
