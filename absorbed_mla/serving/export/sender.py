@@ -1,4 +1,4 @@
-"""``LiveWeights`` and ``WeightSender``: weights of a live model for other processes' engines."""
+"""``LiveWeights`` and ``WeightSender``: weights of a live model for engines in other processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
 class LiveWeights:
     """The weights of a live model as they are whenever they are iterated over; collective.
 
-    Every rank makes one with the same arguments, and iterates over it when the others do. It has
-    what vLLM's ``WeightSource`` has, but that ``shapes`` are plain tuples.
+    Every rank makes one with the same arguments, and iterates over it when the others do.
 
     Args:
         model, options: As for :func:`hf_weights`.

@@ -54,7 +54,11 @@ class PriorityScheduling:
             bisect.insort(waiting, waiting.pop(), key=self._place)
 
     def sort(self, *, moved: bool = False) -> None:
-        """Bring evicted requests to their places; ``moved``: the caller has evicted some."""
+        """Bring evicted requests, which are first now, to their places.
+
+        Args:
+            moved: Whether another than Megatron has put them there.
+        """
         if moved or not self._is_sorted:
             waiting = self._engine.waiting_request_ids
             ordered = sorted(waiting, key=self._place)

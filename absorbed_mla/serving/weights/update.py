@@ -33,7 +33,7 @@ class WeightUpdate:
         shapes: Of the tensors that will come, under Hugging Face's names.
 
     Raises:
-        ValueError: On every rank, listing the tensors that do not fit; nothing is changed.
+        ValueError: On every rank, listing the tensors that do not fit the model; none is set.
     """
 
     def __init__(

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.memory import WeightMemory
 from tests.conversion.models import Architecture
 from tests.support import needs
 from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
@@ -34,6 +37,34 @@ EXPERTS = {"8-2-1-2": (8, 2, 1, 2), "8-4-2-4": (8, 4, 2, 4)}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return wide_folder(tmp_path_factory.mktemp("dense"), Architecture("v3", True, False, "rope"))
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_memory_of_weights(folder, discard):
+    """95 % of it are free, and filled again with the same weights if they were kept."""
+    model = load_model(open_model(folder), LLMOptions(tensor_parallel_size=1), GPU)
+    saved = {name: weight.cpu() for name, weight in model.named_parameters()}
+    size, before = sum(x.nbytes for x in saved.values()), torch.cuda.memory_allocated()
+    memory = WeightMemory(model)
+    memory.free(discard=discard)
+    assert before - torch.cuda.memory_allocated() > 0.95 * size
+    memory.allocate()
+    assert before - torch.cuda.memory_allocated() < 0.05 * size
+    kept = {
+        name: torch.equal(weight.cpu(), saved[name]) for name, weight in model.named_parameters()
+    }
+    assert discard or all(kept.values())
+
+
+def test_sleep_and_wake(folder):
+    with LLM(folder, max_num_seqs=4) as llm:
+        expected, found = [], []
+        for outputs in (expected, found):
+            outputs += llm.generate(PROMPTS, SAMPLED[0], use_tqdm=False)
+            llm.sleep()
+            llm.wake()
+        tokens = [[one.outputs[0].token_ids for one in each] for each in (expected, found)]
+        assert tokens[0] == tokens[1]
 
 
 def with_experts(path, experts: str):

@@ -214,14 +214,11 @@ def test_asleep(old, new, expected, level):
 def test_drafts_and_ranks(folders, new, expected):
     """Two processes that draft with the MTP layer."""
     params = PARAMS.replace(logprobs=None)
-    with LLM(
-        folders[0], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2
-    ) as llm:
+    options = {**OPTIONS, "parity": False, "num_speculative_tokens": 1, "tensor_parallel_size": 2}
+    with LLM(folders[0], **options) as llm:
         llm.update_weights(Tensors(new))
         found = outputs_of(llm, params=params)
-    with LLM(
-        folders[1], **{**OPTIONS, "parity": False}, num_speculative_tokens=1, tensor_parallel_size=2
-    ) as llm:
+    with LLM(folders[1], **options) as llm:
         assert found == outputs_of(llm, params=params)
 
 
@@ -248,9 +245,8 @@ class TestSender:
 
     @pytest.fixture(scope="class")
     def model(self, folders):
-        return load_model(
-            open_model(folders[1]), LLMOptions(tensor_parallel_size=1), torch.device("cpu")
-        )
+        options = LLMOptions(tensor_parallel_size=1)
+        return load_model(open_model(folders[1]), options, torch.device("cpu"))
 
     @pytest.mark.parametrize("backend", ["process_group", "shared_memory"])
     def test_live_weights(self, old, model, expected, backend):
