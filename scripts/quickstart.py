@@ -37,10 +37,10 @@ CONVERTER = [sys.executable, "-m", "checkpoint_conversion"]
 
 def main() -> int:
     """Run all steps; returns the exit code."""
-    return run_script("quickstart.py", _run)
+    return run_script("quickstart.py", _steps)
 
 
-def _run() -> None:
+def _steps() -> None:
     parser = Parser("quickstart.py", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of what the steps write")
     parser.add_argument("--train-iters", type=int, default=200, help="of each training")

@@ -88,7 +88,10 @@ def _run(argv: list[str] | None) -> int:
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="FOLDER", help="the repository to count"
     )
-    lines, kept = report(parser.parse_args(argv).root)
+    root = parser.parse_args(argv).root
+    if missing := [one.folder for one in BUDGETS if not (root / one.folder).is_dir()]:
+        raise ValueError(f"--root must be a checkout of the repository; {root} has no {missing[0]}")
+    lines, kept = report(root)
     print("\n".join(lines))
     return 0 if kept else FAILED
 

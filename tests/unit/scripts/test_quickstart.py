@@ -10,7 +10,14 @@ import sys
 import pytest
 
 import quickstart
+from console.script import Failure
 from counting import WORDS, continuation, count_from, right_numbers, write_texts
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", "/proc/no"])
+    assert quickstart.main() == 2
+    assert "--output /proc/no cannot be written" in capsys.readouterr().err
 
 
 class TestCounting:
@@ -84,5 +91,5 @@ class TestPrintedCommands:
         assert ran == "['a b']"
 
     def test_a_failure_names_the_command(self):
-        with pytest.raises(RuntimeError, match=f"{os.path.basename(sys.executable)} -c 'exit"):
+        with pytest.raises(Failure, match=f"{os.path.basename(sys.executable)} -c 'exit"):
             quickstart._run([sys.executable, "-c", "exit(3)"])
