@@ -45,6 +45,8 @@ from tests.support.environment import launcher_variables  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 from tests.support.forked_python import ForkedPopen, fork_server  # noqa: E402
 
+# Torchrun's, of the tests themselves.
+_VARIABLES = launcher_variables()
 _TABLE = pytest.StashKey[ErrorTable]()
 
 
@@ -126,7 +128,7 @@ def _nothing_left() -> Iterator[None]:
 
     A batch-invariant mode that is left would change what other tests compute.
     """
-    mode, variables = _mode(), launcher_variables()
+    mode = _mode()
     determinism = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
@@ -135,10 +137,10 @@ def _nothing_left() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    # Of which a script makes a rank of its process.
+    # Scripts make a rank of their process, also where a fixture of a module runs them.
     for name in launcher_variables():
         del os.environ[name]
-    os.environ.update(variables)
+    os.environ.update(_VARIABLES)
     if (left := _mode()) != mode:
         disable_batch_invariant_mode()
         pytest.fail(f"a test left the batch-invariant mode, tensor_parallel_parts: {left}")

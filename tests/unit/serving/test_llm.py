@@ -310,7 +310,7 @@ class TestStop:
         assert one.token_ids == tokens[:5]
 
     def test_the_models_end_token(self, llm, text, monkeypatch):
-        monkeypatch.setattr(llm, "_end_tokens", tuple(LETTERS.encode(text[4])))
+        monkeypatch.setattr(llm.prompt_encoder, "end_tokens", tuple(LETTERS.encode(text[4])))
         one = self.run(llm)
         assert (one.text, one.finish_reason, one.stop_reason) == (text[:4], "stop", None)
         assert self.run(llm, ignore_eos=True).text == text
