@@ -89,9 +89,9 @@ class ProcessRunner:
             return self._call("update_weights", weights, keep_cache, rank_offset, timeout)
         shapes, device = weights.shapes, weights.device
 
-        def check() -> None:
-            if answer is not None and answer.done():
-                raise RuntimeError("the processes of the model do not receive any more")
+        def ended() -> str:
+            over = answer is not None and answer.done()
+            return "the processes of the model do not receive any more" if over else ""
 
         answer: Future | None = None
         sender = Sender(
@@ -100,7 +100,7 @@ class ProcessRunner:
             backend="shared_memory",
             bucket_bytes=BUCKET_BYTES,
             timeout=timeout,
-            check=check,
+            ended=ended,
         )
         with ThreadPoolExecutor(1) as threads:
             asked = (sender.address, keep_cache, 1, timeout)

@@ -45,8 +45,8 @@ class LoadedWeights:
     def __init__(self, model: GPTModel, config: ModelConfig, *, drafts: bool) -> None:
         self._model, self._config, self._drafts = model, config, drafts
         self._memory = WeightMemory(model)
-        # By address and rank.
-        self._receivers: dict[tuple[str, int], Receiver] = {}
+        # The last one, which has a process group, and its address and rank.
+        self._kept: tuple[tuple[str, int], Receiver] | None = None
 
     def free(self, *, discard: bool) -> None:
         """Free their memory; see :meth:`WeightMemory.free`."""
@@ -68,8 +68,7 @@ class LoadedWeights:
         changes = _Changes(self)
         try:
             if isinstance(weights, str):
-                receiver = self._receiver(weights, rank_offset + dist.get_rank(), timeout)
-                receiver.receive(changes.accept, changes.load)
+                self._receive(weights, rank_offset + dist.get_rank(), timeout, changes)
             else:
                 changes.accept(weights.shapes)
                 with contextlib.closing(iter(weights)) as pairs:
@@ -86,12 +85,15 @@ class LoadedWeights:
         """An update of tensors that will come; see :class:`WeightUpdate`."""
         return WeightUpdate(self._model, self._config, shapes, drafts=self._drafts)
 
-    def _receiver(self, address: str, rank: int, timeout: float) -> Receiver:
-        found = self._receivers.get((address, rank))
-        if found is None:
+    def _receive(self, address: str, rank: int, timeout: float, changes: _Changes) -> None:
+        key, kept, self._kept = (address, rank), self._kept, None
+        # A sender that has ended may have been followed by another one at its address.
+        if kept is None or kept[0] != key or not kept[1].is_connected():
             device = next(self._model.parameters()).device
-            found = self._receivers[address, rank] = Receiver(address, rank, device, timeout)
-        return found
+            kept = key, Receiver(address, rank, device, timeout)
+        kept[1].receive(changes.accept, changes.load)
+        if kept[1].has_process_group:
+            self._kept = kept
 
 
 def _of_all_ranks(own: UpdateFailure | None) -> UpdateFailure | None:

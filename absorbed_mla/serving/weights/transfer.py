@@ -41,12 +41,12 @@ BUCKET_BYTES = 256 << 20
 
 
 class _Store:
-    """A store whose reads wait, call ``check`` meanwhile, and raise after ``timeout`` seconds."""
+    """A store whose reads wait, until ``ended`` gives a reason or ``timeout`` seconds are over."""
 
     def __init__(
-        self, store: dist.Store, timeout: float, check: Callable[[], None] = lambda: None
+        self, store: dist.Store, timeout: float, ended: Callable[[], str] = lambda: ""
     ) -> None:
-        self.store, self._timeout, self._check = store, timeout, check
+        self.store, self._timeout, self._ended = store, timeout, ended
 
     @property
     def timeout(self) -> timedelta:
@@ -56,8 +56,13 @@ class _Store:
     def take(self, key: str, what: str, *, delete: bool = False) -> bytes:
         """The value of a key; ``what`` is missing in the error if it does not come."""
         end, pause = time.monotonic() + self._timeout, _SHORTEST
-        while not self.store.check([key]):
-            self._check()
+        while True:
+            # Asked before the look: who ends after it may have set the key before.
+            ended = self._ended()
+            if self.store.check([key]):
+                break
+            if ended:
+                raise RuntimeError(ended)
             if time.monotonic() > end:
                 raise RuntimeError(f"{what} after {self._timeout:g} seconds")
             time.sleep(pause)
@@ -69,7 +74,7 @@ class _Store:
 
     def under(self, prefix: str) -> _Store:
         """The keys that begin with a prefix."""
-        return _Store(dist.PrefixStore(prefix, self.store), self._timeout, self._check)
+        return _Store(dist.PrefixStore(prefix, self.store), self._timeout, self._ended)
 
 
 class Sender:
@@ -82,7 +87,7 @@ class Sender:
         bucket_bytes: Bytes that are sent together. Two buckets are held here, and one by each
             receiver of a process group; a larger tensor is a bucket.
         timeout: Seconds that it waits for a receiver.
-        check: Called while it waits; may raise.
+        ended: Why receivers do not go on, if they do not; called while it waits.
 
     Raises:
         ValueError: If an argument is wrong, or nothing can listen there.
@@ -96,7 +101,7 @@ class Sender:
         backend: str = "process_group",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 300.0,
-        check: Callable[[], None] = lambda: None,
+        ended: Callable[[], str] = lambda: "",
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -106,7 +111,7 @@ class Sender:
         self._backend, self._bucket_bytes = backend, bucket_bytes
         self._ranks = range(1, num_receivers + 1)
         store, self.address = _store_at(address, timeout, listens=True)
-        self._store = _Store(store, timeout, check)
+        self._store = _Store(store, timeout, ended)
         # Of the receivers that the process group has, and its name in the store.
         self._members: list[str] = []
         self._group: tuple[str, GroupTransport] | None = None
@@ -229,6 +234,19 @@ class Receiver:
         self._store = _Store(store, timeout)
         self._member = uuid.uuid4().hex
         self._group: tuple[str, GroupTransport] | None = None
+
+    @property
+    def has_process_group(self) -> bool:
+        """Whether it has a process group with the sender, which another transfer uses again."""
+        return self._group is not None
+
+    def is_connected(self) -> bool:
+        """Whether the sender still listens."""
+        try:
+            self._store.store.check(["offer"])
+        except (RuntimeError, OSError):
+            return False
+        return True
 
     def receive(self, accept: Callable[[Shapes], None], load: Callable[[Mapping], None]) -> None:
         """Receive all tensors of one ``Sender.send``.

@@ -258,3 +258,16 @@ class TestSender:
                 sender.send(weights)
                 answer.result()
         assert outputs_of(old) == expected[1]
+
+    def test_another_sender_at_the_same_address(self, old, model, expected):
+        """As of a trainer that was started again."""
+        address = "tcp://127.0.0.1:0"
+        with ThreadPoolExecutor(1) as threads:
+            for _ in range(2):
+                sender = WeightSender(address, 1, bucket_bytes=1 << 20)
+                answer = threads.submit(old.update_weights, sender.address)
+                sender.send(LiveWeights(model))
+                answer.result()
+                address = sender.address
+                del sender
+        assert outputs_of(old) == expected[1]

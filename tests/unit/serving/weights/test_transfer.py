@@ -113,6 +113,22 @@ def test_a_receiver_that_refuses(sender, receivers):
         assert str(two.exception()) == "no layer 3 here"
 
 
+def test_receivers_that_ended(sender, receivers):
+    """Their end is a reason only where they have left no answer before it."""
+    calls = []
+
+    def ended() -> str:
+        calls.append(1)
+        if len(calls) == 2:
+            receivers[0]._store.store.set("answer", "yes")
+        return "over" if len(calls) >= 2 else ""
+
+    sender._store._ended = ended
+    assert sender._store.take("answer", "no answer") == b"yes" and len(calls) == 2
+    with pytest.raises(RuntimeError, match="^over$"):
+        sender._store.take("another", "no answer")
+
+
 def test_nobody_sends(sender, monkeypatch):
     """A receiver that gave up leaves nothing that a later transfer would wait for."""
     late = Receiver(sender.address, 1, CPU, 0.05)
