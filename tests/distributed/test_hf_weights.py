@@ -14,7 +14,7 @@ from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
 from absorbed_mla.serving.export import LiveWeights, WeightSender, hf_weights
-from absorbed_mla.serving.weights.transfer import Receiver
+from absorbed_mla.serving.weights.transfer import Receiver, Sender
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceWriter
 from checkpoint_conversion.mapping import hugging_face_shapes
@@ -123,6 +123,11 @@ def test_sender(size, folder):
         def refuse(shapes):
             raise ValueError("another model")
 
+        if world.device().type == "cuda":
+            answer = received(lambda shapes: None)
+            with pytest.raises(ValueError, match="'process_group' needs another GPU than"):
+                sender.send(weights)
+            return
         answer = received(refuse)
         with pytest.raises(ValueError, match="receiver 1: another model"):
             sender.send(weights)
@@ -132,6 +137,30 @@ def test_sender(size, folder):
         if answer is not None:
             answer.result()
             assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
+
+
+@needs.processes(2)
+def test_from_rank_to_rank():
+    """Over a process group between two processes, twice; NCCL where there are GPUs."""
+    sizes, found = (3, 70_000, 5), {}
+    device, name = world.device(), "tcp://127.0.0.1:0"
+    sender = Sender(name, 1, bucket_bytes=100_000, timeout=60.0) if world.rank() == 0 else None
+    addresses = [sender and sender.address]
+    dist.broadcast_object_list(addresses, 0)
+    receiver = None if sender else Receiver(addresses[0], 1, device, 60.0)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {f"of {n}": torch.randn(n, 2, generator=generator) for n in sizes}
+        if sender:
+            shapes = [(key, x.dtype, tuple(x.shape)) for key, x in tensors.items()]
+            on_device = {key: x.to(device) for key, x in tensors.items()}
+            sender.send(shapes, on_device.items, device)
+        else:
+            receiver.receive(
+                lambda shapes: None,
+                lambda new: found.update({k: x.clone() for k, x in new.items()}),
+            )
+            assert_equal(found, tensors)
 
 
 def test_equal_to_saving_and_converting(folder):

@@ -184,14 +184,16 @@ def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
     return whole_logits(model, ids)[:, texts.shape[1] - 1]
 
 
-def check_generates(model: GPTModel, requests: Sequence[Request], **options) -> Run:
+def check_generates(
+    model: GPTModel, requests: Sequence[Request], atol: float = _LOG_PROB_TOLERANCE, **options
+) -> Run:
     """Requests to an engine with these options have the tokens of whole forwards."""
     run = generate(engine_of(model, **options), requests, log_probs=True)
-    assert_generates(run, by_whole_forwards(model, requests))
+    assert_generates(run, by_whole_forwards(model, requests), atol)
     return run
 
 
-def assert_generates(run: Run, expected: list[Result]) -> None:
+def assert_generates(run: Run, expected: list[Result], atol: float = _LOG_PROB_TOLERANCE) -> None:
     """All requests have the expected tokens and, if recorded, log-probabilities."""
     assert len(run.results) == len(expected)
     for number, (got, want) in enumerate(zip(run.results, expected)):
@@ -199,4 +201,4 @@ def assert_generates(run: Run, expected: list[Result]) -> None:
         assert got.tokens == want.tokens, f"request {number}: {got.tokens}, not {want.tokens}"
         if got.log_probs:
             worst = max(abs(a - b) for a, b in zip(got.log_probs, want.log_probs, strict=True))
-            assert worst < _LOG_PROB_TOLERANCE, f"request {number}: log-probs are off by {worst}"
+            assert worst < atol, f"request {number}: log-probs are off by {worst}"

@@ -174,6 +174,7 @@ class Sender:
             "size": len(self._ranks) + 1,
             "backend": self._backend,
             "device": device.type,
+            "gpu": _uuid(device),
             "bucket_bytes": self._bucket_bytes,
             "shapes": [(name, str(dtype)[6:], shape) for name, dtype, shape in shapes],
         }
@@ -298,6 +299,12 @@ class Receiver:
                 f"weights are sent on {offer['device']!r}, and this model is on "
                 f"{self._device.type!r}"
             )
+        gpu = _uuid(self._device)
+        if offer["backend"] == "process_group" and gpu and gpu == offer["gpu"]:
+            raise ValueError(
+                f"backend 'process_group' needs another GPU than the sender's, {gpu}, which this "
+                "model is on: NCCL refuses two ranks of one; 'shared_memory' takes it"
+            )
         if not 1 <= self._rank < offer["size"]:
             raise ValueError(
                 f"rank_offset must give ranks from 1 to num_receivers {offer['size'] - 1}, got "
@@ -338,6 +345,11 @@ class Receiver:
             raise
         finally:
             store.store.set(f"done {number} {self._rank}", failure)
+
+
+def _uuid(device: torch.device) -> str:
+    """Of a GPU; "" of a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _store_at(address: str, timeout: float, *, listens: bool) -> tuple[dist.Store, str]:

@@ -87,7 +87,10 @@ def test_engine(options):
     fields = {"window_size": (20, 0), "window_attn_skip_freq": [1, 0]}
     graphs = {} if options.form == "expanded" else {"num_cuda_graphs": 4}
     requests = [Request(text, 12) for text in PROMPTS]
-    run = check_generates(generating_model(options, **fields), requests, **CROWDED, **graphs)
+    # With FP8 a latent may be rounded to the next number: 1e-5 here, 5.4e-5 on an H200.
+    atol = 2e-4 if options.latent_cache_dtype == "fp8" else 5e-5
+    model = generating_model(options, **fields)
+    run = check_generates(model, requests, atol, **CROWDED, **graphs)
     assert_crowded(run.statistics)
 
 

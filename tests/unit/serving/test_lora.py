@@ -21,10 +21,12 @@ from absorbed_mla.lora import (
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.load import load_model, open_model
+from tests.support import world
 from tests.support.engine import Request, engine_of
 from tests.support.llm import serving, tiny_folder
 from tests.support.refusal import refusal
 
+DEVICE = world.device().type
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 RANKS = {"a": 4, "b": 2, "c": 4}
 # A whole block of the prefix cache, and more.
@@ -66,7 +68,7 @@ def adapters(base) -> dict[str, LoRARequest | None]:
 def alone(base, adapters) -> dict[str, list]:
     """Results of each adapter, merged into the weights of a model in this process."""
     options = LLMOptions.of({**OPTIONS, "tensor_parallel_size": 1})
-    model, found = load_model(open_model(base), options, torch.device("cpu")), {}
+    model, found = load_model(open_model(base), options, world.device()), {}
     sampling = [Request(prompt, PARAMS.max_tokens).sampling(log_probs=True) for prompt in PROMPTS]
     for name, adapter in adapters.items():
         if adapter is not None:
@@ -80,7 +82,7 @@ def alone(base, adapters) -> dict[str, list]:
     return found
 
 
-OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "cache_tokens": 2048}
+OPTIONS = {"dtype": "float32", "device": DEVICE, "max_model_len": 128, "cache_tokens": 2048}
 LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 
 
@@ -174,6 +176,7 @@ def test_refused(llm, base, adapters, tmp_path):
 def test_the_server(llm, adapters, alone):
     """The request's model names the adapter; /v1/models lists them."""
     pytest.importorskip("starlette")
+    pytest.importorskip("openai", exc_type=ImportError)
     from openai import NotFoundError, OpenAI
 
     loras = {name: adapters[name] for name in "ab"}

@@ -22,6 +22,7 @@ from absorbed_mla.serving.server.chat_answer import ChatAnswer
 from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.protocol import Answer, CompletionRequest
 from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
+from tests.support import world
 from tests.support.engine import (
     CHUNKED,
     KEPT,
@@ -80,14 +81,21 @@ def test_as_in_training(model, options):
 
 def test_grouped_experts():
     """Those that ``LLM(folder)`` has, whose router gives its choice away."""
-    trained = bias(biased_model())
+    on_gpu = world.device().type == "cuda"
+    # PyTorch's grouped product on a GPU takes no other.
+    dtype = torch.bfloat16 if on_gpu else torch.float64
+    trained = bias(biased_model(dtype))
     grouped = grouped_model(
-        dtype=torch.float64,
-        **{**BIASED, "init_method_std": 0.4, "cache_mla_latents": True},
+        dtype=dtype, **{**BIASED, "init_method_std": 0.4, "cache_mla_latents": True}
     )
     grouped.load_state_dict(trained.state_dict())
     rollout = roll_out(grouped, **CHUNKED)
-    check(trained, rollout.texts, rollout.requests)
+    equal = [
+        (torch.as_tensor(found).sort(-1).values == own_experts(trained, text)[:-1]).all(-1)
+        for text, found in zip(rollout.texts, rollout.requests, strict=True)
+    ]
+    # But for near ties of bf16.
+    assert torch.cat(equal).double().mean() >= (0.9 if on_gpu else 1.0)
 
 
 def test_launched_ahead(model):

@@ -5,6 +5,8 @@ In fp64: prompts read in chunks, requests side by side, and some that lose their
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import world
+from tests.support.cases import INTERPRETED
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import (
     CHUNKED,
@@ -47,8 +50,8 @@ def roll_out(model, requests=REQUESTS, **options) -> Rollout:
     return Rollout(model, texts, taken)
 
 
-def model_of(dtype=torch.float64, options=None, **changes):
-    fields = generating_fields(init_method_std=0.4, **changes)
+def model_of(dtype=torch.float64, options=None, dsa=DSA, **changes):
+    fields = generating_fields(dsa, init_method_std=0.4, **changes)
     return generating_model(options, dtype=dtype, **fields)
 
 
@@ -155,10 +158,13 @@ def test_other_indexers(rollout, name):
 def test_importance_ratio():
     """In parity mode 1 to the bit with replay, and not without."""
     options = AbsorbedMLAOptions(batch_invariant=True)
-    with batch_invariant_mode("cpu"):
-        rollout = roll_out(model_of(torch.float32, options), **CROWDED)
+    # What the kernels of parity mode on a GPU compute in, and the widths that they accept.
+    dtype = torch.bfloat16 if world.device().type == "cuda" else torch.float32
+    built = dtype, options, replace(DSA, mla=INTERPRETED, width=16)
+    with batch_invariant_mode(world.device().type):
+        rollout = roll_out(model_of(*built), **CROWDED)
         expected = rollout.forward(TOKENS)
-        other = noisy(rollout.model, torch.float32, options)
+        other = noisy(rollout.model, *built)
         own = rollout.forward(TOKENS, model=other)
         with replay_selections(other, rollout.laid_out(training_selections, TOKENS)):
             found = rollout.forward(TOKENS, model=other)

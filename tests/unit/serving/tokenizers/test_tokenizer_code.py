@@ -178,8 +178,10 @@ def test_code_that_fails(folder, mark):
         open_tokenizer(folder, None, trust_remote_code=True)
 
 
-def test_llm_and_server(tmp_path, mark, capfd):
+def test_llm_and_server(tmp_path, mark, capfd, monkeypatch):
     """Before any process of the model starts, in both directions."""
+    # It would be that of all tests that follow.
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     config = tiny_config(num_hidden_layers=1, first_k_dense_replace=1)
     model = write_hugging_face(tmp_path / "model", config, random_tensors(config))
     write_code(model, mark)

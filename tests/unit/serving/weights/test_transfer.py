@@ -125,7 +125,7 @@ def test_receivers_that_ended(sender, receivers):
 
     sender._store._ended = ended
     assert sender._store.take("answer", "no answer") == b"yes" and len(calls) == 2
-    with pytest.raises(RuntimeError, match="^over$"):
+    with pytest.raises(RuntimeError, match=r"^over$"):
         sender._store.take("another", "no answer")
 
 
