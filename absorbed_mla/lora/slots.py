@@ -32,12 +32,16 @@ class LoRASlots:
         model: This rank's part of it, whose attentions run in the absorbed form.
         max_loras: Adapters that may run at the same time.
         max_lora_rank: Of each.
+        graph_tokens: Most tokens of a step, if CUDA graphs hold any, which read adapters where they
+            are: every step multiplies by all of them. None: steps without adapters do not.
 
     Raises:
         ValueError: If the attention is sparse, or the model has LoRA already.
     """
 
-    def __init__(self, model: GPTModel, max_loras: int, max_lora_rank: int) -> None:
+    def __init__(
+        self, model: GPTModel, max_loras: int, max_lora_rank: int, graph_tokens: int | None = None
+    ) -> None:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._attentions = list(attentions(model))
         for attention in self._attentions:
@@ -50,7 +54,17 @@ class LoRASlots:
         # By slot, the digest of its adapter; the one used longest ago is first in the order.
         self._digests: list[str | None] = [None] * max_loras
         self._order = list(range(max_loras))
+        parameter = next(model.parameters())
+        # Of every row of A, and of the last step's tokens.
+        self._slot_of_rank = torch.arange(max_loras).repeat_interleave(max_lora_rank)
+        self._slot_of_rank = self._slot_of_rank.to(parameter.device)
+        self._slots: Tensor | None = None
+        # [tokens, ranks of all slots]: whose numbers a token keeps. In graphs, at one address.
         self._mask: Tensor | None = None
+        self._static: Tensor | None = None
+        if graph_tokens is not None:
+            shape = graph_tokens, max_loras * max_lora_rank
+            self._static = torch.zeros(shape, dtype=torch.bool, device=parameter.device)
         setattr(model, _ATTRIBUTE, self)
 
     @classmethod
@@ -93,29 +107,43 @@ class LoRASlots:
             context: Of the pass.
             slots: By number of the request, for those that have one.
         """
+        found = self._of_tokens(context, slots)
+        is_none = bool((found < 0).all())
+        if self._static is None:
+            self._mask = None if is_none else self._mask_of(found)
+        elif self._slots is None or not torch.equal(found, self._slots):
+            assert len(found) <= len(self._static), "graph_tokens are those of the largest step"
+            self._mask_of(found, out=self._static[: len(found)])
+        self._slots = found
+
+    def _of_tokens(self, context: DynamicInferenceContext, slots: Mapping[int, int]) -> Tensor:
+        """The slot of every token of a step, on the CPU; -1: none, or padding."""
         active = context.active_token_count
-        rows = [slots.get(number, -1) for number in context.request_ids.tolist()] if slots else []
-        self._mask = None
-        if all(slot < 0 for slot in rows):
-            return
-        of_rows = torch.tensor(rows)
-        tokens = of_rows[context.token_to_request_idx[:active].cpu().long()]
-        if bool((tokens < 0).all()):
-            return
-        mask = torch.zeros(context.padded_active_token_count, self.max_loras, dtype=torch.bool)
-        mask[:active] = tokens[:, None] == torch.arange(self.max_loras)
-        device = self._attentions[0].linear_proj.weight.device if self._attentions else "cpu"
-        self._mask = mask.repeat_interleave(self.max_lora_rank, dim=1).to(device)
+        found = torch.full((context.padded_active_token_count,), -1)
+        if slots:
+            rows = [slots.get(number, -1) for number in context.request_ids.tolist()]
+            found[:active] = torch.tensor(rows)[context.token_to_request_idx[:active].cpu().long()]
+        return found
+
+    def _mask_of(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.eq(
+            slots.to(self._slot_of_rank.device, non_blocking=True)[:, None],
+            self._slot_of_rank,
+            out=out,
+        )
 
     def chosen(self, between: Tensor, sharding) -> Tensor | None:
         """``A x`` [T, ..., all ranks of all slots] without those of other slots; None: of none.
 
         Ranks that divide the tokens have a part of T.
         """
-        mask = self._mask
+        mask, tokens = self._mask, len(between)
+        if self._static is not None:
+            # Megatron captures layers before there is any step.
+            mask = self._static[: tokens if self._slots is None else len(self._slots)]
         if mask is None:
             return None
-        if len(between) != len(mask):
+        if len(mask) != tokens:
             mask = mask.chunk(sharding.tp_group.size())[sharding.tp_group.rank()]
         shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
         return torch.where(mask.view(shape), between, 0)

@@ -113,6 +113,8 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.generated = self._generated
         graphs = None if self.scheduler is None else self.scheduler.runner.graphs
+        if graphs is not None:
+            graphs.begin_step = self._adapters.begin_step
         self._prefill_graphs = prefill_graphs(
             self.host, model, graphs, options.prefill_graph_tokens
         )

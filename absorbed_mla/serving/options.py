@@ -171,7 +171,6 @@ class ModelFields(Options):
         False,
         needs={
             "form": ("auto", "absorbed"),
-            "cuda_graphs": (False,),
             "parity": (False,),
             "num_speculative_tokens": (0,),
             "data_parallel_attention": (False,),
@@ -182,7 +181,7 @@ class ModelFields(Options):
     step."""
     max_loras: int = option(4, least=1)
     """Adapters that requests may have at the same time. A request with another one waits until none
-    has one of them. All are multiplied in every step that has one."""
+    has one of them. All are multiplied in every step that has one, with ``cuda_graphs`` in all."""
     max_lora_rank: int = option(16, least=1)
     """Of an adapter; ``kv_b_proj`` may have twice that of the others (docs/lora.md)."""
     tensor_parallel_parts: int | None = option(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.caching import this_run
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -86,11 +87,16 @@ class RequestAdapters:
         if self._slots is None:
             yield
             return
-        hook = self._model.register_forward_pre_hook(self._begin_step)
+        hook = self._model.register_forward_pre_hook(lambda *_: self.begin_step())
         try:
             yield
         finally:
             hook.remove()
+
+    def begin_step(self) -> None:
+        """Tell the model the adapters of a step's tokens; before a full graph, not inside of it."""
+        if self._slots is not None and this_run() is None:
+            self._slots.begin_step(self._context, self._of_requests)
 
     def ready(self, running: Collection[int]) -> Iterator[tuple[AdapterRequest, str, str]]:
         """Give requests their slots; collective over all ranks of the model.
@@ -121,7 +127,3 @@ class RequestAdapters:
                 salt = f"{digest} {first.cache_salt!r}"
             self.waiting, self._first_waits = self.waiting[1:], False
             yield first, salt, error
-
-    def _begin_step(self, model: GPTModel, inputs: tuple) -> None:
-        assert self._slots is not None
-        self._slots.begin_step(self._context, self._of_requests)

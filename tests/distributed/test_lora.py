@@ -94,7 +94,8 @@ def test_a_live_model_generates_with_it(generated):
         assert one.log_probs == pytest.approx(old.log_probs, abs=1e-5)
 
 
-def test_several_adapters_in_a_batch():
+@pytest.mark.parametrize("graph_tokens", [None, 256])
+def test_several_adapters_in_a_batch(graph_tokens):
     """Requests beside each other, over ranks that divide heads, tokens and experts."""
     options = AbsorbedMLAOptions(form="absorbed")
     made = generating_model(options, **MIXED, **world.tp_fields()).eval()
@@ -107,7 +108,7 @@ def test_several_adapters_in_a_batch():
             expected[name] = by_dynamic_context(made, prompts, 4)
             if name is not None:
                 remove_lora(made)
-        LoRASlots(made, 2, 6)
+        LoRASlots(made, 2, 6, graph_tokens)
         with engine_of(made) as engine:
             numbers = {}
             for i, prompt in enumerate(prompts):

@@ -33,10 +33,14 @@ class FullCudaGraphs:
 
     Args:
         model: Its layers' own graphs are not used inside of a step's.
+
+    Attributes:
+        begin_step: Called before every step, to set what it reads on the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.begin_step: Callable[[], None] = lambda: None
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._last: torch.cuda.CUDAGraph | None = None
         self._pool: tuple[int, int] | None = None
@@ -59,6 +63,7 @@ class FullCudaGraphs:
             larger: How many times its tokens the largest step has; None: no memory is taken for
                 larger ones.
         """
+        self.begin_step()
         if key not in self._graphs:
             self._graphs[key] = self._captured(step, larger)
         self._last = self._graphs[key]

@@ -166,7 +166,8 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     if options.enable_lora:
-        LoRASlots(model, options.max_loras, options.max_lora_rank)
+        graph_tokens = options.step_tokens if options.cuda_graphs else None
+        LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
     return model.eval()
 
 

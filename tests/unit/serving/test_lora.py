@@ -21,7 +21,7 @@ from absorbed_mla.lora import (
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.load import load_model, open_model
-from tests.support import world
+from tests.support import needs, world
 from tests.support.engine import Request, engine_of
 from tests.support.llm import serving, tiny_folder
 from tests.support.refusal import refusal
@@ -86,9 +86,13 @@ OPTIONS = {"dtype": "float32", "device": DEVICE, "max_model_len": 128, "cache_to
 LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 
 
-@pytest.fixture(scope="module")
-def llm(base):
-    with LLM(base, tokenizer="bytes", **LORA) as llm:
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=needs.gpu)],
+    ids=["eager", "cuda_graphs"],
+)
+def llm(base, request):
+    with LLM(base, tokenizer="bytes", cuda_graphs=request.param, **LORA) as llm:
         yield llm
 
 
@@ -163,7 +167,6 @@ def test_refused(llm, base, adapters, tmp_path):
     [output] = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False, lora_request=large)
     assert "lora_path cannot be read" in output.outputs[0].error
     for fields in (
-        {"cuda_graphs": True, "form": "absorbed", "device": "cuda"},
         {"parity": True, "form": "absorbed"},
         {"form": "expanded"},
         {"num_speculative_tokens": 1},
