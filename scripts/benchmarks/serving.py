@@ -18,11 +18,11 @@ two kinds:
 Prompts are random token ids, so that no prefix is shared, and outputs have their exact length. Each
 implementation runs in processes of its own, with the same number of tokens in a step, the same
 cache and CUDA graphs; `ours`, `vllm` and, only if they are named, `ours-parity` (LLM(parity=True)),
-`ours-parity-parts` (with tensor_parallel_parts=8) and `ours-structured` (outputs are JSON of a
-schema) are driven step by step and take turns at each row, then the servers, over HTTP with one
-stream per request; nothing is measured before all of them are ready. Before a row is measured, its
-number of requests runs with few output tokens, and with prompts that are read while others
-generate. Output:
+`ours-parity-parts` (with tensor_parallel_parts=8), `ours-structured` (outputs are JSON of a schema)
+and `ours-lora` (requests take turns with 4 adapters of rank 16) are driven step by step and take
+turns at each row, then the servers, over HTTP with one stream per request; nothing is measured
+before all of them are ready. Before a row is measured, its number of requests runs with few output
+tokens, and with prompts that are read while others generate. Output:
 
     61.0 s  ours, 32 x 1k/256: ttft_ms 410, ..., prefill_tokens_per_second 60000, step_ms 10.6
 
@@ -74,7 +74,7 @@ ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
 _TTFT = ("ttft_ms", "ttft_mean_ms", "ttft_p90_ms")
 # Implementations that live at the same time.
 TOGETHER = (
-    ("ours", "ours-parity", "ours-parity-parts", "ours-structured", "vllm"),
+    ("ours", "ours-parity", "ours-parity-parts", "ours-structured", "ours-lora", "vllm"),
     ("ours-server", "vllm-server"),
 )
 # Repetitions of a row of one request for each of others.

@@ -25,7 +25,7 @@ from console.parent import ends_with_this_process
 
 # What is measured unless others are named.
 USUAL = ("ours", "vllm", "ours-server", "vllm-server")
-IMPLEMENTATIONS = (*USUAL, "ours-parity", "ours-parity-parts", "ours-structured")
+IMPLEMENTATIONS = (*USUAL, "ours-parity", "ours-parity-parts", "ours-structured", "ours-lora")
 SCRIPTS = Path(__file__).resolve().parents[2]
 # vLLM neither asks the network, nor reports, nor compiles what is not part of it.
 _VLLM = {

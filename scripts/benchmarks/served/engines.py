@@ -19,8 +19,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.served.adapters import RANK, write_adapters
 from benchmarks.served.burst import Burst, Timeline
 
 # Tokens of a block of the cache, of ours and as it is asked of vLLM.
@@ -76,10 +79,14 @@ class Settings:
 
 
 class _Ours:
-    """``absorbed_mla.LLM``; ``structured`` has outputs be JSON, others are options of it."""
+    """``absorbed_mla.LLM``; ``structured`` has outputs be JSON, others are options of it.
+
+    Requests take turns with the adapters that there is room for, if there is.
+    """
 
     def __init__(self, settings: Settings, *, structured: bool = False, **options: Any) -> None:
         from absorbed_mla import LLM, StructuredOutputsParams
+        from absorbed_mla.lora import LoRARequest
 
         self._outputs = StructuredOutputsParams(json=_SCHEMA) if structured else None
         self._llm = LLM(
@@ -94,6 +101,16 @@ class _Ours:
             **options,
         )
         self._seen: dict[str, int] = {}
+        self._folder = TemporaryDirectory()
+        model, folder, count = (
+            Path(settings.model),
+            Path(self._folder.name),
+            options.get("max_loras"),
+        )
+        folders = write_adapters(model, folder, count) if count else []
+        self._adapters = itertools.cycle(
+            [LoRARequest(one.name, i + 1, one) for i, one in enumerate(folders)] or [None]
+        )
 
     def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
         from absorbed_mla import SamplingParams
@@ -104,7 +121,8 @@ class _Ours:
             ignore_eos=True,
             structured_outputs=self._outputs,
         )
-        self._seen[self._llm.add_request(prompt, params, name)] = 0
+        adapter = next(self._adapters)
+        self._seen[self._llm.add_request(prompt, params, name, lora_request=adapter)] = 0
 
     def is_busy(self) -> bool:
         return self._llm.has_unfinished_requests()
@@ -117,6 +135,7 @@ class _Ours:
 
     def close(self) -> None:
         self._llm.close()
+        self._folder.cleanup()
 
 
 class _VLLM:
@@ -197,6 +216,7 @@ def run(engine: Any, burst: Burst) -> dict[str, float | None]:
 # Those of ours are the same `LLM`.
 ENGINES: dict[str, Callable[[Settings], Any]] = {
     "ours": _Ours,
+    "ours-lora": partial(_Ours, enable_lora=True, max_loras=4, max_lora_rank=2 * RANK),
     "ours-parity": partial(_Ours, parity=True),
     "ours-parity-parts": partial(_Ours, parity=True, tensor_parallel_parts=8),
     "ours-structured": partial(_Ours, structured=True),

@@ -291,6 +291,14 @@ def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
     assert not first.error and "vllm has ended" in second.error
 
 
+@needs.no_gpu
+@pytest.mark.usefixtures("forked_python")
+def test_adapters(capsys):
+    """Every request has one that the model takes."""
+    code, report, _ = run(capsys, "--implementations", "ours-lora", "--rows", "3x64/8")
+    assert code == 0 and report["rows"][0]["decode_tokens_per_second"] > 0
+
+
 def test_parity_mode_is_an_option_of_the_same_engine(monkeypatch):
     given = []
     monkeypatch.setattr("absorbed_mla.LLM", lambda *_, **options: given.append(options))
