@@ -88,6 +88,12 @@ SMOKES = (
         2,
     ),
     Smoke(
+        "weight updates",
+        "weight_updates",
+        "--scale-down 4 --vocab-size 512 --dense-layers 1 --moe-layers 1 --experts 4 --repeats 1 "
+        "--json {out}/a.json",
+    ),
+    Smoke(
         "layer beside Megatron's",
         "attention",
         f"{{out}} {_LAYER} --precisions bf16,tensorwise",

@@ -85,6 +85,7 @@ MISTAKES = {
         (OURS + "--experts 1", "--experts must be at least 2, got 1"),
         ("--temperature -1", "argument --temperature: expected a number of at least 0"),
     ],
+    "weight_updates": [("--scale-down 3", "--scale-down 3 does not divide vocab_size 129280")],
 }
 
 
@@ -139,6 +140,7 @@ PUBLISHED = {
     "dsa": ("dsa/kernels.json",),
     "pretraining": ("pretraining/*.json",),
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
+    "weight_updates": ("inference/weight-updates*.json",),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
 # Whose published results take seconds to draw.
@@ -280,8 +282,13 @@ def dsa(rows: Rows, out: str, folder: Path) -> None:
     assert "- it needs compute capability 9.0: forward n=2" in out
 
 
+def weight_updates(rows: Rows, out: str, folder: Path) -> None:
+    assert [row["work"] for row in measured(rows)] == ["copy", "update", "sleep 1", "sleep 2"]
+    assert all(row["gigabytes_per_second"] > 0 for row in rows)
+
+
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
-    one.__name__: one for one in (attention, context_parallel, decode, dsa)
+    one.__name__: one for one in (attention, context_parallel, decode, dsa, weight_updates)
 }
 
 
