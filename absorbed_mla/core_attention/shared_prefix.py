@@ -30,6 +30,11 @@ class SharedPrefixBackend:
 
     backend: AttentionBackend
 
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend.name
+
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``AttentionBackend``."""
         own = total = AttentionOutput(*self.backend.forward(inputs, rules))
