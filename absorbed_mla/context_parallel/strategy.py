@@ -116,8 +116,16 @@ class LocalKeys:
         return self.layout.max_position
 
     def positions(self, device: torch.device) -> Tensor | None:
-        """See ``TrainableKeySource``."""
-        return self.layout.positions(device) if self.layout.packed else None
+        """See ``TrainableKeySource``; made once for all layers, since its copies wait for a GPU."""
+        if not self.layout.packed:
+            return None
+
+        def make() -> Tensor:
+            # A table made under inference mode must serve training as well.
+            with torch.inference_mode(False):
+                return self.layout.positions(device)
+
+        return self.layout.tables.get(("positions", device), make)
 
     def query_tokens(self, device: torch.device) -> Tensor:
         """See ``TrainableKeySource``."""

@@ -65,6 +65,7 @@ class AttentionBackend(Protocol):
         searches_max_logits: Whether it computes scores again for the largest ones
             (``max_logits.py``), rather than record them in forward.
         reads_device_spans: Whether its forward takes ``DeviceSpans``.
+        adds_query_gradients: Whether its backward takes spans of which a query is in several.
     """
 
     name: str
@@ -73,6 +74,7 @@ class AttentionBackend(Protocol):
     rates: Mapping[str, tuple[float, float]]
     searches_max_logits: bool
     reads_device_spans: bool
+    adds_query_gradients: bool
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """The reason why the backend cannot do what is requested here, or None."""

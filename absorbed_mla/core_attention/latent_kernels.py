@@ -31,6 +31,7 @@ class LatentKernelBackend:
     forms = ("absorbed",)
     searches_max_logits = False
     reads_device_spans = False
+    adds_query_gradients = False
 
     def query_tile_size(self, inputs: AttentionInputs) -> int:
         """Query tokens in a tile of the kernels."""

@@ -14,6 +14,7 @@ from benchmarks.peers.attention import PEERS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from absorbed_mla.core_attention.masks.spans import Spans
     from absorbed_mla.core_attention.types import AttentionInputs
     from benchmarks.kit.processes import Device
 
@@ -62,6 +63,7 @@ class Attention:
 
     forward: Callable[[], Any]  # returns the output and whatever backward needs
     backward: Callable[[Any], Any]  # returns gradients of all inputs, from what forward returned
+    ran: str = ""  # the backend, of ours
 
 
 def measure_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> dict[str, Any]:
@@ -106,7 +108,10 @@ def build_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> A
     value = inputs.k_content if inputs.value is None else inputs.value
     grad_out = processes.random(case.tokens, 1, case.heads, value.shape[-1])
     if case.implementation in OURS:
-        return _ours(case, dims, processes, inputs, grad_out)
+        name = case.implementation.removeprefix("ours, ")
+        if name == "reference" and case.heads * case.tokens**2 > REFERENCE_PAIRS:
+            raise kit.Refused("the reference is measured at small sizes only")
+        return our_attention(name, case.form, dims, inputs, grad_out)
     attend, leaves = PEERS[case.implementation](inputs, scale_of(dims))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
@@ -130,47 +135,62 @@ def random_inputs(case: CoreCase, dims: dict[str, int], processes: Device) -> At
     return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
 
 
-def _ours(
-    case: CoreCase,
+def our_attention(
+    backend: str,
+    form: str,
     dims: dict[str, int],
-    processes: Device,
     inputs: AttentionInputs,
     grad_out: Tensor,
+    spans: Spans | None = None,
 ) -> Attention:
-    """One of our backends."""
+    """One of our backends.
+
+    Args:
+        backend: Its name, or ``"auto"`` for the fastest that can run.
+        form: One of :data:`FORMS`.
+        dims: The layer's.
+        inputs: Of :func:`random_inputs`.
+        grad_out: Gradient of the output.
+        spans: What a token sees; None for one causal sequence.
+
+    Raises:
+        kit.Refused: If none can run.
+    """
     from absorbed_mla.core_attention.backend import AttentionRequest
+    from absorbed_mla.core_attention.cost import machine_name, speed
     from absorbed_mla.core_attention.masks.scores import ScoreRules
-    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.masks.spans import Span, Spans
+    from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
     from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
     from absorbed_mla.registry import ATTENTION_BACKENDS
 
-    name = case.implementation.removeprefix("ours, ")
-    if name == "reference" and case.heads * case.tokens**2 > REFERENCE_PAIRS:
-        raise kit.Refused("the reference is measured at small sizes only")
-    key_width, value_width = pair_widths(case.form, dims)
+    key_width, value_width = pair_widths(form, dims)
+    device, tokens = grad_out.device, len(grad_out)
     request = AttentionRequest(
-        device=processes.device,
-        dtype=processes.dtype,
+        device=device,
+        dtype=grad_out.dtype,
         key_width=key_width,
         value_width=value_width,
-        form=case.form,
+        form=form,
         masked=False,
         dropout=False,
     )
-    runnable, reasons = ATTENTION_BACKENDS.examine(name, request)
+    runnable, reasons = ATTENTION_BACKENDS.examine(backend, request)
     if not runnable:
-        raise kit.Refused(reasons[name])
-    span = Span(0, case.tokens, 0, case.tokens, 0)
-    rules = ScoreRules(scale=scale_of(dims), spans=(span,))
+        raise kit.Refused("; ".join(dict.fromkeys(reasons.values())))
+    chosen = max(runnable, key=lambda one: speed(machine_name(device), one))
+    spans = Spans([Span(0, tokens, 0, tokens, 0)]) if spans is None else spans
+    attention = SharedPrefixBackend(chosen) if spans.further else chosen
+    rules = ScoreRules(scale=scale_of(dims), spans=spans)
     grad = OutputGradient(grad_out, None)
 
     # Nothing requires a gradient here; a layer turns gradients off once for all of its attention.
     def forward() -> AttentionOutput:
-        out, lse = runnable[0].forward(inputs, rules)
+        out, lse = attention.forward(inputs, rules)
         return AttentionOutput(out.to(grad_out.dtype), lse)
 
     @torch.no_grad()
     def backward(attended: AttentionOutput) -> AttentionInputs:
-        return runnable[0].backward(grad, attended, inputs, rules)
+        return attention.backward(grad, attended, inputs, rules)
 
-    return Attention(forward, backward)
+    return Attention(forward, backward, chosen.name)

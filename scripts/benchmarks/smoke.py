@@ -82,6 +82,11 @@ SMOKES = (
         "--json {out}/a.json",
     ),
     Smoke(
+        "shared prefixes",
+        "shared_prefix",
+        "{out} --heads 16 --prompt 256 --answers 4 --answer 128 --rounds 1 --ffn-hidden-size 1024",
+    ),
+    Smoke(
         "context parallelism",
         "context_parallel",
         "{out} --sizes 2k --heads 16 --layouts sbhd,thd --seconds-per-row 0.1",

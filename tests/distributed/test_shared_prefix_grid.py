@@ -78,7 +78,7 @@ def test_sparse(sizes, tree, stage, recompute, topk):
 
 
 @few_ranks
-@grid(1, {"case": {str(case): case for case in kernel_cases()}, "tree": ["deep_padded"]})
+@grid(1, {"case": {str(case): case for case in kernel_cases()}, "tree": ["deep", "deep_padded"]})
 def test_kernels(case, tree, error_table):
     """What a kernel makes of the LSE of all nodes."""
     with kernels_running(case):

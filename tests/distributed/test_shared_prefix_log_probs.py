@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -18,7 +19,8 @@ from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.shared_prefix_log_probs import shared_prefix_log_probs
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
-from tests.support import world
+from tests.distributed.whole import of_all_ranks
+from tests.support import needs, pipeline, world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.cases import TINY, config_for
 from tests.support.combinations import few_ranks
@@ -103,10 +105,10 @@ def gradients(gpt, log_probs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def unshared_log_probs(gpt, labels: Tensor) -> Tensor:
+def unshared_log_probs(gpt, labels: Tensor, given: list[list[int]]) -> Tensor:
     """Of labels of the pack without shared prefixes, on every rank; 0 where they are negative."""
-    tokens = torch.tensor([*chain(*texts())], device=world.device())
-    layout = packed([len(text) for text in texts()])
+    tokens = torch.tensor([*chain(*given)], device=world.device())
+    layout = packed([len(text) for text in given])
     own = cut_tokens(layout, world.cp_size(), world.cp_group().rank())
     positions = torch.cat([torch.arange(length) for length in layout.lengths]).to(tokens.device)
     params = layout.packed_seq_params(tokens.device)
@@ -119,9 +121,9 @@ def unshared_log_probs(gpt, labels: Tensor) -> Tensor:
     return found.masked_fill(labels < 0, 0.0)
 
 
-def next_tokens() -> Tensor:
+def next_tokens(given: list[list[int]]) -> Tensor:
     """Of every token in its sequence; -1 for the last."""
-    found = [[*text[1:], -1] for text in texts()]
+    found = [[*text[1:], -1] for text in given]
     return torch.tensor([*chain(*found)], device=world.device())
 
 
@@ -139,9 +141,55 @@ def test_it_is_the_pack_without_shared_prefixes(in_fp64, case, cp):
             with refusal("mtp_num_layers=", "context_parallel_size=1, got 2"):
                 shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
             return
-        expected = gradients(gpt, unshared_log_probs(gpt, next_tokens()), weights)
+        expected = gradients(gpt, unshared_log_probs(gpt, next_tokens(texts()), texts()), weights)
         found = shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
         compare(gradients(gpt, found, weights), expected, 1e-12).check()
+
+
+@needs.processes(2)
+def test_pipeline_stages(in_fp64):
+    """Microbatches of different lengths: losses and gradients are those of one whole model."""
+    fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    cut = pipeline.Model(dtype=torch.float64, fields=(*fields.items(),))
+
+    def loss(log_probs: Tensor):
+        total = (log_probs * torch.arange(len(log_probs), device=log_probs.device).cos()).sum()
+        return total, {"loss": total.item()}
+
+    def shared(batches, gpt):
+        tree, tokens = PrefixTree.from_token_ids(next(batches))
+        return shared_prefix_log_probs(gpt, tree, tokens.to(world.device())), loss
+
+    def unshared(batches, gpt):
+        given = next(batches)
+        return unshared_log_probs(gpt, next_tokens(given), given), loss
+
+    def step(forward, **sizes):
+        with world.parallel():
+            whole = pipeline.whole_weights(cut)
+        with world.parallel(**sizes):
+            [gpt] = cut.build()
+            pipeline.load([gpt], whole)
+            losses = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter([texts()[:3], texts()[3:]]),
+                model=gpt,
+                num_microbatches=2,
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            gradients = {name: w.grad for name, w in pipeline.weights([gpt]).items()}
+            return torch.tensor([one["loss"] for one in losses]), gradients
+
+    losses, found = step(shared, pipeline_model_parallel_size=2)
+    expected_losses, expected = step(unshared)
+    assert set().union(*of_all_ranks(set(found))) == set(expected)
+    assert len(losses) == 2 * world.rank()  # those of the last stage
+    expected |= {"losses": expected_losses if len(losses) else losses}
+    compare(
+        {**found, "losses": losses}, {n: expected[n] for n in (*found, "losses")}, 1e-12
+    ).check()
 
 
 def test_labels():
@@ -150,7 +198,7 @@ def test_labels():
     tree, tokens = PrefixTree.from_token_ids(texts())
     labels = torch.arange(len(tree.expand()), device=world.device()) % VOCAB - 9
     found = shared_prefix_log_probs(gpt, tree, tokens.to(world.device()), labels)
-    torch.testing.assert_close(found, unshared_log_probs(gpt, labels))
+    torch.testing.assert_close(found, unshared_log_probs(gpt, labels, texts()))
     with refusal("labels must have a shape of", "got (3,)"):
         shared_prefix_log_probs(gpt, tree, tokens.to(world.device()), labels[:3])
 

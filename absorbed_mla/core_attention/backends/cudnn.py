@@ -175,6 +175,7 @@ class CudnnBackend:
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (590.0, 460.0)}
     searches_max_logits = True
     reads_device_spans = False
+    adds_query_gradients = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -31,6 +31,7 @@ class FlashAttention4Backend:
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (740.0, 470.0)}
     searches_max_logits = True
     reads_device_spans = False
+    adds_query_gradients = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

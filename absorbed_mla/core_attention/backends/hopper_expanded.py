@@ -36,6 +36,7 @@ class HopperExpandedBackend:
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (700.0, 450.0)}
     searches_max_logits = False
     reads_device_spans = True
+    adds_query_gradients = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -53,7 +53,8 @@ def reference_backward(
     """Gradients of the inputs of :func:`reference_forward`.
 
     The keys may be a part of those that ``output`` is the attention over: the gradient of the
-    queries is then this part's share, the gradients of the keys are complete.
+    queries is then this part's share, the gradients of the keys are complete. A query may be in
+    several spans.
 
     Returns:
         In fp32 (fp64); None for the value where it is ``k_content``.
@@ -83,10 +84,10 @@ def reference_backward(
         if grad.lse is not None:
             delta = delta - grad.lse[q]
         dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
-        dq_content[q] = _weighted_sum(dscores, kc)
+        dq_content[q] += _weighted_sum(dscores, kc)
         dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
         if kr.shape[-1]:
-            dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr)
+            dq_rope[q] += torch.einsum("bnqk,kbr->qbnr", dscores, kr)
             dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
     return AttentionInputs(dq_content, dq_rope, dk_content, dk_rope, None if value is None else dv)
 
@@ -161,6 +162,7 @@ class ReferenceBackend:
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)}
     searches_max_logits = False
     reads_device_spans = False
+    adds_query_gradients = True
     forward = staticmethod(reference_forward)
     backward = staticmethod(reference_backward)
 

@@ -47,6 +47,7 @@ class TransformerEngineBackend:
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (585.0, 455.0)}
     searches_max_logits = False
     reads_device_spans = False
+    adds_query_gradients = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

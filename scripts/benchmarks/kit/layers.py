@@ -35,7 +35,7 @@ YARN = {
 class Subject:
     """A layer with an input of this rank."""
 
-    layer: nn.Module  # Megatron's attention interface
+    layer: nn.Module  # Megatron's attention, or transformer layer
     x: Tensor  # [tokens / cp, 1, hidden], requires a gradient
     output_grad: Tensor  # like x
     packed: PackedSeqParams | None  # boundaries of the whole pack, None for one sequence
@@ -88,6 +88,7 @@ def build(
     processes: Processes,
     tokens: int,
     packed: PackedSeqParams | None,
+    whole: bool = False,
 ) -> Subject:
     """The layer in training mode, and random input, on this process's device.
 
@@ -97,6 +98,7 @@ def build(
         processes: For the device and random values.
         tokens: Of this rank.
         packed: Boundaries of the whole pack; None for one sequence.
+        whole: Whether it is a transformer layer, and not its attention alone.
 
     Raises:
         Refused: If it cannot be built here.
@@ -112,8 +114,10 @@ def build(
             spec = get_absorbed_mla_layer_spec(
                 config, backend=config.transformer_impl, options=options
             )
-    attention, more = spec.submodules.self_attention, {"cp_comm_type": config.cp_comm_type}
-    layer = build_module(attention, config=config, layer_number=1, **more).to(processes.device)
+    part, more = spec, {}
+    if not whole:
+        part, more = spec.submodules.self_attention, {"cp_comm_type": config.cp_comm_type}
+    layer = build_module(part, config=config, layer_number=1, **more).to(processes.device)
     shape = (tokens, 1, config.hidden_size)
     x = processes.random(*shape).requires_grad_()
     return Subject(layer.train(), x, processes.random(*shape), packed)

@@ -72,8 +72,9 @@ absorbed_mla/core_attention/module.py
 absorbed_mla/core_attention/selection.py
   slowest_form: form, chosen = min(found.able, -> form, chosen = max(found.able,
 absorbed_mla/core_attention/shared_prefix.py
-  last_two_prefixes_merged: merge_into(*found, total, last) -> merge_into(*found, own, last)
+  deeper_prefixes_unseen: for level in levels: -> for level in levels[:1]:
   prefixes_without_a_gradient: total.add_(share) -> pass
+  padding_sees_prefixes: upper.query_end != span.query_start -> False
 absorbed_mla/core_attention/sink.py
   backward_beside_no_sink: return torch.logaddexp(lse, sink.to(lse.dtype)) -> return lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()

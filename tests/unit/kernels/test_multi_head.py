@@ -6,6 +6,7 @@ Without a GPU it is emulated.
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ import torch
 from absorbed_mla.core_attention.backends import hopper_expanded
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.core_attention.masks.tiles import query_tiles
 from absorbed_mla.core_attention.max_logits import MaxLogits
+from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.kernels import operators
+from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.registry import ATTENTION_BACKENDS
+from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs, world
 from tests.support.backends import determinism
 from tests.support.differentiable import HEADS, operands, outcome
@@ -85,9 +89,23 @@ def test_scale_must_be_positive():
         multi_head.forward(q, q, q[..., :64], torch.zeros(0, 5, dtype=torch.int32), 0.0)
 
 
+def _spans(name: str) -> Spans:
+    if "tree" not in name:
+        return Spans(SPANS[name])
+    padded = (10, 5, 3, 6) if "padded" in name else None
+    tree = PrefixTree((9, 5, 3, 6), (None, 0, 1, 0), padded_lengths=padded)
+    layout = SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens)
+    return self_attention_spans(layout, causal=True)
+
+
 @needs.no_gpu
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("spans", ["bottom_right", "zigzag", "padding", "nothing"])
+@pytest.mark.parametrize(
+    ("spans", "batch"),
+    [
+        *itertools.product(["bottom_right", "zigzag", "padding", "nothing"], [1, 2]),
+        *(("tree", 1), ("padded_tree", 1)),
+    ],
+)
 def test_backend(spans, batch, monkeypatch):
     """Gradients from its output and LSE, and the largest scores, as the reference's."""
     monkeypatch.setattr(hopper_expanded, "CUDNN", PlainCudnn())
@@ -98,9 +116,9 @@ def test_backend(spans, batch, monkeypatch):
     for backend, tensors in ((ReferenceBackend(), wide), (hopper_expanded.ENTRY, leaves)):
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         found.append(MaxLogits(torch.full((HEADS,), -torch.inf, dtype=dtype)))
-        rules = ScoreRules(0.1, Spans(SPANS[spans]), max_logits=found[-1])
+        rules = ScoreRules(0.1, _spans(spans), max_logits=found[-1])
         with running():
-            results.append(outcome(backend, tensors, rules))
+            results.append(outcome(SharedPrefixBackend(backend), tensors, rules))
     for name, expected in results[0].items():
         torch.testing.assert_close(
             results[1][name].double(), expected, rtol=0.02, atol=0.02, msg=name

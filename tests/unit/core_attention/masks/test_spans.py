@@ -13,7 +13,9 @@ from absorbed_mla.core_attention.backends.cudnn import dense_blocks
 from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
 from absorbed_mla.core_attention.masks.varlen import varlen_calls
 from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.shared_prefix import joined
 from absorbed_mla.sequences import SequenceLayout
+from tests.support.layouts import TREES, tree_layout
 from tests.support.spans import any_span, any_spans, pairs_in
 
 often = settings(max_examples=300, deadline=None)
@@ -124,3 +126,17 @@ def test_parts_of_low_precision_are_merged_in_the_accumulators():
     merged, total = merge(out, lse, part, lse)
     assert merged.dtype == total.dtype == torch.float32
     torch.testing.assert_close(merged, torch.full_like(out, 2 / 3))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_shared_prefixes_in_one_call(name):
+    """Each key is in one span, whose queries are one run; not where padding lies between them."""
+    given = tree_layout(name, 2)
+    layout = SequenceLayout.from_host(given.packed_seq_params(torch.device("cpu")), given.tokens)
+    spans = self_attention_spans(layout, causal=True)
+    together = joined(spans)
+    assert (together is None) == ("padded" in name)
+    if together is not None:
+        assert len(together) == len(spans) and joined(spans) is together
+        levels = [pair for level in (spans, *spans.further) for pair in pairs_in(level)]
+        assert sorted(pairs_in(together)) == sorted(levels)

@@ -23,6 +23,7 @@ from benchmarks.context_parallel import CPReport
 from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
+from benchmarks.shared_prefix import WORKS, PrefixReport
 from tests.support import needs
 from tests.support.programs import run_script
 
@@ -86,6 +87,10 @@ MISTAKES = {
         ("--temperature -1", "argument --temperature: expected a number of at least 0"),
     ],
     "weight_updates": [("--scale-down 3", "--scale-down 3 does not divide vocab_size 129280")],
+    "shared_prefix": [
+        ("--works layer", "expected some of attention alone, expanded, attention alone"),
+        ("--recompute core_attn", "argument --recompute: invalid choice"),
+    ],
 }
 
 
@@ -141,6 +146,7 @@ PUBLISHED = {
     "pretraining": ("pretraining/*.json",),
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
     "weight_updates": ("inference/weight-updates*.json",),
+    "shared_prefix": ("shared-prefix/*.json",),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
 # Whose published results take seconds to draw.
@@ -154,6 +160,8 @@ def test_published_results_are_shown_again(name, tmp_path, capsys, monkeypatch):
     if name in MANY_PANELS:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = [str(file) for files in PUBLISHED[name] for file in sorted(DOCS.glob(files))]
+    if name in ("shared_prefix", "weight_updates") and not found:
+        pytest.skip("no GPU has run it yet")
     assert found
     folder = [str(tmp_path)] if benchmark.files else []
     assert benchmark.main([*folder, "--render", *found]) == 0
@@ -287,8 +295,21 @@ def weight_updates(rows: Rows, out: str, folder: Path) -> None:
     assert all(row["gigabytes_per_second"] > 0 for row in rows)
 
 
+def shared_prefix(rows: Rows, out: str, folder: Path) -> None:
+    """24 tokens and 4 answers of 8, each behind a copy of them in the other pack."""
+    found = PrefixReport.read(folder / "shared_prefix.json")
+    assert [row.case.work for row in found.measured] == [*WORKS]
+    assert [row.ran for row in found.rows] == ["reference"] * 2 + ["absorbed, reference"] * 2
+    for row, figures in zip(found.rows, rows):
+        assert figures["tokens"] == 56 / 128 and figures["pairs"] == (300 + 4 * 228) / (4 * 528)
+        assert figures["step"] == row.shared.step.median / row.unshared.step.median > 0
+        assert len(row.differences) > (3 if "alone" in row.case.work else 8)
+        assert 0 < figures["difference"] < 1e-5
+
+
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
-    one.__name__: one for one in (attention, context_parallel, decode, dsa, weight_updates)
+    one.__name__: one
+    for one in (attention, context_parallel, decode, dsa, shared_prefix, weight_updates)
 }
 
 
