@@ -154,6 +154,10 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     dtype = model_dtype(options, checkpoint)
     args = to_megatron_args(config, dtype=dtype)
     grouped = _groups_experts(config, options, device, dtype)
+    if options.parity and config.num_experts and not grouped and device.type == "cuda":
+        # Megatron adds up the experts' results in a fixed order only then.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         megatron_config = _megatron_config(args, config, options, device, grouped)
     except AssertionError as error:

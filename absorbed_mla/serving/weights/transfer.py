@@ -32,8 +32,8 @@ from absorbed_mla.serving.weights.transports import (
 )
 from absorbed_mla.serving.weights.update import Shapes
 
-# Seconds between two looks at the store, the first and the longest ones.
-_SHORTEST, _LONGEST = 1e-4, 5e-3
+# Seconds between two looks at the store: a share of what has been waited, between these.
+_SHORTEST, _SHARE, _LONGEST = 1e-4, 0.05, 5e-3
 # The transports by their option.
 BACKENDS = ("process_group", "shared_memory")
 # What is sent together, in bytes.
@@ -55,7 +55,7 @@ class _Store:
 
     def take(self, key: str, what: str, *, delete: bool = False) -> bytes:
         """The value of a key; ``what`` is missing in the error if it does not come."""
-        end, pause = time.monotonic() + self._timeout, _SHORTEST
+        begin = time.monotonic()
         while True:
             # Asked before the look: who ends after it may have set the key before.
             ended = self._ended()
@@ -63,10 +63,10 @@ class _Store:
                 break
             if ended:
                 raise RuntimeError(ended)
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > self._timeout:
                 raise RuntimeError(f"{what} after {self._timeout:g} seconds")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            time.sleep(min(max(_SHORTEST, _SHARE * waited), _LONGEST))
         value = self.store.get(key)
         if delete:
             self.store.delete_key(key)
