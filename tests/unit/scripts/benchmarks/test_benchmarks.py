@@ -24,6 +24,7 @@ from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
 from benchmarks.shared_prefix import WORKS, PrefixReport
+from checks.tables.measured import shared_prefix_table
 from tests.support import needs
 from tests.support.programs import run_script
 
@@ -297,6 +298,9 @@ def shared_prefix(rows: Rows, out: str, folder: Path) -> None:
         assert row["tokens"] == 56 / 128 and row["pairs"] == (300 + 4 * 228) / (4 * 528)
         assert row["step"] == row["shared step_ms"] / row["unshared step_ms"] > 0
         assert 0 < row["difference"] < 1e-5
+    (folder / "shared-prefix").symlink_to(folder)
+    line = "| attention layer | 2 | 24+4x8 | absorbed, reference | "
+    assert line in shared_prefix_table(folder)
 
 
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
