@@ -166,6 +166,7 @@ def our_attention(
 
     key_width, value_width = pair_widths(form, dims)
     device, tokens = grad_out.device, len(grad_out)
+    spans = Spans([Span(0, tokens, 0, tokens, 0)]) if spans is None else spans
     request = AttentionRequest(
         device=device,
         dtype=grad_out.dtype,
@@ -174,12 +175,12 @@ def our_attention(
         form=form,
         masked=False,
         dropout=False,
+        packed=len(spans) > 1,
     )
     runnable, reasons = ATTENTION_BACKENDS.examine(backend, request)
     if not runnable:
         raise kit.Refused("; ".join(dict.fromkeys(reasons.values())))
     chosen = max(runnable, key=lambda one: speed(machine_name(device), one))
-    spans = Spans([Span(0, tokens, 0, tokens, 0)]) if spans is None else spans
     attention = SharedPrefixBackend(chosen) if spans.further else chosen
     rules = ScoreRules(scale=scale_of(dims), spans=spans)
     grad = OutputGradient(grad_out, None)

@@ -7,15 +7,14 @@
 
 Both packs hold the same answers to one prompt, in the pack without shared prefixes each behind a
 copy of it. They are computed in turns, with the same weights, after outputs and gradients of one
-have been compared with the other's; a difference is that of the Frobenius norms. Attention alone
-has no projections; layers are DeepSeek-V3's, the whole transformer layer with its dense MLP. Both
-packs recompute what --recompute names.
+have been compared with the other's ("difference" is the largest, of Frobenius norms). Attention
+alone has no projections; layers are DeepSeek-V3's, the transformer layer with its dense MLP.
 
 "step" is forward and backward, of the shared pack over that of the other one, as are "forward",
 "kept" (memory allocated by forward until backward) and "peak"; "tokens" and "pairs" are what these
-can reach where time goes by tokens, or by pairs of a query and a key. Where the pack without shared
-prefixes would not fit a GPU of 80 GB by the arithmetic of ``attention_bytes``, prompt and answers
-are halved, which leaves "tokens" and "pairs" as they are. Output:
+can reach where time goes by tokens, or by pairs of a query and a key. Where attention alone of the
+pack without shared prefixes needs more than 70 GB by arithmetic, prompt and answers are halved,
+which leaves "tokens" and "pairs" as they are. Output:
 
     12.3 s  attention layer n=128 8192+16x1024 (expanded, hopper_expanded): step 0.24, forward 0.25
 """
@@ -23,8 +22,7 @@ are halved, which leaves "tokens" and "pairs" as they are. Output:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from benchmarks import core_attention, kit
-from benchmarks.core_attention import FORMS, CoreCase, pair_widths
+from benchmarks.core_attention import CoreCase, pair_widths
 from benchmarks.kit.tables import gibibytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from absorbed_mla.prefix_tree import PrefixTree
-    from benchmarks.kit.layers import Subject
-    from benchmarks.kit.timing import Repeated
 
 torch: Any = kit.lazy("torch")
 CORE = "attention alone, "
-WORKS = (*(CORE + form for form in FORMS), "attention layer", "transformer layer")
-PACKS = ("shared", "unshared")
-MOST_BYTES = 70e9
-# Of norms; what bf16 and fp32 leave of sums in another order.
-MOST_DIFFERENCE = {"cuda": 2e-2, "cpu": 1e-4}
+# The most important ones first, because --time-limit leaves out the last ones.
+WORKS = (CORE + "expanded", "attention layer", "transformer layer", CORE + "absorbed")
+_MOST_BYTES = 70e9
+# Between the packs: what sums in another order leave in bf16 and fp32.
+_MOST_DIFFERENCE = {"cuda": 2e-2, "cpu": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -64,56 +60,32 @@ class PrefixCase(kit.Case):
 
     @property
     def plotted_as(self) -> str:
-        """Name of its line."""
+        """By what is computed."""
         return self.work
 
-    @property
-    def unshared_tokens(self) -> int:
-        """Of the pack without shared prefixes."""
-        return self.answers * (self.prompt + self.answer)
+    def least(self) -> dict[str, float]:
+        """Tokens, and pairs of a query and a key, of the shared pack over the other's."""
+        prompt, answers, answer = self.prompt, self.answers, self.answer
+        tokens = (prompt + answers * answer) / (answers * (prompt + answer))
+        before, whole = (n * (n + 1) / 2 for n in (prompt, prompt + answer))
+        pairs = (before + answers * (whole - before)) / (answers * whole)
+        return {"tokens": tokens, "pairs": pairs}
 
-    @property
-    def tokens_ratio(self) -> float:
-        """Tokens of the shared pack over the other's."""
-        return (self.prompt + self.answers * self.answer) / self.unshared_tokens
-
-    @property
-    def pairs_ratio(self) -> float:
-        """Likewise of pairs of a query and a key that it sees."""
-        triangle, whole = (n * (n + 1) / 2 for n in (self.prompt, self.prompt + self.answer))
-        return (triangle + self.answers * (whole - triangle)) / (self.answers * whole)
-
-
-def attention_bytes(case: PrefixCase, dims: dict[str, int]) -> int:
-    """What attention alone of the pack without shared prefixes needs in bf16.
-
-    The query, the output, its gradient, that of the query, which is summed in fp32, and expanded
-    keys, values and their gradients.
-    """
-    key, value = pair_widths(case.work.removeprefix(CORE), dims)
-    numbers = 2 * key + 2 * value + 2 * key
-    if case.work.endswith("expanded"):
-        numbers += 2 * (key + value)
-    return 2 * numbers * case.heads * case.unshared_tokens
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Figures of one pack."""
-
-    forward: kit.Times
-    step: kit.Times  # forward and backward
-    kept_bytes: int | None  # allocated by forward until backward; None without a GPU
-    peak_bytes: int | None  # the most allocated in a step beyond weights, inputs, output gradient
+    def fitting(self, dims: dict[str, int]) -> PrefixCase:
+        """Halved until attention alone of the pack without shared prefixes fits."""
+        key, value = pair_widths(self.work.removeprefix(CORE), dims)
+        # In bf16: query, output, both gradients, that of the query in fp32, too; keys and values.
+        numbers = 4 * key + 2 * value + (2 * (key + value) if "expanded" in self.work else 0)
+        tokens = self.answers * (self.prompt + self.answer)
+        if 2 * numbers * self.heads * tokens <= _MOST_BYTES:
+            return self
+        return replace(self, prompt=self.prompt // 2, answer=self.answer // 2).fitting(dims)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(kit.Row):
-    """One case, with figures of both packs or the error that prevented them."""
+class Row(kit.TimedRow):
+    """One case; more has ratios, and figures of both packs."""
 
-    shared: Measured | None = None
-    unshared: Measured | None = None
-    differences: dict[str, float] = field(default_factory=dict)  # of output and gradients, by name
     ran: str = ""  # backend, of a layer its form, too
 
 
@@ -127,32 +99,25 @@ class PrefixReport(kit.Report):
     )
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Ratios, milliseconds and GiB of both packs, and the largest difference."""
-        found = {}
-        for name in PACKS:
-            own = getattr(row, name)
-            times = {f"{one}_ms": 1e3 * getattr(own, one).median for one in ("forward", "step")}
-            found |= {f"{name} {key}": value for key, value in (times | gibibytes(own)).items()}
-        ratios = {
-            name.partition("_")[0]: found[f"shared {name}"] / found[f"unshared {name}"]
-            for name in ("step_ms", "forward_ms", "kept_gib", "peak_gib")
-            if f"shared {name}" in found
-        }
-        ratios |= {"tokens": row.case.tokens_ratio, "pairs": row.case.pairs_ratio}
-        return ratios | found | {"difference": max(row.differences.values())}
+        """As they were measured."""
+        return row.more
 
 
-@dataclass(frozen=True)
-class Pack:
-    """What is computed of a pack.
+class Core:
+    """Attention alone on a pack, with the methods of ``kit.layers.Subject``."""
 
-    Attributes:
-        repeated: Forward and backward.
-        gradients: Of the last backward, by name, given what it returned: of tokens, and of weights.
-    """
+    def __init__(self, attention: core_attention.Attention) -> None:
+        self.forward, self._backward = attention.forward, attention.backward
+        self.gradients: dict[str, Tensor] = {}
 
-    repeated: Repeated
-    gradients: Callable[[Any], tuple[dict[str, Tensor], dict[str, Tensor]]]
+    def backward(self, output: Any) -> None:
+        """Gradients of the inputs."""
+        found = self._backward(output)._asdict().items()
+        self.gradients = {name: x for name, x in found if x is not None and x.numel()}
+
+    def forget_gradients(self) -> None:
+        """Free them."""
+        self.gradients = {}
 
 
 class PrefixBenchmark(kit.Benchmark):
@@ -181,17 +146,10 @@ class PrefixBenchmark(kit.Benchmark):
         """Of every work; the transformer layer with the largest number of heads only."""
         args, found = self.args, []
         for work in args.works:
-            heads = [max(args.heads)] if work == "transformer layer" else args.heads
-            for count in heads:
-                case = PrefixCase(work, count, args.prompt, args.answers, args.answer)
-                while work.startswith(CORE) and self._too_large(case):
-                    case = replace(case, prompt=case.prompt // 2, answer=case.answer // 2)
-                found.append(case)
+            for heads in [max(args.heads)] if work == "transformer layer" else args.heads:
+                case = PrefixCase(work, heads, args.prompt, args.answers, args.answer)
+                found.append(case.fitting(kit.dims_of(args)) if work.startswith(CORE) else case)
         return found
-
-    def _too_large(self, case: PrefixCase) -> bool:
-        fits = attention_bytes(case, kit.dims_of(self.args)) <= MOST_BYTES
-        return not fits and min(case.prompt, case.answer) > 1
 
     def measure(self, case: PrefixCase) -> Row:
         """Both packs, compared first.
@@ -201,160 +159,132 @@ class PrefixBenchmark(kit.Benchmark):
             ArithmeticError: If they differ.
         """
         from absorbed_mla.prefix_tree import PrefixTree
-        from benchmarks.kit.timing import in_turns
+        from benchmarks.kit.layers import observe
+        from benchmarks.kit.timing import Repeated, in_turns
 
-        tree = PrefixTree.of_groups([(case.prompt, [case.answer] * case.answers)])
+        tree, processes = (
+            PrefixTree.of_groups([(case.prompt, [case.answer] * case.answers)]),
+            self.processes,
+        )
         build = self.core if case.work.startswith(CORE) else self.layer
-        shared, unshared, ran = build(case, tree)
-        differences = compare(tree, unshared, shared)
-        limit = MOST_DIFFERENCE[self.processes.device.type]
-        for name, found in differences.items():
-            # Not a number is no agreement either.
-            if not found <= limit:
-                raise ArithmeticError(f"{name} of the packs differ by {found:.3g}, over {limit:g}")
-        works = [one.repeated for one in (shared, unshared)]
-        bytes_of = [self._memory(work) for work in works]
-        turns = in_turns(works, self.args.rounds)
-        packs = {}
-        for name, times, memory in zip(PACKS, turns, bytes_of):
+        *packs, ran = build(case, tree)
+        difference = compare(tree, *packs)
+        if not difference <= _MOST_DIFFERENCE[processes.device.type]:
+            raise ArithmeticError(f"the packs differ by {difference:.3g}")
+        works = [
+            Repeated(p.forward, p.backward, p.forget_gradients, on_gpu=processes.on_gpu)
+            for p in packs
+        ]
+        memory = [gibibytes(observe(pack, processes)) for pack in packs]
+        figures = []
+        for own, times in zip(memory, in_turns(works, self.args.rounds)):
             forward, _, step = (kit.Times.of(one) for one in zip(*times))
-            packs[name] = Measured(forward, step, *memory)
-        return Row(case=case, differences=differences, ran=str(ran), **packs)
+            figures.append({"step_ms": 1e3 * step.median, "forward_ms": 1e3 * forward.median} | own)
+        shared, unshared = figures
+        more = {name.partition("_")[0]: x / unshared[name] for name, x in shared.items()}
+        more |= case.least() | {f"shared {name}": x for name, x in shared.items()}
+        more |= {f"unshared {name}": x for name, x in unshared.items()}
+        return Row(case=case, more=more | {"difference": difference}, ran=str(ran))
 
-    def core(self, case: PrefixCase, tree: PrefixTree) -> tuple[Pack, Pack, str]:
+    def core(self, case: PrefixCase, tree: PrefixTree) -> tuple[Core, Core, str]:
         """Attention alone of both packs, and the backend."""
         from absorbed_mla.core_attention.masks.spans import self_attention_spans
         from absorbed_mla.core_attention.types import AttentionInputs
         from absorbed_mla.sequences import SequenceLayout
-        from benchmarks.kit.timing import Repeated
 
         dims, processes, form = kit.dims_of(self.args), self.processes, case.work[len(CORE) :]
-        layouts = (
-            SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens),
-            SequenceLayout.pack(tree.sequence_lengths),
-        )
         core = CoreCase("ours", form, case.heads, tree.num_tokens)
         inputs = core_attention.random_inputs(core, dims, processes)
-        width = pair_widths(form, dims)[1]
-        grad = processes.random(tree.num_tokens, 1, case.heads, width)
+        grad = processes.random(tree.num_tokens, 1, case.heads, pair_widths(form, dims)[1])
         rows = tree.expand().to(processes.device)
-        given = (
-            (inputs, grad),
-            (
-                AttentionInputs(*(x if x is None or not len(x) else x[rows] for x in inputs)),
-                share(tree, grad),
-            ),
-        )
+        copies = AttentionInputs(*(x if x is None or not len(x) else x[rows] for x in inputs))
+        shared = SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens)
+        found = [
+            core_attention.our_attention(
+                self.args.backend, form, dims, *given, self_attention_spans(layout, causal=True)
+            )
+            for layout, *given in (
+                (shared, inputs, grad),
+                (SequenceLayout.pack(tree.sequence_lengths), copies, divided(tree, grad)),
+            )
+        ]
+        return *map(Core, found), found[0].ran
 
-        def pack(layout: SequenceLayout, inputs: AttentionInputs, grad: Tensor):
-            spans = self_attention_spans(layout, causal=True)
-            ours = core_attention.our_attention(self.args.backend, form, dims, inputs, grad, spans)
-
-            def gradients(found: AttentionInputs):
-                named = found._asdict().items()
-                return {name: x for name, x in named if x is not None and x.numel()}, {}
-
-            on_gpu = processes.on_gpu
-            return Pack(Repeated(ours.forward, ours.backward, on_gpu=on_gpu), gradients), ours.ran
-
-        (shared, ran), (unshared, _) = (pack(one, *more) for one, more in zip(layouts, given))
-        return shared, unshared, ran
-
-    def layer(self, case: PrefixCase, tree: PrefixTree) -> tuple[Pack, Pack, Any]:
+    def layer(self, case: PrefixCase, tree: PrefixTree) -> tuple[Any, Any, Any]:
         """A layer on both packs, and the form and backends that it takes."""
         from absorbed_mla import AbsorbedMLAOptions
         from benchmarks.kit import layers
         from benchmarks.kit.chosen_backends import ChosenBackends
-        from benchmarks.kit.timing import Repeated
 
         args, processes = self.args, self.processes
         recompute = None if args.recompute == "none" else args.recompute
         config = layers.layer_config(args, processes, heads=case.heads, recompute=recompute)
         config.ffn_hidden_size, config.gated_linear_unit = args.ffn_hidden_size, True
         config.activation_func = torch.nn.functional.silu
-        # One product of gate and value is kept less.
+        # Less is kept.
         config.bias_activation_fusion = processes.on_gpu
         options = AbsorbedMLAOptions(core_attention_backend=args.backend)
         params, whole = tree.packed_seq_params(processes.device), case.work == "transformer layer"
-        subject = layers.build(config, options, processes, tree.num_tokens, params, whole)
-        ran = ChosenBackends(subject.layer)
-        rows = tree.expand().to(processes.device)
-        other = replace(
-            subject,
-            x=subject.x.detach()[rows].requires_grad_(),
-            output_grad=share(tree, subject.output_grad),
+        shared = layers.build(config, options, processes, tree.num_tokens, params, whole)
+        unshared = replace(
+            shared,
+            x=shared.x.detach()[tree.expand().to(processes.device)].requires_grad_(),
+            output_grad=divided(tree, shared.output_grad),
             packed=layers.pack(tree.sequence_lengths, processes.device),
         )
-
-        def pack(subject: Subject) -> Pack:
-            def gradients(_: None):
-                weights = subject.layer.named_parameters()
-                return {"x": subject.x.grad}, {name: w.grad for name, w in weights}
-
-            finish = {"finish": subject.forget_gradients, "on_gpu": processes.on_gpu}
-            return Pack(Repeated(subject.forward, subject.backward, **finish), gradients)
-
-        return pack(subject), pack(other), ran
-
-    def _memory(self, work: Repeated) -> tuple[int | None, int | None]:
-        """Bytes that forward keeps, and the most of a step; None without a GPU."""
-        if not self.processes.on_gpu:
-            return None, None
-        self.processes.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = work.forward()
-        kept = torch.cuda.memory_allocated() - before
-        work.backward(result)
-        peak = torch.cuda.max_memory_allocated() - before
-        work.finish()
-        return kept, peak
+        return shared, unshared, ChosenBackends(shared.layer)
 
 
-def share(tree: PrefixTree, grad: Tensor) -> Tensor:
+def divided(tree: PrefixTree, grad: Tensor) -> Tensor:
     """A gradient of the pack without shared prefixes whose copies add up to ``grad`` [T, ...]."""
     rows = tree.expand().to(grad.device)
     counts = tree.token_counts().to(grad)[rows]
     return grad[rows].div_(counts.view(-1, *[1] * (grad.ndim - 1)))
 
 
-def compare(tree: PrefixTree, unshared: Pack, shared: Pack) -> dict[str, float]:
-    """How far the shared pack's output and gradients are from the other's, by name."""
+def compare(tree: PrefixTree, shared: Any, unshared: Any) -> float:
+    """The largest difference of outputs and gradients; NaN if one has any."""
+    (out, own), (copies, others) = run(tree, shared), run(tree, unshared)
+    copies = copies.split(tree.sequence_lengths)
+    pairs = [(out[_rows(tree, node, out)], one) for node, one in zip(tree.ends, copies)]
+    pairs += [(own[name], others[name]) for name in others]
+    return float(torch.stack([_difference(*pair) for pair in pairs]).max())
 
-    def run(pack: Pack):
-        result = pack.repeated.forward()
-        out = (result if isinstance(result, torch.Tensor) else result[0]).detach()
-        gradients = pack.gradients(pack.repeated.backward(result))
-        pack.repeated.finish()
-        return out, *gradients
 
-    whole, by_token, by_weight = run(unshared)
-    # One at a time, since they are large.
-    for name in list(by_token):
-        by_token[name] = _summed(tree, by_token[name])
-    out, own_by_token, own_by_weight = run(shared)
-    rows = [one.to(out.device) for one in map(tree.rows, tree.ends)]
-    parts = zip(rows, whole.split(tree.sequence_lengths))
-    found = {"outputs": max(_difference(out[one], part) for one, part in parts)}
-    for ours, theirs in ((own_by_token, by_token), (own_by_weight, by_weight)):
-        gradients = {
-            f"gradients of {name}": _difference(ours[name], x) for name, x in theirs.items()
-        }
-        found |= gradients
-    return found
+def run(tree: PrefixTree, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of a pack, and gradients by name, summed over copies of tokens."""
+    result = pack.forward()
+    out = (result[0] if isinstance(pack, Core) else result).detach()
+    pack.backward(result)
+    weights: dict[str, Tensor] = {}
+    if isinstance(pack, Core):
+        of_tokens = dict(pack.gradients)
+    else:
+        of_tokens = {"x": pack.x.grad}
+        weights = {name: weight.grad for name, weight in pack.layer.named_parameters()}
+    pack.forget_gradients()
+    if len(out) != tree.num_tokens:
+        # One at a time, since they are large.
+        for name in of_tokens:
+            of_tokens[name] = _summed(tree, of_tokens[name])
+    return out, of_tokens | weights
 
 
 def _summed(tree: PrefixTree, x: Tensor) -> Tensor:
     """Sums over copies of tokens, [T, ...] in fp32."""
     total = x.new_zeros(tree.num_tokens, *x.shape[1:], dtype=torch.float32)
     for node, part in zip(tree.ends, x.split(tree.sequence_lengths)):
-        total.index_add_(0, tree.rows(node).to(x.device), part.float())
+        total.index_add_(0, _rows(tree, node, x), part.float())
     return total
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def _rows(tree: PrefixTree, node: int, like: Tensor) -> Tensor:
+    return tree.rows(node).to(like.device)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
     ours, theirs = ours.float(), theirs.float()
-    return float((ours - theirs).norm() / theirs.norm())
+    return (ours - theirs).norm() / theirs.norm()
 
 
 if __name__ == "__main__":

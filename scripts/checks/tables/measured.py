@@ -16,6 +16,7 @@ from benchmarks.dsa import DSAReport
 from benchmarks.kit.tables import markdown_table, tokens_text
 from benchmarks.served import report as serving
 from benchmarks.served.report import ServingReport
+from benchmarks.shared_prefix import PrefixReport
 from checks.oracle_report import read_summary
 from checks.tables import by_input, recorded, table, without_errors
 
@@ -135,6 +136,24 @@ def ring_table(docs: Path) -> str:
 def ring_ranges(docs: Path) -> str:
     """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
     return _pairs_ranges("GPUs", _ring_pairs(docs), "kept, less output")
+
+
+def shared_prefix_table(docs: Path) -> str:
+    """Packs in which a prompt stands once, over packs in which each answer has a copy."""
+    file = docs / "shared-prefix" / "shared_prefix.json"
+    if not file.is_file():
+        return NONE
+    columns = {
+        "computed": lambda row: row.case.work,
+        "heads": lambda row: str(row.case.heads),
+        "prompt + answers": lambda row: str(row.case).rpartition(" ")[2],
+        "ran": lambda row: row.ran,
+        "ms": lambda row: f"{row.more['shared step_ms']:.1f} / {row.more['unshared step_ms']:.1f}",
+    }
+    for name in ("step", "forward", "kept", "peak", "tokens", "pairs"):
+        columns[name] = lambda row, name=name: f"{row.more.get(name, float('nan')):.3f}"
+    rows = without_errors(PrefixReport.read(file).rows)
+    return table(rows, columns, ("computed", "prompt + answers", "ran", "ms"))
 
 
 def accuracy_table(docs: Path) -> str:
@@ -413,6 +432,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "layer ranges": layer_ranges,
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
+    "shared prefixes": shared_prefix_table,
     "accuracy": accuracy_table,
     "beside transformers": llm_table,
     "sparse forward": sparse_forward_table,

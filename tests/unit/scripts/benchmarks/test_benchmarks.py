@@ -24,6 +24,7 @@ from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
 from benchmarks.shared_prefix import WORKS, PrefixReport
+from checks.tables.measured import shared_prefix_table
 from tests.support import needs
 from tests.support.programs import run_script
 
@@ -88,7 +89,7 @@ MISTAKES = {
     ],
     "weight_updates": [("--scale-down 3", "--scale-down 3 does not divide vocab_size 129280")],
     "shared_prefix": [
-        ("--works layer", "expected some of attention alone, expanded, attention alone"),
+        ("--works layer", "expected some of attention alone, expanded, attention layer"),
         ("--recompute core_attn", "argument --recompute: invalid choice"),
     ],
 }
@@ -297,14 +298,16 @@ def weight_updates(rows: Rows, out: str, folder: Path) -> None:
 
 def shared_prefix(rows: Rows, out: str, folder: Path) -> None:
     """24 tokens and 4 answers of 8, each behind a copy of them in the other pack."""
-    found = PrefixReport.read(folder / "shared_prefix.json")
-    assert [row.case.work for row in found.measured] == [*WORKS]
-    assert [row.ran for row in found.rows] == ["reference"] * 2 + ["absorbed, reference"] * 2
-    for row, figures in zip(found.rows, rows):
-        assert figures["tokens"] == 56 / 128 and figures["pairs"] == (300 + 4 * 228) / (4 * 528)
-        assert figures["step"] == row.shared.step.median / row.unshared.step.median > 0
-        assert len(row.differences) > (3 if "alone" in row.case.work else 8)
-        assert 0 < figures["difference"] < 1e-5
+    assert [row["work"] for row in measured(rows)] == [*WORKS]
+    ran = [row.ran for row in PrefixReport.read(folder / "shared_prefix.json").rows]
+    assert ran == ["reference", *["absorbed, reference"] * 2, "reference"]
+    for row in rows:
+        assert row["tokens"] == 56 / 128 and row["pairs"] == (300 + 4 * 228) / (4 * 528)
+        assert row["step"] == row["shared step_ms"] / row["unshared step_ms"] > 0
+        assert 0 < row["difference"] < 1e-5
+    (folder / "shared-prefix").symlink_to(folder)
+    line = "| attention layer | 2 | 24+4x8 | absorbed, reference | "
+    assert line in shared_prefix_table(folder)
 
 
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
