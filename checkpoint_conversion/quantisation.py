@@ -74,7 +74,10 @@ def _check_packed(section: Fields) -> None:
         if weights is None:
             group.wrong("weights", "an object")
             continue
-        for field, value in {**_WEIGHTS, "type": packing.kind}.items():
+        wanted = {**_WEIGHTS, "type": packing.kind}
+        for field, value in wanted.items():
             weights.only(field, value, None if value is not None else "null")
-        if not weights.given("group_size"):
-            weights.wrong("group_size", str(GROUP))
+        # Left out they would be 8 bits, integers and no groups.
+        for field in ("num_bits", "group_size", "type"):
+            if not weights.given(field) and wanted[field] != "int":
+                weights.wrong(field, str(wanted[field]))

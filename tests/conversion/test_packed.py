@@ -392,6 +392,7 @@ REFUSED = {
     "no groups": ({"group_size": None}, "weights.group_size is missing; it must be 32"),
     "channels": ({"strategy": "channel", "group_size": None}, "weights.strategy must be 'group'"),
     "eight bits": ({"num_bits": 8}, "weights.num_bits must be 4, got 8"),
+    "no bits": ({"num_bits": None}, "weights.num_bits is missing; it must be 4"),
     "floats": ({"type": "float"}, "weights.type must be 'int', got 'float'"),
 }
 
