@@ -54,8 +54,6 @@ from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.models.base import ModelConfig  # noqa: E402
 
 from absorbed_mla.checkpoint.hybrid_names import to_hybrid_state_dict  # noqa: E402
-from benchmarks.kit.chosen_backends import ChosenBackends  # noqa: E402
-from benchmarks.megatron_log import CHOSEN  # noqa: E402
 from console.parent import end_with_launcher  # noqa: E402
 
 
@@ -65,8 +63,6 @@ def main() -> None:
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     model = model_config(args)
     model.pre_wrap_hooks.append(partial(begin_with, args))
-    watched: list[ChosenBackends] = []
-    model.pre_wrap_hooks.append(partial(watch, watched))
     _compile_nothing()
     if ON_CPU:
         _pretend_cuda()
@@ -77,9 +73,6 @@ def main() -> None:
         ModelType.encoder_or_decoder,
         forward_step,
     )
-    if torch.distributed.get_rank() == 0:
-        for ran in filter(None, map(str, watched)):
-            print(CHOSEN, ran, flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -134,12 +127,6 @@ def begin_with(args: argparse.Namespace, stages: list[torch.nn.Module]) -> list[
         states = model.state_dict().items()
         weights = {k: v for k, v in states if not k.endswith("_extra_state")}
         torch.save(weights, args.save_first_weights)
-    return stages
-
-
-def watch(watched: list[ChosenBackends], stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Record in ``watched`` which backends the attentions of the model will take."""
-    watched += map(ChosenBackends, stages)
     return stages
 
 

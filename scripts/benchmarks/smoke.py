@@ -8,7 +8,7 @@ As many run side by side as the cores allow; times mean nothing. What needs more
 are, or a package that is not installed, is skipped by name. Output, a line each:
 
     21.3 s  decode: ok
-     0.0 s  pretraining: skipped, it needs transformer_engine
+     0.0 s  layer beside Megatron's: skipped, it needs transformer_engine
 
 The exit code is 1 if one failed: ended with an error, took longer than --limit, or has a row that
 was not refused and has no figures.
@@ -62,7 +62,6 @@ SMOKES = (
         f"{_SERVED} --implementations ours,ours-parity --rows 2x64/8,2x40/6*2 "
         "--json {out}/a.json",
     ),
-    Smoke("conversion", "conversion", "{out} --sizes 20MB --repeat 1 --work-folder {out}"),
     Smoke("layer", "attention", f"{{out}} {_LAYER} --only ours"),
     Smoke(
         "core attention",
@@ -102,13 +101,6 @@ SMOKES = (
         "layer beside Megatron's",
         "attention",
         f"{{out}} {_LAYER} --precisions bf16,tensorwise",
-        "transformer_engine",
-    ),
-    Smoke(
-        "pretraining",
-        "pretraining",
-        "{out} --iterations 4 --skip 1 --layers 1 --seq-length 256 --ffn-hidden-size 512 "
-        "--vocab-size 1024",
         "transformer_engine",
     ),
     Smoke(
@@ -178,7 +170,7 @@ def problem(lines: list[str]) -> str:
     """Of a benchmark that ended well: a row that failed, not one that was refused."""
     try:
         [report] = json.loads(lines[-1])
-        rows = report.get("rows") or report["runs"]
+        rows = report["rows"]
     except (ValueError, KeyError, TypeError):
         return f"its last line is no report: {lines[-1][:100]}"
     errors = [row.get("error", "") for row in rows]

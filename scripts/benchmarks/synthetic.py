@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP8_BLOCK = 128
 # fmt: off
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -48,13 +46,6 @@ SCALED = (
     "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
 )
 # fmt: on
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# Of a value by the role of its tensor; all others are bfloat16.
-ITEM_BYTES = {"fp8": 1, "scale": 4, "bias": 4}
-# Sizes that are this close to the one asked for are equally good.
-TOLERANCE = 0.03
-# How much larger than asked for the smallest model of real widths may be.
-EXCESS = 1.15
 # A prime, so that no row of a tensor repeats an earlier one at the same place.
 BLOCK_VALUES = 4_194_301
 STRIDE = 1_000_003
@@ -69,7 +60,6 @@ class Choice:
     layers: int  # decoder layers
     experts: int  # routed experts of each MoE layer, at least 2
     dense_layers: int = 1  # how many of the first layers are dense
-    fp8: bool = False  # whether linear weights are block-scaled FP8
     vocab_size: int | None = None  # None: DeepSeek-V3's, by scale_down
     scale_down: int = 1  # every width (not those of a head) is divided by this
 
@@ -79,12 +69,12 @@ class Stored(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    role: str  # what values are like: "weight", "norm", "bias", "fp8" or "scale"
+    role: str  # what values are like: "weight", "norm" or "bias"
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
-        return math.prod(self.shape) * ITEM_BYTES.get(self.role, 2)
+        """Of its values, which are bfloat16 but for biases."""
+        return math.prod(self.shape) * (4 if self.role == "bias" else 2)
 
 
 def model_config(choice: Choice) -> dict[str, Any]:
@@ -107,26 +97,11 @@ def model_config(choice: Choice) -> dict[str, Any]:
     config["topk_group"] = min(config["topk_group"], config["n_group"])
     reachable = config["topk_group"] * choice.experts // config["n_group"]
     config["num_experts_per_tok"] = min(config["num_experts_per_tok"], reachable)
-    if choice.fp8:
-        quantized = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
-        quantized["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]
-        config["quantization_config"] = quantized
     return config
 
 
 def stored_tensors(config: dict[str, Any]) -> Iterator[Stored]:
     """Every tensor of the files, in the order of the model."""
-    for tensor in _tensors(config):
-        if tensor.role == "linear" and "quantization_config" in config:
-            blocks = tuple(-(-width // FP8_BLOCK) for width in tensor.shape)
-            yield tensor._replace(role="fp8")
-            yield Stored(f"{tensor.name}_scale_inv", blocks, "scale")
-        else:
-            yield tensor._replace(role="weight") if tensor.role == "linear" else tensor
-
-
-def _tensors(config: dict[str, Any]) -> Iterator[Stored]:
-    """Without quantisation; the role of what can be quantised is ``"linear"``."""
     hidden, vocab, heads = (
         config[key] for key in ("hidden_size", "vocab_size", "num_attention_heads")
     )
@@ -138,13 +113,13 @@ def _tensors(config: dict[str, Any]) -> Iterator[Stored]:
         prefix = f"model.layers.{layer}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         yield Stored(f"{prefix}input_layernorm.weight", (hidden,), "norm")
-        yield Stored(f"{attention}q_a_proj.weight", (rank, hidden), "linear")
+        yield Stored(f"{attention}q_a_proj.weight", (rank, hidden), "weight")
         yield Stored(f"{attention}q_a_layernorm.weight", (rank,), "norm")
-        yield Stored(f"{attention}q_b_proj.weight", (heads * (nope + rope), rank), "linear")
-        yield Stored(f"{attention}kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden), "linear")
+        yield Stored(f"{attention}q_b_proj.weight", (heads * (nope + rope), rank), "weight")
+        yield Stored(f"{attention}kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden), "weight")
         yield Stored(f"{attention}kv_a_layernorm.weight", (kv_rank,), "norm")
-        yield Stored(f"{attention}kv_b_proj.weight", (heads * (nope + v), kv_rank), "linear")
-        yield Stored(f"{attention}o_proj.weight", (hidden, heads * v), "linear")
+        yield Stored(f"{attention}kv_b_proj.weight", (heads * (nope + v), kv_rank), "weight")
+        yield Stored(f"{attention}o_proj.weight", (hidden, heads * v), "weight")
         yield Stored(f"{prefix}post_attention_layernorm.weight", (hidden,), "norm")
         if layer < config["first_k_dense_replace"]:
             yield from _mlp(mlp, hidden, config["intermediate_size"])
@@ -160,47 +135,14 @@ def _tensors(config: dict[str, Any]) -> Iterator[Stored]:
 
 
 def _mlp(prefix: str, hidden: int, width: int) -> Iterator[Stored]:
-    yield Stored(f"{prefix}gate_proj.weight", (width, hidden), "linear")
-    yield Stored(f"{prefix}up_proj.weight", (width, hidden), "linear")
-    yield Stored(f"{prefix}down_proj.weight", (hidden, width), "linear")
+    yield Stored(f"{prefix}gate_proj.weight", (width, hidden), "weight")
+    yield Stored(f"{prefix}up_proj.weight", (width, hidden), "weight")
+    yield Stored(f"{prefix}down_proj.weight", (hidden, width), "weight")
 
 
 def total_bytes(choice: Choice) -> int:
     """Of all values."""
     return sum(tensor.num_bytes for tensor in stored_tensors(model_config(choice)))
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"20GB"``, ``"500 MB"`` or ``"1000000"``; units are decimal."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", text.strip(), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise ValueError(f"a size is a number above 0 with KB, MB, GB or TB; got {text!r}")
-    return round(float(match[1]) * UNITS[match[2].upper()])
-
-
-def fit_size(target: int) -> Choice:
-    """Layers and experts for about so many bytes, and smaller widths where real ones are too large.
-
-    Layers and experts grow together, so that neither stay few. The size misses the target where it
-    is beyond the real model's.
-    """
-    choice = Choice(layers=2, experts=2)
-    limit = math.gcd(*(CONFIG[key] for key in SCALED))
-    while total_bytes(choice) > EXCESS * target and limit % (2 * choice.scale_down) == 0:
-        choice = replace(choice, scale_down=2 * choice.scale_down)
-    # The size is base + MoE layers * (layer + experts * expert).
-    least = total_bytes(choice)
-    expert = (total_bytes(replace(choice, experts=4)) - least) // 2
-    layer = total_bytes(replace(choice, layers=3)) - least - 2 * expert
-    base = least - layer - 2 * expert
-    candidates = [
-        (abs(base + moe * (layer + experts * expert) - target), moe, experts)
-        for moe in range(1, CONFIG["num_hidden_layers"])
-        for experts in range(2, CONFIG["n_routed_experts"] + 1, 2)
-    ]
-    close = [c for c in candidates if c[0] <= TOLERANCE * target] or [min(candidates)]
-    _, moe, experts = max(close, key=lambda c: (min(c[1:]), -c[0]))
-    return replace(choice, layers=1 + moe, experts=experts)
 
 
 def require_room(option: str, folder: Path, num_bytes: float) -> None:
@@ -233,9 +175,6 @@ class Values:
             "weight": (0.02 * normal).bfloat16(),
             "norm": (1 + 0.02 * normal).bfloat16(),
             "bias": 0.1 * normal,
-            # e4m3 ends at 448; a weight is its values times a scale of about 2e-4.
-            "fp8": (100 * normal).clamp(-448, 448).to(torch.float8_e4m3fn),
-            "scale": 2e-4 * (1 + 0.1 * normal.abs()),
         }
 
     def make(self, tensor: Stored) -> Tensor:

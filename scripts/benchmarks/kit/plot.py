@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.kit.tables import tokens_text
 from console.figure import figure
@@ -22,20 +21,16 @@ class Panel:
     """One pair of axes."""
 
     title: str  # above it
-    xlabel: str  # below it
+    xlabel: str  # below it; x is a size, drawn by powers of 2
     # By name, points (x, y).
     lines: dict[str, Points] = field(default_factory=lambda: defaultdict(list))
-    sizes: bool = True  # whether x is a size, drawn by powers of 2; a plain number otherwise
-    marker: str = "o"  # of points; empty for a plain curve, whose y range is fitted
 
 
-def collected(
-    points: Iterable[tuple[str, str, float, float]], xlabel: str, **options: Any
-) -> list[Panel]:
+def collected(points: Iterable[tuple[str, str, float, float]], xlabel: str) -> list[Panel]:
     """Panels of points (title of the panel, name of the line, x, y)."""
     panels: dict[str, Panel] = {}
     for title, name, x, y in points:
-        panel = panels.setdefault(title, Panel(title, xlabel, **options))
+        panel = panels.setdefault(title, Panel(title, xlabel))
         panel.lines[name].append((x, y))
     return list(panels.values())
 
@@ -63,14 +58,12 @@ def _draw(axes, panel: Panel) -> None:
         # Lines drawn first are wider, so that equal ones stay visible.
         width = 1.2 + 0.8 * (len(panel.lines) - 1 - number)
         xs, ys = zip(*sorted(points))
-        axes.plot(xs, ys, marker=panel.marker, markersize=4, linewidth=width, label=name)
-    if panel.sizes:
-        sizes = sorted({x for points in panel.lines.values() for x, _ in points})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [tokens_text(int(size)) for size in sizes])
-        axes.set_xticks([], minor=True)
-    if panel.marker:
-        axes.set_ylim(bottom=0, top=1.05 * axes.get_ylim()[1])
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=width, label=name)
+    sizes = sorted({x for points in panel.lines.values() for x, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [tokens_text(int(size)) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0, top=1.05 * axes.get_ylim()[1])
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.xlabel)
     axes.grid(alpha=0.3)

@@ -99,8 +99,6 @@ class Report:
 
     row: ClassVar[type]  # dataclass of the rows, with fields case and error
     case: ClassVar[Any] = Any  # dataclass of their cases, or a union of some
-    rows_key: ClassVar[str] = "rows"  # name of the rows in the JSON file
-    environment_key: ClassVar[str] = "environment"  # name of the environment in the JSON file
     # Panels of the plot: its title, formatted with a case and its row; the figure; and the field
     # that it is drawn over, a line for each implementation.
     plotted: ClassVar[tuple[tuple[str, str, str], ...]] = ()
@@ -108,10 +106,6 @@ class Report:
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
         raise NotImplementedError
-
-    def as_json(self, row: Any) -> dict:
-        """A row in the file; values beyond its fields are ignored when it is read."""
-        return asdict(row)
 
     @property
     def measured(self) -> list:
@@ -140,8 +134,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        rows = [self.as_json(row) for row in self.rows]
-        write_json(path, {self.environment_key: self.environment, self.rows_key: rows})
+        rows = list(map(asdict, self.rows))
+        write_json(path, {"environment": self.environment, "rows": rows})
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -152,18 +146,12 @@ class Report:
         """
         try:
             content = json.loads(path.read_text())
-            stored = cls.stored_rows(content)
-            rows = [read_dataclass(cls.row, one, case=cls.case) for one in stored]
-            return cls(content[cls.environment_key], rows)
+            rows = [read_dataclass(cls.row, one, case=cls.case) for one in content["rows"]]
+            return cls(content["environment"], rows)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"--render must be JSON that this script wrote; {path}: {error!r}"
             ) from None
-
-    @classmethod
-    def stored_rows(cls, content: dict) -> list[dict]:
-        """Of a file."""
-        return content[cls.rows_key]
 
     @classmethod
     def panels(cls, reports: Sequence[Self]) -> list[Panel]:
@@ -199,7 +187,7 @@ class Report:
         for row in self.rows:
             case = asdict(row.case) if is_dataclass(row.case) else {"case": row.case}
             rows.append(case | ({"error": row.error} if row.error else self.figures(row)))
-        return {self.environment_key: self.environment, self.rows_key: rows}
+        return {"environment": self.environment, "rows": rows}
 
 
 def write_json(path: Path, content: Any) -> None:

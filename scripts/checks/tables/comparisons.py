@@ -6,6 +6,7 @@ rows table and plot show.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,6 @@ from benchmarks.decode import DecodeReport
 from benchmarks.dsa import DSAReport
 from benchmarks.kit.report import Times
 from benchmarks.kit.tables import tokens_text
-from benchmarks.pretraining import PretrainingReport
 from benchmarks.served.report import ServingReport
 from checks.tables import by_input, recorded, without_errors
 
@@ -170,15 +170,15 @@ def ring_rows(path: Path) -> Iterator[Row]:
 
 def pretraining_rows(path: Path) -> Iterator[Row]:
     """An iteration in Megatron's own loop, with our attention and with Megatron's."""
-    report = PretrainingReport.read(path)
-    runs = {run.attention: run for run in report.measured if run.timed}
-    if {"absorbed", "standard"} <= set(runs):
-        ours, theirs = (
-            Times.of([one.seconds for one in runs[name].timed]) for name in ("absorbed", "standard")
-        )
-        tokens = report.environment["tokens_per_iteration"]
-        size = f"{(runs['absorbed'].parameters or 0) / 1e6:.0f} M parameters"
-        yield Row(f"one iteration of {tokens} tokens, {size}", "Megatron's own MLA", ours, theirs)
+    report = json.loads(path.read_text())
+    runs = {run["attention"]: run for run in report["runs"]}
+    ours, theirs = (
+        Times.of([one["seconds"] for one in run["iterations"][run["skip"] :]])
+        for run in (runs["absorbed"], runs["standard"])
+    )
+    tokens = report["environment"]["tokens_per_iteration"]
+    size = f"{runs['absorbed']['parameters'] / 1e6:.0f} M parameters"
+    yield Row(f"one iteration of {tokens} tokens, {size}", "Megatron's own MLA", ours, theirs)
 
 
 def decode_rows(path: Path) -> Iterator[Row]:

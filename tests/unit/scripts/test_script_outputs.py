@@ -14,9 +14,7 @@ import pytest
 
 from benchmarks.attention import AttentionBenchmark
 from benchmarks.context_parallel import CPBenchmark
-from benchmarks.conversion import ConversionBenchmark
 from benchmarks.decode import DecodeBenchmark
-from benchmarks.pretraining import PretrainingBenchmark
 from checks import oracle_report
 from console.outputs import require_writable
 from rollout import gap_entry
@@ -127,8 +125,6 @@ FOLDERS = {
     "rollout_train --save": script(rollout_train, "--save"),
     "attention": folder_first(AttentionBenchmark.main, "--device", "cpu"),
     "context_parallel": folder_first(CPBenchmark.main),
-    "conversion": folder_first(ConversionBenchmark.main, "--sizes", "3MB"),
-    "pretraining": folder_first(PretrainingBenchmark.main),
 }
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
-import subprocess
 import sys
-import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,7 @@ import torch
 from benchmarks import kit
 from benchmarks.kit import command, processes, provenance, run, timing
 from benchmarks.kit.arguments import parse_sizes, use_device
-from benchmarks.kit.command import CommandError, Run, measure, run_to_log
+from benchmarks.kit.command import run_to_log
 from benchmarks.kit.processes import CaseError, Processes
 from benchmarks.kit.report import Refused, Report, Times, not_measured, reason
 from benchmarks.kit.tables import shortened, tokens_text
@@ -275,68 +272,10 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-ALLOCATE = "x = b'1' * {size}; import time; time.sleep(0.4)"
-CHILD = python(ALLOCATE.format(size=200 * MB))
-
-
-class TestCommands:
-    @pytest.fixture
-    def folders(self, tmp_path):
-        for name in ("source", "target"):
-            (tmp_path / name).mkdir()
-        (tmp_path / "source" / "a").write_bytes(os.urandom(MB))
-        return tmp_path / "source", tmp_path / "target", tmp_path / "log"
-
-    @pytest.mark.parametrize(
-        ("code", "least", "most"),
-        [
-            (ALLOCATE.format(size=300 * MB), 300, 350),
-            # All processes count.
-            (f"import subprocess; x = b'1' * {200 * MB}; subprocess.run({CHILD!r})", 400, 460),
-            # It lasts for less than a sample takes.
-            (f"x = b'1' * {300 * MB}; del x", 300, 350),
-        ],
-        ids=["one process", "and its child", "for a moment"],
-    )
-    def test_peak_memory(self, folders, code, least, most):
-        """By a small process: one that is started begins with its parent's high-water mark."""
-        program = (
-            "import sys, pathlib; from benchmarks.kit.command import measure\n"
-            "print(measure(sys.argv[4:], *map(pathlib.Path, sys.argv[1:4])))"
-        )
-        words = [*python(program), *map(str, folders), *python(code)]
-        env = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-        values = dict(re.findall(r"(\w+)=([0-9.]+)", done.stdout))
-        found = Run(*(float(values[field.name]) for field in dataclasses.fields(Run)))
-        assert least * MB < found.peak_bytes < most * MB
-        assert found.anonymous_bytes <= found.peak_bytes
-
-    def test_the_time_ends_when_everything_is_on_disk(self, folders, monkeypatch):
-        """By a clock that only moves while somebody waits: the command, and the target's disk."""
-        clock, wait = [100], command._wait
-
-        def waiting(process):
-            clock[0] += 4
-            return wait(process)
-
-        def syncing(path):
-            clock[0] += {folders[0]: 1, folders[1]: 2}[path]
-
-        monkeypatch.setattr(command, "_wait", waiting)
-        monkeypatch.setattr(command, "sync", syncing)
-        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-        assert measure(["true"], *folders).seconds == 4 + 2
-        assert clock == [100 + 1 + 4 + 2]
-
-    def test_a_failure_shows_the_output(self, folders):
-        with pytest.raises(CommandError, match=r"(?s)ended with 3.*the reason"):
-            measure(python("print('the reason'); raise SystemExit(3)"), *folders)
-
-    def test_output_of_processes(self, tmp_path):
-        """All of it is in the log; a run that takes too long is ended."""
-        log, program = tmp_path / "a.log", "import sys, time; print('begun', flush=True); "
-        assert run_to_log(python(program + "raise KeyError('why')"), log, 60.0) == 1
-        assert log.read_text().startswith("begun\nTraceback")
-        assert run_to_log(python(program + "time.sleep(60)"), log, 0.5) is None
-        assert run_to_log(python(program), log, 60.0) == 0
+def test_output_of_commands(tmp_path):
+    """All of it is in the log; a run that takes too long is ended."""
+    log, program = tmp_path / "a.log", "import sys, time; print('begun', flush=True); "
+    assert run_to_log(python(program + "raise KeyError('why')"), log, 60.0) == 1
+    assert log.read_text().startswith("begun\nTraceback")
+    assert run_to_log(python(program + "time.sleep(60)"), log, 0.5) is None
+    assert run_to_log(python(program), log, 60.0) == 0

@@ -1,12 +1,12 @@
-"""The recipes, in the order of the report."""
+"""The recipes."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from checks.recipes import model, training, wrappers
-from checks.recipes.recipe import Layout, Recipe
+from tests.support.recipes import model, training, wrappers
+from tests.support.recipes.recipe import Layout, Recipe
 
 PIPELINE, EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
 ONE = Layout("one process", replicated=True)
@@ -75,7 +75,7 @@ def _offloading() -> list[Recipe]:
         return _PLAIN[layout].variant(
             f"fine-grained offloading{more}",
             config={"fine_grained_activation_offloading": True, **offload, **config},
-            note=training.offloaded,
+            check=training.offloaded,
             missing=needs_transformer_engine,
             exact=exact,
         )
@@ -92,7 +92,7 @@ def _offloading() -> list[Recipe]:
         _PLAIN["DP"].variant(
             "CPU offloading of layers",
             config=half,
-            note=training.layers_offloaded,
+            check=training.layers_offloaded,
             missing=needs_transformer_engine,
             exact=True,
         ),
@@ -120,7 +120,7 @@ def _sharded() -> list[Recipe]:
 
 
 def all_recipes() -> list[Recipe]:
-    """Every recipe that is in the report."""
+    """Every recipe."""
     return [
         *_PLAIN.values(),
         *_distributed_optimizers(),
@@ -129,7 +129,7 @@ def all_recipes() -> list[Recipe]:
             "gradient_accumulation_fusion",
             build=model.fused_chunks,
             config={"gradient_accumulation_fusion": True},
-            note=training.fused,
+            check=training.fused,
             missing=needs_transformer_engine,
         ),
         *_offloading(),

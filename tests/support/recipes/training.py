@@ -17,11 +17,10 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from torch import Tensor, nn
 
 from absorbed_mla.serving.export import hf_weights
-from benchmarks.kit.report import reason
-from checks.recipes import wrappers
-from checks.recipes.model import VOCAB, dtype_of, tokens_of_a_sequence
-from checks.recipes.recipe import Outcome, Recipe
 from tests.support import world
+from tests.support.recipes import wrappers
+from tests.support.recipes.model import VOCAB, dtype_of, tokens_of_a_sequence
+from tests.support.recipes.recipe import Outcome, Recipe
 
 STEPS, MICROBATCHES = 5, 4
 
@@ -52,18 +51,10 @@ def train(recipe: Recipe) -> Outcome:
         losses: dict[int, float] = {}
         for step in range(STEPS):
             losses |= _step(recipe, wrapped, optimizer, step)
-        note = recipe.note(chunks)
+        recipe.check(chunks)
         tensors = wrappers.weights(wrapped, dtype_of(recipe))
-        whole = _whole(chunks) if recipe.is_whole else {}
-        return Outcome([losses[n] for n in sorted(losses)], tensors, whole, note)
-
-
-def _whole(chunks: list[nn.Module]) -> dict[str, Tensor] | str:
-    """By Hugging Face name, or why there are none, which concerns no run in the same layout."""
-    try:
-        return dict(hf_weights(chunks))
-    except Exception as error:
-        return reason(error)
+        whole = dict(hf_weights(chunks)) if recipe.is_whole else {}
+        return Outcome([losses[n] for n in sorted(losses)], tensors, whole)
 
 
 def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
@@ -135,31 +126,22 @@ def _loss(number: int, output: Tensor) -> tuple[Tensor, dict[str, object]]:
     return loss, {"loss": loss.detach().clone(), "number": number}
 
 
-# Notes: that a recipe has done what its name says.
+# Whether a recipe has done what its name says.
 
 
-def offloaded(chunks: Sequence[nn.Module]) -> str:
-    """Bytes that were sent to the host, of every module that was asked for."""
+def offloaded(chunks: Sequence[nn.Module]) -> None:
+    """Every module that was asked for has sent bytes to the host."""
     sent = PipelineOffloadManager.get_instance().offload_summary_bytes
-    idle = [name for name in chunks[0].config.offload_modules if not sent.get(name)]
-    if idle:
-        raise RuntimeError(f"nothing was offloaded of {', '.join(idle)}; of others: {sent}")
-    return ", ".join(f"{name} {count / 2**20:.2f} MiB" for name, count in sent.items())
+    assert all(sent.get(name) for name in chunks[0].config.offload_modules), sent
 
 
-def layers_offloaded(chunks: Sequence[nn.Module]) -> str:
-    """What TransformerEngine has sent to the host of all layers."""
+def layers_offloaded(chunks: Sequence[nn.Module]) -> None:
+    """TransformerEngine has sent something to the host."""
     context = chunks[0].decoder.offload_context
-    sent = context.offload_synchronizer.get_offloaded_total_size_mb()
-    if not sent:
-        raise RuntimeError("no layer was offloaded")
-    return f"{sent:.2f} MiB"
+    assert context.offload_synchronizer.get_offloaded_total_size_mb()
 
 
-def fused(chunks: Sequence[nn.Module]) -> str:
-    """How many layers accumulate their weight gradients themselves."""
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    found = sum(bool(getattr(m, "fuse_wgrad_accumulation", False)) for m in modules)
-    if not found:
-        raise RuntimeError("no layer accumulates weight gradients itself")
-    return f"{found} layers accumulate themselves"
+def fused(chunks: Sequence[nn.Module]) -> None:
+    """Some layers accumulate their weight gradients themselves."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    assert any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)

@@ -16,11 +16,11 @@ from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, save_model_weights
-from checks.recipes.recipe import Recipe
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import config_for
+from tests.support.recipes.recipe import Recipe
 
 LAYERS, VOCAB, SEED = 4, 512, 7
 # Widths that TransformerEngine and the kernels for GPUs accept, and small ones for a CPU.

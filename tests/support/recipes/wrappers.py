@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from checks.recipes.recipe import Recipe
 from tests.support import world
+from tests.support.recipes.recipe import Recipe
 
 
 def ddp(recipe: Recipe, chunk: nn.Module) -> nn.Module:

@@ -1,1 +1,0 @@
-"""What ``scripts/serving_board.py`` is made of."""
