@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class EngineControl:
         """As :meth:`LLM.sleep`; requests are refused until :meth:`wake_up`.
 
         Args:
-            level: 0 frees nothing, 1 the cache's memory and a GPU's weights, 2 discards these.
+            level: As there.
             mode: ``"abort"`` or ``"wait"``, as for :meth:`pause_generation`.
 
         Raises:
@@ -74,7 +73,7 @@ class EngineControl:
             if not was_paused:
                 await self.resume_generation()
 
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+    async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take requests again, with the weights as they are now and an empty cache.
 
         Args:
@@ -95,17 +94,9 @@ class EngineControl:
         return self._service.llm.is_sleeping
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As :meth:`LLM.reset_prefix_cache`.
-
-        Raises:
-            RuntimeError: If the model is asleep.
-        """
+        """As :meth:`LLM.reset_prefix_cache`."""
         return await self._service.call(lambda llm: llm.reset_prefix_cache(reset_running_requests))
 
     async def update_weights(self, weights: Any, **options: Any) -> None:
-        """As :meth:`LLM.update_weights`; what runs waits meanwhile, and goes on.
-
-        Raises:
-            ValueError, RuntimeError: As there.
-        """
+        """As :meth:`LLM.update_weights`; what runs waits meanwhile, and goes on."""
         await self._service.call(lambda llm: llm.update_weights(weights, **options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -207,6 +208,11 @@ class LLMEngine:
         if not isinstance(weights, str) and not hasattr(weights, "shapes"):
             raise ValueError(
                 f"weights must be LiveWeights or an address, got {type(weights).__name__}"
+            )
+        if rank_offset < 1 or not 0 < timeout < math.inf:
+            raise ValueError(
+                "rank_offset must be at least 1 and timeout above 0 and finite, got "
+                f"{rank_offset} and {timeout}"
             )
         if keep_cache and self._stores_prefixes:
             raise ValueError("keep_cache=True needs prefix_cache_dir=None")

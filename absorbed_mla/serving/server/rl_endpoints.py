@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import Field
+from pydantic import create_model
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,31 +21,6 @@ from absorbed_mla.serving.server.service import ModelFailed, Service, ServiceSto
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-class _Pause(KnownFields):
-    mode: str = "abort"
-    clear_cache: bool = True
-
-
-class _Sleep(KnownFields):
-    level: int = 1
-    mode: str = "abort"
-
-
-class _WakeUp(KnownFields):
-    tags: list[str] | None = None
-
-
-class _ResetPrefixCache(KnownFields):
-    reset_running_requests: bool = False
-
-
-class _UpdateWeights(KnownFields):
-    address: str
-    keep_cache: bool = False
-    rank_offset: int = Field(default=1, ge=1)
-    timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
-
-
 def rl_routes(service: Service, guarded: Callable[[_Handler], _Handler]) -> list[Route]:
     """The routes.
 
@@ -53,55 +30,55 @@ def rl_routes(service: Service, guarded: Callable[[_Handler], _Handler]) -> list
     """
     control = EngineControl(service)
 
-    def asked(kind: type[KnownFields], call: Callable[..., Awaitable], say: Callable) -> _Handler:
-        async def answer(request: Request) -> Response:
-            _require_no_page(request)
-            try:
-                result = await call(**dict(read_query(request, kind)))
-            except ServiceStopped:
-                raise
-            except RuntimeError as error:
-                raise HTTPException(409, str(error)) from error
-            return JSONResponse(say(result))
-
-        return guarded(answer)
-
-    async def update_weights(request: Request) -> Response:
-        _require_no_page(request)
-        body = dict(await read_body(request, _UpdateWeights))
+    async def update_weights(
+        address: str, keep_cache: bool = False, rank_offset: int = 1, timeout: float = 300.0
+    ) -> None:
+        options = {"keep_cache": keep_cache, "rank_offset": rank_offset, "timeout": timeout}
         try:
-            await control.update_weights(body.pop("address"), **body)
+            await control.update_weights(address, **options)
         except ServiceStopped:
             raise
         except RuntimeError as error:
             raise ModelFailed(str(error)) from error
-        return JSONResponse({"message": "Weights updated"})
 
     def sleeping(_: Any) -> dict[str, bool]:
         return {"is_sleeping": service.llm.is_sleeping}
 
-    paused, resumed = {"status": "paused"}, {"status": "resumed"}
-    posts = {
-        "/pause": asked(_Pause, control.pause_generation, lambda _: paused),
-        "/resume": asked(KnownFields, control.resume_generation, lambda _: resumed),
-        "/sleep": asked(_Sleep, control.sleep, sleeping),
-        "/wake_up": asked(_WakeUp, control.wake_up, sleeping),
-        "/reset_prefix_cache": asked(
-            _ResetPrefixCache, control.reset_prefix_cache, lambda done: {"success": done}
-        ),
-        "/update_weights": guarded(update_weights),
-    }
-    gets = {
-        "/is_paused": asked(KnownFields, control.is_paused, lambda on: {"is_paused": on}),
-        "/is_sleeping": asked(KnownFields, control.is_sleeping, sleeping),
+    # Method, what is called with the query's or the body's fields, and the answer.
+    routes: dict[str, tuple[str, Callable[..., Awaitable], Callable[[Any], dict]]] = {
+        "/pause": ("POST", control.pause_generation, lambda _: {"status": "paused"}),
+        "/resume": ("POST", control.resume_generation, lambda _: {"status": "resumed"}),
+        "/is_paused": ("GET", control.is_paused, lambda paused: {"is_paused": paused}),
+        "/sleep": ("POST", control.sleep, sleeping),
+        "/wake_up": ("POST", control.wake_up, sleeping),
+        "/is_sleeping": ("GET", control.is_sleeping, sleeping),
+        "/reset_prefix_cache": ("POST", control.reset_prefix_cache, lambda x: {"success": x}),
+        "/update_weights": ("POST", update_weights, lambda _: {"message": "Weights updated"}),
     }
     return [
-        *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
-        *(Route(path, handler) for path, handler in gets.items()),
+        Route(path, guarded(_handler(call, answer, call is update_weights)), methods=[method])
+        for path, (method, call, answer) in routes.items()
     ]
 
 
-def _require_no_page(request: Request) -> None:
-    """Refuse what a web page sends: to this machine any page may, without a body's JSON."""
-    if "origin" in request.headers:
-        raise HTTPException(403, "these endpoints are not for web pages")
+def _handler(call: Callable[..., Awaitable], answer: Callable, has_body: bool) -> _Handler:
+    hints, parameters = typing.get_type_hints(call), inspect.signature(call).parameters
+    fields: dict[str, Any] = {
+        name: (hints[name], ... if one.default is one.empty else one.default)
+        for name, one in parameters.items()
+    }
+    kind = create_model("_Fields", __base__=KnownFields, **fields)
+
+    async def handle(request: Request) -> Response:
+        # To this machine any page may send what has no JSON.
+        if "origin" in request.headers:
+            raise HTTPException(403, "these endpoints are not for web pages")
+        given = await read_body(request, kind) if has_body else read_query(request, kind)
+        try:
+            return JSONResponse(answer(await call(**dict(given))))
+        except (ServiceStopped, ModelFailed):
+            raise
+        except RuntimeError as error:
+            raise HTTPException(409, str(error)) from error
+
+    return handle
