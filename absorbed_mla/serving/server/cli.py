@@ -199,10 +199,8 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         template = getattr(llm.tokenizer, "chat_template", "")
         parsers = OutputParsers.chosen(own.tool_call_parser, own.reasoning_parser, template)
         limits = {"max_body_bytes": most, "parsers": parsers, "loras": loras}
-        rl = own.enable_rl_endpoints
-        app = build_app(
-            service, metrics, name, api_key, own.origins, **limits, enable_rl_endpoints=rl
-        )
+        limits["enable_rl_endpoints"] = own.enable_rl_endpoints
+        app = build_app(service, metrics, name, api_key, own.origins, **limits)
         server = HTTPServer(
             app,
             service,
