@@ -175,6 +175,7 @@ class FakeRunner:
 
     def update_weights(self, *asked) -> UpdateFailure | None:
         self.updates.append(asked)
+        self.go.wait()
         return self.failure
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -240,6 +240,8 @@ class Service:
         # While it is paused: that it is, whether what runs waits, too, and what has come.
         self._paused = self._frozen = False
         self._held: list[_Submit] = []
+        # What the call that runs will return.
+        self._called: Future[Any] = Future()
         self._step_timeout, self._heartbeat_timeout = step_timeout, heartbeat_timeout
         # When the step that runs began, and when statistics were last read.
         self._step_began: float | None = None
@@ -253,8 +255,11 @@ class Service:
         self._thread.start()
 
     def end(self) -> None:
-        """Fail all requests, and all that follow, after the step that runs."""
+        """Fail all requests, and all that follow, after the step or call that runs."""
         self._commands.put(None)
+        # It may wait for somebody else.
+        with contextlib.suppress(InvalidStateError):
+            self._called.set_exception(ShuttingDown())
 
     def stop(self) -> None:
         """:meth:`end`, and wait for the thread; not for ever, because a step may hang."""
@@ -473,16 +478,22 @@ class Service:
     def _carry_out(self, call: _Call) -> None:
         if not call.future.set_running_or_notify_cancel():
             return
-        failure: Exception = ServiceStopped(_STOPPED)
+        self._called = call.future
+        failure: Exception | None = None
         try:
-            call.future.set_result(call.function(self.llm))
+            result = call.function(self.llm)
         except Exception as error:
-            try:
-                # Its processes may have ended of it.
-                self.llm.check()
-                failure = error
-            finally:
-                call.future.set_exception(failure)
+            failure = ServiceStopped(_STOPPED)
+            # Its processes may have ended of it.
+            self.llm.check()
+            failure = error
+        finally:
+            # Unless the caller has heard of the server's end.
+            with contextlib.suppress(InvalidStateError):
+                if failure is None:
+                    call.future.set_result(result)
+                else:
+                    call.future.set_exception(failure)
 
     def _submit(self, command: _Submit) -> None:
         """Queue prompts, unless their caller has left."""

@@ -159,6 +159,20 @@ class TestPause:
             require_error(waits.result(10), 503, "the server is shutting down")
 
 
+def test_an_update_that_waits(served):
+    """The server is healthy and ends; requests wait."""
+    served.runner.go.clear()
+    with ThreadPoolExecutor(2) as pool:
+        update = pool.submit(post, served, "/update_weights", {"address": ADDRESS})
+        until(lambda: served.runner.updates)
+        waits = pool.submit(complete, served)
+        assert send(served, "GET", "/health")[0] == 200
+        served.service.end()
+        require_error(update.result(5), 503, "the server is shutting down")
+        served.runner.go.set()
+        require_error(waits.result(5), 503, "the server is shutting down")
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_an_update_that_fails(served, changed):
     """500; with some of the weights nothing is generated until another update."""
