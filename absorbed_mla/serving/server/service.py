@@ -413,7 +413,7 @@ class Service:
             raise ServerBusy
         return future
 
-    def _queue(self, command: _Submit) -> None:
+    def _queue(self, command: _Submit | _Call) -> None:
         with self._lock:
             self._require_running()
             self._commands.put(command)
