@@ -74,11 +74,11 @@ class EngineControl:
                 await self.resume_generation()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take requests again, with the weights as they are now and an empty cache.
+        """As :meth:`LLM.wake`; requests are taken again.
 
         Args:
-            tags: Of ``"weights"`` and ``"kv_cache"``, what wakes; None: both. Only the cache needs
-                waking: ``update_weights`` takes the memory of weights by itself.
+            tags: ``["weights"]`` alone does nothing: ``update_weights`` takes their memory by
+                itself. ``["kv_cache"]``, both and None are the same.
 
         Raises:
             ValueError: If there is no such tag.

@@ -199,11 +199,6 @@ class _Submit:
 
 
 @dataclass(frozen=True)
-class _Abort:
-    names: list[str]
-
-
-@dataclass(frozen=True)
 class _Call:
     function: Callable[[LLM], Any]
     future: Future
@@ -231,7 +226,7 @@ class Service:
     ) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
-        self._commands: queue.SimpleQueue[_Submit | _Abort | _Call | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Submit | _Call | None] = queue.SimpleQueue()
         # By the name of a request, with the number of its prompt.
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
@@ -379,8 +374,8 @@ class Service:
             mode: ``"wait"``, ``"keep"`` or ``"abort"``.
         """
         self._paused, self._frozen = True, mode == "keep"
-        for name in self._streams if mode == "abort" else ():
-            self.llm.abort(name)
+        if mode == "abort":
+            _abort_all(self.llm, self._streams)
 
     def resume(self) -> None:
         """Run what waits."""
@@ -396,6 +391,7 @@ class Service:
 
     def sleep(self, level: int) -> None:
         """As :meth:`LLM.sleep`; what still runs fails."""
+        self._sampled = -_SAMPLE
         self._sample()
         self.llm.sleep(level)
         for stream, _ in self._streams.values():
@@ -423,7 +419,7 @@ class Service:
             raise self._stopped
 
     def _abort(self, names: list[str]) -> None:
-        self._commands.put(_Abort(names))
+        self._commands.put(_Call(partial(_abort_all, names=names), Future()))
 
     def _run(self) -> None:
         try:
@@ -466,14 +462,10 @@ class Service:
             wait = False
             if command is None:
                 return False
-            if isinstance(command, _Abort):
-                for name in command.names:
-                    self.llm.abort(name)
-                continue
             if isinstance(command, _Call):
                 self._carry_out(command)
-                continue
-            self._submit(command)
+            else:
+                self._submit(command)
 
     def _carry_out(self, call: _Call) -> None:
         if not call.future.set_running_or_notify_cancel():
@@ -580,6 +572,11 @@ def as_refusal(error: Exception) -> ValueError:
     if isinstance(error, ValueError):
         return error
     return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
+
+
+def _abort_all(llm: LLM, names: Iterable[str]) -> None:
+    for name in names:
+        llm.abort(name)
 
 
 def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:

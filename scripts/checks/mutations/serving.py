@@ -432,11 +432,8 @@ absorbed_mla/serving/server/responses_request.py
   thoughts_and_calls_are_messages_apart: if last is None or len(last.keys() &
     -> if True or len({} and
 absorbed_mla/serving/server/service.py
-  an_aborted_stream_never_ends:
-    - self.llm.abort(name)
-    |                continue
-    -> self.llm.abort(name), self._streams.pop(name, None)
-    |                continue
+  an_aborted_stream_never_ends: partial(_abort_all, names=names)
+    -> lambda llm: [(llm.abort(name), self._streams.pop(name, None)) for name in names]
   disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
   caller_aborts_twice: self._running.clear() ->
   server_wakes_for_every_request: _call(loop, _put_all, its)
