@@ -56,7 +56,7 @@ class ServerOptions(Options):
     )
     """How the model thinks: answers then have that apart from their text."""
     enable_rl_endpoints: bool = option(False)
-    """Trainers may pause the model, put it to sleep and update its weights. See docs/rl.md."""
+    """Endpoints for trainers. docs/rl.md lists them."""
     max_body_bytes: int = option(2**24, least=1)
     """Most bytes of a request's body."""
     allowed_origins: str | None = option(
