@@ -25,6 +25,7 @@ _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def _operator(name: str, replaced_by: str, versions: tuple[str, ...] = EVERY) -> MegatronName:
@@ -69,8 +70,11 @@ CROSS_ENTROPY = MegatronName(
 GRADIENTS = MegatronName(
     _FINALIZE, "_allreduce_non_tensor_model_parallel_grads", "no sum, as backward made it"
 )
+GRAD_NORM = MegatronName(_OPTIMIZER, "get_grad_norm_fp32", "gradients.exact_grad_norm")
 TENSOR_PARALLEL_PARTS = Need(
-    "tensor_parallel_parts", REFUSED, (COLUMN, ROW, ROUTER, EXPERT, CROSS_ENTROPY, GRADIENTS)
+    "tensor_parallel_parts",
+    REFUSED,
+    (COLUMN, ROW, ROUTER, EXPERT, CROSS_ENTROPY, GRADIENTS, GRAD_NORM),
 )
 BATCH_INVARIANT_NEEDS = (SUMS, GPU_OPERATORS, TENSOR_PARALLEL_PARTS)
 # By dotted path, where the parts' names are.
@@ -80,7 +84,7 @@ _OWNERS = {
     ROUTER.owner: router,
     EXPERT.owner: mlp.MLP,
     CROSS_ENTROPY.owner: cross_entropy,
-    GRADIENTS.owner: importlib.import_module(_FINALIZE),
+    **{path: importlib.import_module(path) for path in (_FINALIZE, _OPTIMIZER)},
 }
 
 megatron_reduce: Callable | None = getattr(mappings, REDUCE.name, None)

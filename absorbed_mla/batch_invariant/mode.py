@@ -26,7 +26,7 @@ from absorbed_mla.batch_invariant import (
     te_gemm,
 )
 from absorbed_mla.batch_invariant.cross_entropy import VocabParallelCrossEntropy
-from absorbed_mla.batch_invariant.gradients import require_complete_gradients
+from absorbed_mla.batch_invariant.gradients import exact_grad_norm, require_complete_gradients
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
@@ -46,6 +46,7 @@ _OF_PARTS = {
     megatron_operators.EXPERT: parallel_linear.expert_forward,
     megatron_operators.CROSS_ENTROPY: lambda _: VocabParallelCrossEntropy,
     megatron_operators.GRADIENTS: lambda _: require_complete_gradients,
+    megatron_operators.GRAD_NORM: lambda theirs: partial(exact_grad_norm, theirs),
 }
 # Device type -> the library that holds the operators replaced on it.
 _replaced: dict[str, torch.library.Library] = {}

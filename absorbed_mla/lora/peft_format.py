@@ -227,7 +227,7 @@ def save_peft_adapter(model: Model, folder: str | Path, base_model: str | None =
 
     Raises:
         ValueError: If the model has no LoRA.
-        OSError: If it cannot be written.
+        OSError: On every rank, if rank 0 cannot write it.
     """
     own = {key: update for attention in attentions(model) for key, update in _whole(attention)}
     # A stage may have no attention.
@@ -240,16 +240,16 @@ def save_peft_adapter(model: Model, folder: str | Path, base_model: str | None =
     updates: Updates = {key: update for stage, _ in stages for key, update in stage.items()}
     if not updates:
         raise ValueError("the model has no LoRA: add_lora first")
-    failure = None
+    failure: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             [dims, *_] = [one for _, some in stages for one in some]
             write_peft_adapter(updates, dims, folder, base_model)
-        except OSError as error:
-            failure = error
-    dist.barrier()
-    if failure is not None:
-        raise failure
+        except Exception as error:
+            failure = [error]
+    dist.broadcast_object_list(failure, 0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.serving.engine_control import EngineControl
 from absorbed_mla.serving.llm import LLM, Prompt
 from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from absorbed_mla.serving.server.service import RequestStream, Snapshot, Update
 
 
-class AsyncLLM:
+class AsyncLLM(EngineControl):
     """Generates text for any number of tasks at a time, whose requests run together.
 
     It is the server's engine: a thread of its own has the model.
@@ -64,7 +65,8 @@ class AsyncLLM:
                 f"{error.name} is missing: pip install 'absorbed-mla[serve]'"
             ) from error
         _without_loop(llm.wake)
-        self._llm, self._service = llm, Service(llm, Metrics(), lambda: None)
+        super().__init__(Service(llm, Metrics(), lambda: None))
+        self._llm = llm
         self._names = itertools.count()
         # By request_id.
         self._streams: dict[str, RequestStream] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -146,11 +147,7 @@ class LLMEngine:
         Raises:
             ValueError: If there is no such level, or 2 is to forget weights of a live model.
         """
-        if level not in (0, 1, 2) or (self._live and level == 2):
-            levels = "0 or 1 for a live model, whose weights are the training's"
-            raise ValueError(
-                f"level must be {levels if self._live else '0, 1 or 2'}, got {level!r}"
-            )
+        self.require_sleep_level(level)
         with self._exclusively():
             if self._awake or level:
                 self._runner.sleep(level)
@@ -159,10 +156,23 @@ class LLMEngine:
             if level == 2:
                 self._lacks_weights = "sleep(level=2) has discarded the weights"
 
+    def require_sleep_level(self, level: int) -> None:
+        """Check a level as :meth:`sleep` does, without sleeping."""
+        if level not in (0, 1, 2) or (self._live and level == 2):
+            levels = "0 or 1 for a live model, whose weights are the training's"
+            raise ValueError(
+                f"level must be {levels if self._live else '0, 1 or 2'}, got {level!r}"
+            )
+
     @property
     def is_sleeping(self) -> bool:
         """Whether the model is asleep."""
         return not self._awake
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step can run: the model is awake and has all weights."""
+        return self._awake and not self._lacks_weights
 
     def update_weights(
         self,
@@ -198,6 +208,11 @@ class LLMEngine:
         if not isinstance(weights, str) and not hasattr(weights, "shapes"):
             raise ValueError(
                 f"weights must be LiveWeights or an address, got {type(weights).__name__}"
+            )
+        if rank_offset < 1 or not 0 < timeout < math.inf:
+            raise ValueError(
+                "rank_offset must be at least 1 and timeout above 0 and finite, got "
+                f"{rank_offset} and {timeout}"
             )
         if keep_cache and self._stores_prefixes:
             raise ValueError("keep_cache=True needs prefix_cache_dir=None")

@@ -102,7 +102,8 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     refuse(ranges(args))
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
     # The last token is sampled, not read; sequence parallelism divides the others evenly.
-    args.seq_length = longest + (-longest) % args.tensor_model_parallel_size
+    multiple = args.tensor_parallel_parts or args.tensor_model_parallel_size
+    args.seq_length = longest + (-longest) % multiple
     args.global_batch_size = args.num_prompts * args.group_size
     _check_sizes(args, max(1, world_size // args.tensor_model_parallel_size))
     validate_arguments(args)
@@ -126,6 +127,10 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     add("--shared-prefixes", action="store_true", help=text)
     text = "parity mode of the attention: the same bits in the rollout and in training"
     add("--batch-invariant", action="store_true", help=text)
+    change = {
+        "help": "parts of sums over ranks, for the same bits at other --tensor-model-parallel"
+    }
+    add_flags(group, LLMOptions, ["tensor_parallel_parts"], tensor_parallel_parts=change)
 
 
 def add_num_tokens(parser: Any, default: int) -> None:
@@ -140,6 +145,8 @@ def _check(args: argparse.Namespace) -> None:
     with errors_by_flag():
         SamplingParams(max_tokens=args.num_tokens_to_generate)
         LLMOptions(max_num_seqs=args.max_requests)
+    if args.tensor_parallel_parts is not None and not args.batch_invariant:
+        raise ValueError("--tensor-parallel-parts needs --batch-invariant")
     if args.group_size < 2:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"

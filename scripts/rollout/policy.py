@@ -37,7 +37,7 @@ def build_policy(args: argparse.Namespace, device: torch.device) -> tuple:
         ValueError: If Megatron refuses the options, or the checkpoint does not hold this model.
     """
     if args.batch_invariant:
-        enable_batch_invariant_mode(device.type)
+        enable_batch_invariant_mode(device.type, args.tensor_parallel_parts)
     options = AbsorbedMLAOptions(
         form=args.form,
         down_projection=args.down_projection,

@@ -124,6 +124,13 @@ def test_several_adapters_in_a_batch(graph_tokens):
     assert len({tuple(one[1].log_probs) for one in expected.values()}) == 3
 
 
+def test_every_rank_hears_that_an_adapter_cannot_be_written():
+    with shared_folder() as folder:
+        (folder / "file").touch()
+        with pytest.raises(FileExistsError):
+            save_peft_adapter(with_random_lora(model(), seed=3), folder / "file")
+
+
 def test_trains_generates_and_trains():
     """Generation changes nothing of what training does."""
 

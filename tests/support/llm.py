@@ -16,6 +16,7 @@ import torch
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add, Command
+from absorbed_mla.serving.executor.weight_updates import UpdateFailure
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.request_results import Progress, Result
 from absorbed_mla.serving.statistics import Statistics
@@ -78,6 +79,8 @@ class FakeRunner:
         num_added: Requests, since it slept.
         says: What every output says, to its end, in place of its own.
         salts, priorities: ``cache_salt`` and ``priority`` of each request.
+        updates: Arguments of each update of weights.
+        failure: Of each update.
     """
 
     def __init__(self, **options) -> None:
@@ -98,6 +101,8 @@ class FakeRunner:
         self.says: str | None = None
         self.salts: list[str | None] = []
         self.priorities: list[int] = []
+        self.updates: list[tuple] = []
+        self.failure: UpdateFailure | None = None
 
     def step(self, commands: Sequence[Command]) -> list[Progress]:
         self.started.set()
@@ -167,6 +172,14 @@ class FakeRunner:
 
     def wake(self) -> None:
         pass
+
+    def update_weights(self, *asked) -> UpdateFailure | None:
+        self.updates.append(asked)
+        self.go.wait()
+        return self.failure
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return reset_running_requests or not self._running
 
     def statistics(self) -> Statistics:
         return Statistics()

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -32,12 +31,13 @@ from absorbed_mla.serving.server.protocol import (
     Answer,
     CompletionRequest,
     GenerationRequest,
-    KnownFields,
     Pieces,
     error_body,
 )
+from absorbed_mla.serving.server.request_fields import read_body
 from absorbed_mla.serving.server.responses_answer import ResponsesAnswer, ResponsesEvents
 from absorbed_mla.serving.server.responses_request import ResponsesRequest
+from absorbed_mla.serving.server.rl_endpoints import rl_routes
 from absorbed_mla.serving.server.service import (
     ModelFailed,
     RequestStream,
@@ -52,9 +52,6 @@ _REQUEST_ID = "X-Request-Id"
 # Every event of a streamed answer has it.
 _LONGEST_ID = 200
 _NO_PARSERS = OutputParsers()
-# Fields that a refusal names.
-_MOST_PROBLEMS = 10
-_Body = TypeVar("_Body", bound=KnownFields)
 _Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
 
@@ -69,6 +66,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     parsers: OutputParsers = _NO_PARSERS,
     loras: Mapping[str, LoRARequest] = {},
+    enable_rl_endpoints: bool = False,
 ) -> Starlette:
     """The application.
 
@@ -81,6 +79,7 @@ def build_app(
         max_body_bytes: Of a request.
         parsers: Of tool calls and reasoning.
         loras: Adapters by the names that clients call them.
+        enable_rl_endpoints: Whether there are those of ``rl_endpoints.py``.
     """
     routes = _Routes(service, metrics, name, parsers, loras)
 
@@ -120,6 +119,7 @@ def build_app(
             Route("/v1/completions", guarded(routes.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(routes.chat), methods=["POST"]),
             Route("/v1/responses", guarded(routes.responses), methods=["POST"]),
+            *(rl_routes(service, guarded) if enable_rl_endpoints else ()),
         ],
         exception_handlers={
             HTTPException: _http_error,
@@ -203,7 +203,7 @@ class _Routes:
         """``/tokenize`` or ``/detokenize``, which do not wait for the model."""
 
         async def answer(request: Request) -> Response:
-            body = await _read(request, kind)
+            body = await read_body(request, kind)
             self._require_model(body.model)
             work = self._service.tokenize(body.answer, request.state.body_bytes)
             return JSONResponse(await _unless_disconnected(request, work))
@@ -212,17 +212,17 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        return await self._answer(request, await _read(request, CompletionRequest), Answer)
+        return await self._answer(request, await read_body(request, CompletionRequest), Answer)
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        body = await _read(request, ChatRequest)
+        body = await read_body(request, ChatRequest)
         body.use(self._parsers)
         return await self._answer(request, body, ChatAnswer)
 
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
-        body = await _read(request, ResponsesRequest)
+        body = await read_body(request, ResponsesRequest)
         body.use(self._parsers)
         return await self._answer(request, body, ResponsesAnswer)
 
@@ -324,25 +324,6 @@ class _EventStream(Response):
             status = 503 if isinstance(error, ServiceStopped) else 500
             end = self._pieces.failed(str(error), status)
         await _write(send, {**body, "body": end, "more_body": False})
-
-
-async def _read(request: Request, kind: type[_Body]) -> _Body:
-    """The body of a request.
-
-    Raises:
-        HTTPException: See :class:`Bodies`.
-        ValueError: If it is no JSON of this kind, naming each field that is wrong.
-    """
-    content = await request.app.state.bodies.read(request)
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}"
-            for one in found[:_MOST_PROBLEMS]
-        ]
-        raise ValueError("; ".join(problems).replace(": Value error, ", ": ")) from error
 
 
 async def _write(send: Send, message: Message) -> None:

@@ -55,6 +55,8 @@ class ServerOptions(Options):
         None, choices=("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2"), unset="none"
     )
     """How the model thinks: answers then have that apart from their text."""
+    enable_rl_endpoints: bool = option(False)
+    """Endpoints for trainers. docs/rl.md lists them."""
     max_body_bytes: int = option(2**24, least=1)
     """Most bytes of a request's body."""
     allowed_origins: str | None = option(
@@ -197,6 +199,7 @@ def _serve(model: Path, options: LLMOptions, own: ServerOptions, api_key: str | 
         template = getattr(llm.tokenizer, "chat_template", "")
         parsers = OutputParsers.chosen(own.tool_call_parser, own.reasoning_parser, template)
         limits = {"max_body_bytes": most, "parsers": parsers, "loras": loras}
+        limits["enable_rl_endpoints"] = own.enable_rl_endpoints
         app = build_app(service, metrics, name, api_key, own.origins, **limits)
         server = HTTPServer(
             app,

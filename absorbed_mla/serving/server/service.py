@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +33,8 @@ _SAMPLE = 1.0
 STEP_TIMEOUT = 300.0
 # Seconds that a process of the model may be silent; it beats each second, also during a step.
 HEARTBEAT_TIMEOUT = 20.0
+
+_STOPPED, _ASLEEP = "the model has stopped", "the model is asleep"
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +67,10 @@ class ServerBusy(ServiceStopped):
 
     def __init__(self) -> None:
         super().__init__("too many large requests wait; try again later")
+
+
+class NotReady(ServiceStopped):
+    """The model is asleep, or lacks weights; it takes no requests until that has changed."""
 
 
 class ModelFailed(RuntimeError):
@@ -193,8 +199,9 @@ class _Submit:
 
 
 @dataclass(frozen=True)
-class _Abort:
-    names: list[str]
+class _Call:
+    function: Callable[[LLM], Any]
+    future: Future
 
 
 class Service:
@@ -219,12 +226,17 @@ class Service:
     ) -> None:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
-        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Submit | _Call | None] = queue.SimpleQueue()
         # By the name of a request, with the number of its prompt.
         self._streams: dict[str, tuple[RequestStream, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
         self._drains = False
+        # While it is paused: that it is, whether what runs waits, too, and what has come.
+        self._paused = self._frozen = False
+        self._held: list[_Submit] = []
+        # What the call that runs will return.
+        self._called: Future[Any] = Future()
         self._step_timeout, self._heartbeat_timeout = step_timeout, heartbeat_timeout
         # When the step that runs began, and when statistics were last read.
         self._step_began: float | None = None
@@ -238,8 +250,11 @@ class Service:
         self._thread.start()
 
     def end(self) -> None:
-        """Fail all requests, and all that follow, after the step that runs."""
+        """Fail all requests, and all that follow, after the step or call that runs."""
         self._commands.put(None)
+        # It may wait for somebody else.
+        with contextlib.suppress(InvalidStateError):
+            self._called.set_exception(ShuttingDown())
 
     def stop(self) -> None:
         """:meth:`end`, and wait for the thread; not for ever, because a step may hang."""
@@ -332,6 +347,58 @@ class Service:
         except Exception as error:
             raise as_refusal(error) from error
 
+    async def call(self, function: Callable[[LLM], _Result]) -> _Result:
+        """The result of a function that the model's thread calls between two steps.
+
+        Raises:
+            Exception: What it raises.
+            ServiceStopped: If the model has stopped, or ends meanwhile.
+        """
+        future: Future[_Result] = Future()
+        if self._drains:
+            raise ShuttingDown
+        self._queue(_Call(function, future))
+        return await asyncio.wrap_future(future)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait for :meth:`resume`."""
+        return self._paused
+
+    # In the model's thread, by :meth:`call`.
+
+    def pause(self, mode: str) -> None:
+        """Let new requests wait; those that run go on, wait as well or are aborted.
+
+        Args:
+            mode: ``"wait"``, ``"keep"`` or ``"abort"``.
+        """
+        self._paused, self._frozen = True, mode == "keep"
+        if mode == "abort":
+            _abort_all(self.llm, self._streams)
+
+    def resume(self) -> None:
+        """Run what waits."""
+        self._paused = self._frozen = False
+        held, self._held = self._held, []
+        for command in held:
+            self._submit(command)
+
+    def can_step(self) -> bool:
+        """Whether there is something to run that neither waits nor lacks the model."""
+        ready = self.llm.is_ready and not self._frozen
+        return ready and self.llm.has_unfinished_requests()
+
+    def sleep(self, level: int) -> None:
+        """As :meth:`LLM.sleep`; what still runs fails."""
+        self._sampled = -_SAMPLE
+        self._sample()
+        self.llm.sleep(level)
+        for stream, _ in self._streams.values():
+            _fail(stream, NotReady(_ASLEEP))
+        self._streams.clear()
+        self._metrics.stop("abort")
+
     def _in_thread(self, size: int, function: Callable[[], Any]) -> Future:
         with self._lock:
             self._require_running()
@@ -342,7 +409,7 @@ class Service:
             raise ServerBusy
         return future
 
-    def _queue(self, command: _Submit) -> None:
+    def _queue(self, command: _Submit | _Call) -> None:
         with self._lock:
             self._require_running()
             self._commands.put(command)
@@ -352,12 +419,12 @@ class Service:
             raise self._stopped
 
     def _abort(self, names: list[str]) -> None:
-        self._commands.put(_Abort(names))
+        self._commands.put(_Call(partial(_abort_all, names=names), Future()))
 
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self.llm.has_unfinished_requests():
+                if self.can_step():
                     self._step_began = time.monotonic()
                     outputs = self.llm.step()
                     # A client that has its answer finds it among the metrics.
@@ -369,13 +436,13 @@ class Service:
         except Exception as error:
             # It may have paths and lines of a log, which are not for clients.
             _logger.critical("the model has stopped: %s", error)
-            self._end(ServiceStopped("the model has stopped"))
+            self._end(ServiceStopped(_STOPPED))
             self._on_death()
 
     def _sample(self) -> None:
         """Read the engine's statistics, now and then."""
         now = time.monotonic()
-        if now - self._sampled >= _SAMPLE:
+        if now - self._sampled >= _SAMPLE and self.llm.is_ready:
             # Of all ranks, which may hang as in a step.
             self._step_began = now
             self._metrics.engine, self._sampled = self.llm.statistics(), now
@@ -383,7 +450,7 @@ class Service:
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting if nothing runs; False ends the thread."""
-        wait = not self.llm.has_unfinished_requests()
+        wait = not self.can_step()
         while True:
             try:
                 command = self._commands.get(block=wait, timeout=_CHECK if wait else None)
@@ -395,18 +462,44 @@ class Service:
             wait = False
             if command is None:
                 return False
-            if isinstance(command, _Abort):
-                for name in command.names:
-                    self.llm.abort(name)
-                continue
-            self._submit(command)
+            if isinstance(command, _Call):
+                self._carry_out(command)
+            else:
+                self._submit(command)
+
+    def _carry_out(self, call: _Call) -> None:
+        if not call.future.set_running_or_notify_cancel():
+            return
+        self._called = call.future
+        failure: Exception | None = None
+        try:
+            result = call.function(self.llm)
+        except Exception as error:
+            failure = ServiceStopped(_STOPPED)
+            # Its processes may have ended of it.
+            self.llm.check()
+            failure = error
+        finally:
+            # Unless the caller has heard of the server's end.
+            with contextlib.suppress(InvalidStateError):
+                if failure is None:
+                    call.future.set_result(result)
+                else:
+                    call.future.set_exception(failure)
 
     def _submit(self, command: _Submit) -> None:
         """Queue prompts, unless their caller has left."""
         if command.stream.is_over:
             return
+        if self._paused:
+            self._held.append(command)
+            return
         try:
+            if not self.llm.is_ready:
+                raise NotReady(_ASLEEP if self.llm.is_sleeping else "the model lacks weights")
             self._add_all(command)
+        except NotReady as error:
+            _fail(command.stream, error)
         except Exception as error:
             _fail(command.stream, as_refusal(error))
         else:
@@ -451,6 +544,10 @@ class Service:
                 command = self._commands.get()
                 if isinstance(command, _Submit):
                     _fail(command.stream, reason)
+                elif isinstance(command, _Call) and command.future.set_running_or_notify_cancel():
+                    command.future.set_exception(reason)
+        for stream in (one.stream for one in self._held):
+            _fail(stream, reason)
         for stream, _ in self._streams.values():
             _fail(stream, reason)
         self._streams.clear()
@@ -475,6 +572,11 @@ def as_refusal(error: Exception) -> ValueError:
     if isinstance(error, ValueError):
         return error
     return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
+
+
+def _abort_all(llm: LLM, names: Iterable[str]) -> None:
+    for name in names:
+        llm.abort(name)
 
 
 def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:

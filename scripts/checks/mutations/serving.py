@@ -60,6 +60,7 @@ absorbed_mla/serving/executor/engine_options.py
   prompts_in_no_graphs_by_default: chosen_tokens(model, sizes) -> 0
 absorbed_mla/serving/executor/local.py
   no_graphs_before_traffic: runner._wake(capture=True) -> runner.wake()
+  updates_leave_old_latents: is not None and not keep_cache: -> is not None and False:
 absorbed_mla/serving/executor/multiprocess.py
   peer_hides_the_killed_rank: if ended:
     |            self._die(ended[0])
@@ -115,6 +116,7 @@ absorbed_mla/serving/llm.py
   beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
+  part_of_the_weights_generates: self._lacks_weights = message -> pass
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:
   first_call_to_end_puts_the_model_to_sleep: if self._woken_by_call and not self._calls:
@@ -430,17 +432,15 @@ absorbed_mla/serving/server/responses_request.py
   thoughts_and_calls_are_messages_apart: if last is None or len(last.keys() &
     -> if True or len({} and
 absorbed_mla/serving/server/service.py
-  an_aborted_stream_never_ends:
-    - self.llm.abort(name)
-    |                continue
-    -> self.llm.abort(name), self._streams.pop(name, None)
-    |                continue
+  an_aborted_stream_never_ends: partial(_abort_all, names=names)
+    -> lambda llm: [(llm.abort(name), self._streams.pop(name, None)) for name in names]
   disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
   caller_aborts_twice: self._running.clear() ->
   server_wakes_for_every_request: _call(loop, _put_all, its)
     -> for one in its:
     |                _call(loop, _put_all, [one])
   nobody_hears_of_the_death: self._on_death() ->
+  paused_requests_run: self.llm.is_ready and not self._frozen -> self.llm.is_ready
 absorbed_mla/serving/server/tool_calls.py
   spaces_in_front_of_calls_are_text: self._raw, self._spaces, self._is_empty = "", "", True
     -> self._raw, self._is_empty = "", True
@@ -508,5 +508,8 @@ absorbed_mla/serving/weights/load.py
     -> return min((p.parent for p in checkpoint.auxiliary.values()), default=None)
   index_weights_are_rounded: keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     ->
+absorbed_mla/serving/weights/update.py
+  updates_of_any_dtype: if dtype not in DTYPES.values() -> if False
+  updates_read_the_next_bucket: self._arrived[name] = self._arrived[name].clone() -> pass
 """
 )

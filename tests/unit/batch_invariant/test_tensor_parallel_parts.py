@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import optimizer
 from torch import nn
 
 from absorbed_mla import absorb
@@ -47,6 +49,21 @@ def _on():
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def test_norm_of_gradients(_on):
+    """The same bits in any division, near the true one; what is not finite shows."""
+
+    def norm(*grads, **kind):
+        return optimizer.get_grad_norm_fp32([*grads], **kind)
+
+    whole = drawn(6000) * 10.0 ** (6 * drawn(2, 3000).flatten())
+    assert norm(whole) == pytest.approx(whole.double().norm().item(), rel=1e-9)
+    assert norm(whole) == norm(*whole.flip(0).split(700)) == norm(whole.view(6, -1), drawn(0))
+    assert norm(whole, norm_type=math.inf) == whole.abs().max()
+    assert norm() == norm(torch.zeros(3)) == 0
+    for wrong in (math.nan, math.inf):
+        assert norm(whole, torch.tensor([wrong])) == math.inf
 
 
 @pytest.mark.parametrize("count", range(1, 10))

@@ -115,6 +115,33 @@ class TestOutputs:
         assert asyncio.run(main()) == expected
 
 
+def test_control():
+    """As the server's endpoints, of which ``test_rl_endpoints.py`` has the rest."""
+
+    async def check(llm):
+        task = asyncio.ensure_future(collect(llm, "hello", LONG))
+        while not runner.has_running():
+            await asyncio.sleep(0.01)
+        assert not await llm.reset_prefix_cache() and await llm.reset_prefix_cache(True)
+        await llm.pause_generation("keep")
+        await llm.update_weights("tcp://127.0.0.1:1", keep_cache=True)
+        assert await llm.is_paused() and not task.done()
+        await llm.resume_generation()
+        assert (await task)[-1].outputs[0].text == expected_text("hello", tokens=200)
+        await llm.sleep(2, mode="wait")
+        with pytest.raises(RuntimeError, match="the model is asleep"):
+            await collect(llm, "abc")
+        with pytest.raises(RuntimeError, match="call update_weights"):
+            await llm.wake_up()
+        await llm.update_weights("tcp://127.0.0.1:1")
+        await llm.wake_up(["kv_cache"])
+        assert not await llm.is_sleeping() and await collect(llm, "abc")
+
+    runner = FakeRunner()
+    run(check, runner)
+    assert [keep for _, keep, *_ in runner.updates] == [True, False]
+
+
 class TestEnds:
     def test_abort(self):
         """The reader gets what there is; others go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -16,7 +17,7 @@ from absorbed_mla.serving.weights.load import load_model, open_model
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
-from tests.support.llm import tiny_folder
+from tests.support.llm import serving, tiny_folder
 
 pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
 
@@ -240,13 +241,15 @@ def test_memory(tmp_path):
     assert after < before + 0.05 * size
 
 
+@pytest.fixture(scope="module")
+def model(folders):
+    """Trained, with the new weights."""
+    options = LLMOptions(tensor_parallel_size=1)
+    return load_model(open_model(folders[1]), options, torch.device("cpu"))
+
+
 class TestSender:
     """From another program, as far as an ``LLM`` can tell."""
-
-    @pytest.fixture(scope="class")
-    def model(self, folders):
-        options = LLMOptions(tensor_parallel_size=1)
-        return load_model(open_model(folders[1]), options, torch.device("cpu"))
 
     @pytest.mark.parametrize("backend", ["process_group", "shared_memory"])
     def test_live_weights(self, old, model, expected, backend):
@@ -271,3 +274,63 @@ class TestSender:
                 address = sender.address
                 del sender
         assert outputs_of(old) == expected[1]
+
+
+class TestServer:
+    """Through HTTP."""
+
+    @pytest.fixture
+    def client(self, old):
+        pytest.importorskip("uvicorn")
+        openai = pytest.importorskip("openai")
+        with serving(llm=old, app_options={"enable_rl_endpoints": True}) as served:
+            yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+
+    def complete(self, client, prompts=PROMPTS, tokens=6, **ask):
+        more = {"ignore_eos": True, "return_token_ids": True}
+        ask |= {"model": "tiny", "temperature": 0, "logprobs": 0, "extra_body": more}
+        return client.completions.create(prompt=prompts, max_tokens=tokens, **ask)
+
+    def rollouts(self, client) -> list[tuple]:
+        found = self.complete(client).choices
+        return [(one.token_ids, one.logprobs.token_logprobs) for one in found]
+
+    def update(self, client, weights, **more):
+        """What the server answers to an update from a sender."""
+        sender = WeightSender("tcp://127.0.0.1:0", 1, bucket_bytes=4096)
+        body = {"address": sender.address, **more}
+        url = str(client.base_url).replace("/v1/", "/update_weights")
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(client.post, url, body=body, cast_to=object)
+            with contextlib.suppress(ValueError):
+                sender.send(weights)
+            return answer.result()
+
+    def test_rollouts(self, client, model, expected):
+        assert self.rollouts(client) == expected[0]
+        assert self.update(client, LiveWeights(model)) == {"message": "Weights updated"}
+        assert self.rollouts(client) == expected[1]
+
+    def test_in_the_middle_of_a_stream(self, client, model, old):
+        """It goes on, as a new model does after the tokens that there are."""
+        count, prompt = 24, PROMPTS[1]
+        stream = self.complete(client, prompt, count, stream=True)
+        pieces = [next(stream)]
+        self.update(client, LiveWeights(model))
+        pieces += stream
+        tokens = [token for piece in pieces for token in piece.choices[0].token_ids]
+        log_probs = [x for piece in pieces for x in piece.choices[0].logprobs.token_logprobs]
+        assert len(tokens) == len(log_probs) == count
+        params = [PARAMS.replace(max_tokens=count - k) for k in range(1, count)]
+        again = outputs_of(old, [[*prompt, *tokens[:k]] for k in range(1, count)], params)
+        assert any(one == (tokens[k:], log_probs[k:]) for k, one in enumerate(again, 1))
+
+    def test_refused(self, client, new, expected):
+        openai = pytest.importorskip("openai")
+        with pytest.raises(openai.BadRequestError, match=f"{NAME} is missing"):
+            self.update(client, Tensors(without(new, NAME)))
+        url = str(client.base_url).replace("/v1/", "/update_weights")
+        body = {"address": "tcp://127.0.0.1:9", "timeout": 0.2}
+        with pytest.raises(openai.BadRequestError, match="nobody sends weights at"):
+            client.post(url, body=body, cast_to=object)
+        assert self.rollouts(client) == expected[0]

@@ -273,6 +273,7 @@ class TestCommandLine:
                 "the default num_prompts 8 x the default group_size 8 samples",
             ),
             ("--use-checkpoint-args", "--load"),
+            ("--tensor-parallel-parts 4", "needs --batch-invariant"),
             ("--shared-prefixes --replay", "--shared-prefixes does not go with --replay"),
             ("--shared-prefixes --batch-invariant", "does not go with --batch-invariant"),
             (

@@ -259,8 +259,12 @@ class TestEndToEnd:
         assert "the process of rank 1 has ended with code -9" in (tmp_path / "log").read_text()
 
     def test_terminated(self, folder, tmp_path):
-        process, client = self.start(folder, tmp_path, 1, "--log-format", "json")
+        process, client = self.start(
+            folder, tmp_path, 1, "--log-format", "json", "--enable-rl-endpoints"
+        )
         assert client.models.list().data[0].id == "tiny"
+        asleep = str(client.base_url).replace("/v1/", "/is_sleeping")
+        assert client.get(asleep, cast_to=object) == {"is_sleeping": False}
         self.require_loglikelihoods(folder, client)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from tests.support.llm import until
 class CountingLLM:
     """Ends each request in its first step; refuses the prompt "bad"."""
 
-    num_running = 0
+    num_running, is_ready = 0, True
 
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0
