@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -161,30 +160,24 @@ def test_claims_about_float64():
     assert with_its_own < 1e-7
 
 
-def test_the_plot_of_errors_holds_each_against_its_own_bound(tmp_path, monkeypatch):
+def test_summary_of_errors(tmp_path):
     """An error above the smallest bound of others is no violation; one above its own is."""
-    drawn = []
-
-    @contextlib.contextmanager
-    def figure(path, rows, columns, size):
-        from matplotlib.figure import Figure
-
-        made = Figure().subplots(squeeze=False)
-        yield made
-        drawn.append(made[0][0])
-
-    monkeypatch.setattr(oracle_report, "figure", figure)
-    common = {"device": "cuda", "backend": "local", "dtype": "float32", "rotary_table": "module's"}
-    figures = [(1e-6, 2e-6), (1e-7, 5e-7), (3e-6, 1e-6)]
-    rows = [{**common, "worst_relative_error": e, "bound": b} for e, b in figures]
-    oracle_report.plot(rows, tmp_path / "errors.png")
-    [axes] = drawn
-    points = axes.collections[0].get_offsets()[:, 1]
-    assert list(points) == pytest.approx([0.5, 0.2, 3])
-    [line] = axes.lines
-    assert set(line.get_ydata()) == {1} and "bound" in line.get_label()
-    assert axes.get_ylim()[0] < 0.2 and axes.get_ylim()[1] > 3
-    assert "below 1 is good" in axes.get_ylabel()
+    common = dict.fromkeys(oracle_report.CASE, "x")
+    figures = [(1e-6, 2e-6, "a"), (1e-7, 5e-7, "b"), (3e-6, 1e-6, "c")]
+    rows = [{**common, "worst_relative_error": e, "bound": b, "tensor": t} for e, b, t in figures]
+    table, found = tmp_path / "errors.jsonl", tmp_path / "summary.json"
+    table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert oracle_report.main([str(found), str(table)]) == 0
+    [case] = oracle_report.read_summary(found)
+    assert case == {
+        **common,
+        "combinations": 3,
+        "worst_relative_error": 3e-6,
+        "least_bound": 5e-7,
+        "greatest_bound": 2e-6,
+        "worst_error_over_bound": 3.0,
+        "tensor": "c",
+    }
 
 
 class TestSupportMatrix:
