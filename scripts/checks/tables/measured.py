@@ -18,7 +18,7 @@ from benchmarks.served import report as serving
 from benchmarks.served.report import ServingReport
 from benchmarks.shared_prefix import PrefixReport
 from checks.oracle_report import read_summary
-from checks.tables import by_input, recorded, table, without_errors
+from checks.tables import by_input, table
 
 NONE = "Not measured yet."
 MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
@@ -290,74 +290,6 @@ def indexer_table(docs: Path) -> str:
     return table(rows, columns, ["backend"])
 
 
-def sparse_decode_table(docs: Path) -> str:
-    """Microseconds of sparse decode, with its parts, beside dense decode and FlashMLA."""
-    lines: list[list[str]] = []
-    for row in recorded(docs / "dsa" / "decode.json"):
-        case = row.case
-        if case.implementation == "sparse, hopper":
-            parts = (row.times.median * 1e6, row.more.select_us, row.more.attend_us)
-            lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
-        elif case.implementation in ("FlashMLA", "dense, hopper"):
-            lines[-1].append(f"{row.times.median * 1e6:.0f}")
-    head = ["heads", "keys", "sparse us", "choice us", "attention us"]
-    return markdown_table([*head, "`FlashMLA`, attention us", "dense us"], lines)
-
-
-def sparse_layer_table(docs: Path) -> str:
-    """Milliseconds of a step of whole layers, and the memory of our sparse one."""
-    found: dict[int, dict[str, Any]] = {}
-    for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
-        for row in recorded(docs / "dsa" / name):
-            works = found.setdefault(row.case.tokens, {})
-            for work in without_errors(row.works):
-                works.setdefault(work.name, work)
-
-    def step(name: str, row: tuple[int, dict]) -> str:
-        return f"{row[1][name].step.median * 1e3:.1f}" if name in row[1] else "-"
-
-    columns: dict[str, Callable[[tuple], str]] = {
-        "tokens": lambda row: tokens_text(row[0]),
-        **{f"{name} ms": partial(step, name) for name in ("sparse", "warm-up", "dense")},
-        "Megatron, TileLang ms": partial(step, "megatron-tilelang"),
-        "sparse GiB": lambda row: f"{row[1]['sparse'].peak_bytes / 2**30:.1f}",
-    }
-    return table(sorted(found.items()), columns)
-
-
-# Sampling parameters of each kind of drawing in the file.
-_DRAWS = {
-    "top_p": {"top_p": 0.95},
-    "top_k": {"top_k": 50},
-    "min_p": {"min_p": 0.05},
-    "both": {"top_k": 20, "top_p": 0.8, "temperature": 0.6},
-}
-
-
-def drawing_table(docs: Path) -> str:
-    """Microseconds of our kernels and of PyTorch's functions, a kind of drawing in a line."""
-    file = docs / "generation" / "drawing.json"
-    if not file.exists():
-        return NONE
-    found = {tuple(vars(row.case).values()): row for row in recorded(file)}
-
-    def time(count: int, name: str, kind: tuple[str, str]) -> str:
-        times = getattr(found.get((*kind, count)), name, None)
-        return f"{1e6 * times.median:.1f}" if times else "-"
-
-    def drawn(kind: tuple[str, str]) -> str:
-        filters = (f"`{name}` {value}" for name, value in _DRAWS.get(kind[0], {}).items())
-        return ", ".join(filters) or kind[0]
-
-    columns = {"drawn": drawn, "logits": lambda kind: kind[1]} | {
-        f"{count}: {called} us": partial(time, count, name)
-        for count in sorted({count for _, _, count in found})
-        for called, name in (("ours", "ours"), ("PyTorch", "torch"))
-    }
-    kinds = dict.fromkeys((draws, logits) for draws, logits, _ in found)
-    return table(kinds, columns, ["drawn", "logits"])
-
-
 LLM_FILE = Path("accuracy") / "llm.json"
 # Whether TransformerEngine is there, and whether steps are CUDA graphs.
 _WAYS = {
@@ -438,11 +370,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparse forward": sparse_forward_table,
     "sparse backward": sparse_backward_table,
     "indexer": indexer_table,
-    "sparse decode": sparse_decode_table,
-    "sparse layer": sparse_layer_table,
     "decode": decode_table,
     "decode lengths": decode_lengths_table,
-    "drawing": drawing_table,
     "beside vllm": serving_table,
     "traffic beside vllm": _of_serving("traffic.json", partial(serving.table, traffic=True)),
     "parity mode beside default": _of_serving(

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from absorbed_mla.registry import Registry
-from benchmarks.kit.report import Times
 from checks import docs_tables, oracle_report
 from checks.docs_tables import DOCS, MEASUREMENTS
 from checks.tables import measured, options
@@ -105,31 +103,6 @@ def test_only_like_is_compared_with_like(copied, recompute):
     else:
         assert line.endswith("| 20.0 | 10.0 | 0.50 | 4 | 1 | 0.25 | - | - | - | - | - | - |")
         assert "0.50 to 0.50 | 0.25 to 0.25" in measured.ring_ranges(copied)
-
-
-def test_drawing(tmp_path):
-    """A line for each kind, a pair of columns for each number of requests; gaps where it failed."""
-    assert docs_tables.TABLES["drawing"](tmp_path) == "Not measured yet."
-    seconds = {"greedy": (3e-6, 28e-6), "top_p": (38.04e-6, 5e-3)}
-    rows = [
-        {
-            "case": {"draws": draws, "logits": "flat", "requests": requests},
-            "ours": asdict(Times.of([requests * ours])),
-            "torch": asdict(Times.of([requests * torch])),
-            "error": "other tokens" if (draws, requests) == ("top_p", 2) else "",
-        }
-        for draws, (ours, torch) in seconds.items()
-        for requests in (1, 2)
-    ]
-    file = tmp_path / "generation" / "drawing.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps({"rows": rows}))
-    assert docs_tables.TABLES["drawing"](tmp_path).splitlines() == [
-        "| drawn | logits | 1: ours us | 1: PyTorch us | 2: ours us | 2: PyTorch us |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-        "| greedy | flat | 3.0 | 28.0 | 6.0 | 56.0 |",
-        "| `top_p` 0.95 | flat | 38.0 | 5000.0 | - | - |",
-    ]
 
 
 def worst(machine: str, *, cp: bool, table: str = "module") -> float:
