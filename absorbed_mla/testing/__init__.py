@@ -1,1 +1,1 @@
-"""What tests and measurements need: counts of traffic, the weights of tokens that are drawn."""
+"""What measurements need: the recall of a selection, the weights of tokens that are drawn."""

@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from absorbed_mla import sequences
-from absorbed_mla.testing.traffic import count_traffic
+from benchmarks.kit.traffic import count_traffic
 from tests import oracle
 from tests.distributed.test_oracle_grid import form, layout
 from tests.support import needs, world

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from absorbed_mla.qk_clip import clip_qk
-from absorbed_mla.testing.traffic import count_traffic
+from benchmarks.kit.traffic import count_traffic
 from tests import oracle
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights

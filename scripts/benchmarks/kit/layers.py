@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.testing.traffic import Traffic, count_traffic
 from benchmarks.kit.processes import Processes
 from benchmarks.kit.report import Refused, refusing
+from benchmarks.kit.traffic import Traffic, count_traffic
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 
 # DeepSeek-V3's scaling of its rotary embedding.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from absorbed_mla.testing.traffic import Message, count_traffic
+from benchmarks.kit.traffic import Message, count_traffic
 from tests.support import world
 
 
