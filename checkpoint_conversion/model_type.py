@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from absorbed_mla.registry import Registry
 from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.refused_models import REFUSED, Refused
 
 
 class FixedValue(NamedTuple):
@@ -168,46 +169,18 @@ class TextAndImages:
         return name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """A model type with a latent attention that cannot be converted.
-
-    Attributes:
-        name: As config.json has it; the name of the file.
-        lacking: What it has that Megatron-Core lacks.
-        unmapped: What it has that the converter has no place for; None: nothing more.
-        also: Model types of whole models that it is the text model of, or its own in one.
-        released: Checkpoints of it.
-    """
-
-    name: str
-    lacking: str
-    unmapped: str | None = None
-    also: tuple[str, ...] = ()
-    released: tuple[str, ...] = ()
-
-    @property
-    def has(self) -> str:
-        """Why it is refused, for the error."""
-        more = f"; and {self.unmapped}, which the converter has no place for"
-        return f"{self.lacking}, which Megatron-Core lacks{more if self.unmapped else ''}"
-
-    @property
-    def summary(self) -> str:
-        """For the table of models in the documentation."""
-        return f"refused: {self.lacking}"
-
-
 MODELS: Registry[ModelType | TextAndImages | Refused] = Registry(
     "model_type", "checkpoint_conversion.models"
 )
+for _refused in REFUSED:
+    MODELS.register(_refused)
 
 
 def find_model_type(name: object) -> ModelType | TextAndImages | Refused | None:
     """The declaration of a model type; None if there is none of that name."""
     if isinstance(name, str) and name in MODELS.names():
         return MODELS[name]
-    return next((one for one in MODELS if isinstance(one, Refused) and name in one.also), None)
+    return next((one for one in REFUSED if name in one.also), None)
 
 
 def convertible() -> dict[str, ModelType]:

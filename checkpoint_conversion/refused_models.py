@@ -1,0 +1,123 @@
+"""Model types with a latent attention that cannot be converted, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A model type with a latent attention that cannot be converted.
+
+    Attributes:
+        name: As config.json has it.
+        lacking: What it has that Megatron-Core lacks.
+        unmapped: What it has that the converter has no place for; None: nothing more.
+        also: Model types of whole models that it is the text model of, or its own in one.
+        released: Checkpoints of it.
+    """
+
+    name: str
+    lacking: str
+    unmapped: str | None = None
+    also: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+
+    @property
+    def has(self) -> str:
+        """Why it is refused, for the error."""
+        more = f"; and {self.unmapped}, which the converter has no place for"
+        return f"{self.lacking}, which Megatron-Core lacks{more if self.unmapped else ''}"
+
+    @property
+    def summary(self) -> str:
+        """For the table of models in the documentation."""
+        return f"refused: {self.lacking}"
+
+
+REFUSED = (
+    Refused(
+        name="axk1",
+        lacking="norms of the experts' output (post_mlp_layernorm)",
+        released=("A.X-K1",),
+    ),
+    Refused(
+        name="axk2",
+        lacking="norms with gates of low rank",
+        unmapped="queries and output gates of one projection (q_gate_proj)",
+        released=("A.X-K2",),
+    ),
+    Refused(
+        name="bailing_hybrid",
+        lacking="linear attention in most layers (KDA, Lightning)",
+        unmapped="output gates",
+        released=("Ling-2.5", "2.6", "3.0", "Ring"),
+    ),
+    Refused(
+        name="deepseek_v4",
+        lacking="compressed attention, which is no MLA, and hyper-connections",
+        also=("deepseek_v41",),
+        released=("DeepSeek-V4",),
+    ),
+    Refused(
+        name="dots3_note",
+        lacking="two kinds of MLA by layer",
+        unmapped="scaled latents, output gates, windows and a norm of k_rope",
+        also=("dots3_note_text",),
+        released=("dots3-note",),
+    ),
+    Refused(
+        name="gigachat3_5",
+        lacking="gated norms, on both sides of sublayers",
+        unmapped="gated delta net in most layers, output gates and scaled latents",
+        released=("GigaChat-3.5",),
+    ),
+    Refused(
+        name="glm5_next",
+        lacking="KDA in most layers, hyper-connections, index scores of pooled keys",
+        unmapped="latent attention without rotary channels, clamped SwiGLU",
+        also=("glm5_next_text",),
+        released=("GLM-5.3-Flash",),
+    ),
+    Refused(
+        name="hy_v4",
+        lacking="hyper-connections, indexers that rotate the last channels",
+        unmapped="output gates, sinks and clamped SwiGLU",
+        also=("hy_v4_vl", "hy_v4_vl_text"),
+        released=("Hy4-preview",),
+    ),
+    Refused(
+        name="kimi_linear",
+        lacking="KDA in most layers; in Kimi-K3, attention residuals and SiTU",
+        unmapped="unrotated rope channels, in Kimi-K3 output gates and latent experts",
+        also=("kimi_k3",),
+        released=("Kimi-Linear", "Kimi-K3"),
+    ),
+    Refused(
+        name="longcat_flash",
+        lacking="two attentions in a layer, experts that do nothing (zero_expert_num)",
+        unmapped="latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora)",
+        released=("LongCat-Flash",),
+    ),
+    Refused(
+        name="minicpm3",
+        lacking="a factor for each rotary frequency (longrope)",
+        unmapped=(
+            "scaled embeddings, residuals and logits (scale_emb, scale_depth, dim_model_base), "
+            "which are no powers of two and would round bf16 weights, and RoPE in halves"
+        ),
+        released=("MiniCPM3-4B",),
+    ),
+    Refused(
+        name="mistral_large4",
+        lacking="latents that later layers reuse, learned frequencies and query scales, soft caps",
+        unmapped="layers without RoPE",
+        also=("mistral_large4_text",),
+        released=("Mistral-Large-4",),
+    ),
+    Refused(
+        name="pangu_ultra_moe",
+        lacking="norms on both sides of sublayers",
+        released=("openPangu-Ultra-MoE",),
+    ),
+)
