@@ -18,7 +18,7 @@ from benchmarks.served import report as serving
 from benchmarks.served.report import ServingReport
 from benchmarks.shared_prefix import PrefixReport
 from checks.oracle_report import read_summary
-from checks.tables import by_input, table
+from checks.tables import by_input, table, without_errors
 
 NONE = "Not measured yet."
 MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
