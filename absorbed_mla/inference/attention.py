@@ -236,6 +236,8 @@ class CachedAttention:
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
         form = self.options.form
+        if step.cascade is not None:
+            return (ALL_ABSORBED,)
         if step.lengths is None:
             if form == "expanded":
                 raise ValueError(
@@ -323,6 +325,11 @@ class CachedAttention:
         query = self.absorbed.query_in_inference(q, w_uk, *cos_sin)
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
+        cascade = step.cascade if over is None and rows is None else None
+        if cascade is not None:
+            q_content, q_rope = (x.index_select(0, cascade.order) for x in (q_content, q_rope))
+            make = partial(cascade.rows, step.rows, step.block_size)
+            by_place = step.tables.get("cascade", make)
         if self.window is not None:
             backend = WindowedPagedBackend(backend, self.window)
         if step.ranks is not None:
@@ -331,22 +338,25 @@ class CachedAttention:
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:
                 of_part = self._rows_of(step, of_part, segment)
-            attended = backend.forward(
-                q_content,
-                q_rope,
-                part.cache,
-                of_part,
-                self.softmax_scale,
-                key_start=part.start,
-                key_end=part.end,
-                batch_invariant=self.options.batch_invariant,
-            )
-            if total is None:
-                total = attended
-            else:
-                out, lse = total
-                total = merge(out.to(lse.dtype), lse, *attended)
+            for each in (of_part,) if cascade is None else by_place:
+                attended = backend.forward(
+                    q_content,
+                    q_rope,
+                    part.cache,
+                    each,
+                    self.softmax_scale,
+                    key_start=part.start,
+                    key_end=part.end,
+                    batch_invariant=self.options.batch_invariant,
+                )
+                if total is None:
+                    total = attended
+                else:
+                    out, lse = total
+                    total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
+        if cascade is not None:
+            total = tuple(x.index_select(0, cascade.places) for x in total)
         out = (total[0] if sink is None else scale_by_sink(*total, sink)).to(q.dtype)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 

@@ -217,7 +217,7 @@ def _attend(kernel, config, draw, cached, scale, window, query, requests, own):
         made = dict(zip(("tiles", "starts"), found))
     splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
     return operators.paged_attention_forward(
-        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, kernel,
+        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, True, kernel,
         **made,
     )  # fmt: skip
 
