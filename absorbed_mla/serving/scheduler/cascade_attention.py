@@ -141,11 +141,11 @@ class CascadeAttention:
         self._written: tuple[object, ...] = ()
 
     @contextlib.contextmanager
-    def in_graph(self) -> Iterator[bool]:
-        """Around a step that runs as one CUDA graph, or is captured: whether it has groups."""
+    def in_graph(self) -> Iterator[tuple[str, ...]]:
+        """Around a step that one CUDA graph holds: what the graph's key has more if it cascades."""
         self._in_graph = True
         try:
-            yield self._begin_step()
+            yield ("cascade",) if self._begin_step() else ()
         finally:
             self._in_graph, self._context.cascade = False, None
 

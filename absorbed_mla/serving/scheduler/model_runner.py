@@ -188,9 +188,9 @@ class ModelRunner:
         if (graphs := self._graphs_of_step()) is not None:
             in_graph = kind if self._sampling_in_graphs and not constrained else None
             rows = context.padded_active_request_count
-            found = nullcontext(False) if self.cascade is None else self.cascade.in_graph()
-            with found as cascades:
-                key = context.padded_batch_dimensions, in_graph, cascades
+            found = nullcontext(()) if self.cascade is None else self.cascade.in_graph()
+            with found as more:
+                key = context.padded_batch_dimensions, in_graph, *more
                 graphs.run(key, partial(self._run_and_sample, rows, in_graph))
         else:
             inputs = context.current_input_and_position_ids()
