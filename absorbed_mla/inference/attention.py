@@ -24,6 +24,7 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
+from absorbed_mla.inference.cascade import attend_to_both
 from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
@@ -327,37 +328,37 @@ class CachedAttention:
         backend, total = over or self._paged_backend(step, q), None
         cascade = step.cascade if over is None and rows is None else None
         if cascade is not None:
-            q_content, q_rope = (x.index_select(0, cascade.order) for x in (q_content, q_rope))
-            make = partial(cascade.rows, step.rows, step.block_size)
-            by_place = step.tables.get("cascade", make)
+            [part] = step.parts()
+            both = step.tables.get("cascade", partial(cascade.rows, step.rows, step.block_size))
+            query = cascade.by_place(q_content), cascade.by_place(q_rope)
+            total = attend_to_both(backend, *query, part.cache, both, self.softmax_scale)
         if self.window is not None:
             backend = WindowedPagedBackend(backend, self.window)
         if step.ranks is not None:
             backend = DecodeContextParallelAttention(backend, step.ranks)
-        for part in step.parts():
+        for part in step.parts() if cascade is None else ():
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:
                 of_part = self._rows_of(step, of_part, segment)
-            for each in (of_part,) if cascade is None else by_place:
-                attended = backend.forward(
-                    q_content,
-                    q_rope,
-                    part.cache,
-                    each,
-                    self.softmax_scale,
-                    key_start=part.start,
-                    key_end=part.end,
-                    batch_invariant=self.options.batch_invariant,
-                )
-                if total is None:
-                    total = attended
-                else:
-                    out, lse = total
-                    total = merge(out.to(lse.dtype), lse, *attended)
+            attended = backend.forward(
+                q_content,
+                q_rope,
+                part.cache,
+                of_part,
+                self.softmax_scale,
+                key_start=part.start,
+                key_end=part.end,
+                batch_invariant=self.options.batch_invariant,
+            )
+            if total is None:
+                total = attended
+            else:
+                out, lse = total
+                total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
-        if cascade is not None:
-            total = tuple(x.index_select(0, cascade.places) for x in total)
         out = (total[0] if sink is None else scale_by_sink(*total, sink)).to(q.dtype)
+        if cascade is not None:
+            out = cascade.by_token(out)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:

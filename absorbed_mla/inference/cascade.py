@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.merge import merge_into
+from absorbed_mla.inference.backend import PagedBackend
 from absorbed_mla.inference.rows import Rows
 
 
@@ -20,8 +22,8 @@ class CascadeTables(NamedTuple):
     Tokens take places in which those of a group are neighbours.
 
     Attributes:
-        order: The token at each place.
-        places: The place of each token.
+        order: The token at each place; None: the one of its number.
+        places: The place of each token; None likewise.
         starts: The place of each row's first token.
         skipped: Blocks of each row that its group attends to; 0 for a row in no group.
         group_starts: The place of each group's first token.
@@ -30,14 +32,22 @@ class CascadeTables(NamedTuple):
         group_rows: A row of each group.
     """
 
-    order: Tensor
-    places: Tensor
+    order: Tensor | None
+    places: Tensor | None
     starts: Tensor
     skipped: Tensor
     group_starts: Tensor
     group_lengths: Tensor
     group_keys: Tensor
     group_rows: Tensor
+
+    def by_place(self, x: Tensor) -> Tensor:
+        """What tokens have, [T, ..], in the order of places."""
+        return x if self.order is None else x.index_select(0, self.order)
+
+    def by_token(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`by_place`."""
+        return x if self.places is None else x.index_select(0, self.places)
 
     def rows(self, rows: Rows, block_size: int) -> tuple[Rows, Rows]:
         """The groups over their prefixes, and all rows over the keys behind, both by place.
@@ -51,7 +61,7 @@ class CascadeTables(NamedTuple):
         prefixes = Rows(
             *groups[:3],
             table.index_select(0, groups[3]),
-            max_query_length=len(self.order),
+            max_query_length=len(self.starts),
             max_kv_length=rows.max_kv_length,
             causal=False,
         )
@@ -66,3 +76,26 @@ class CascadeTables(NamedTuple):
             max_kv_length=rows.max_kv_length,
         )
         return prefixes, own
+
+
+def attend_to_both(
+    backend: PagedBackend,
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    rows: tuple[Rows, Rows],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE over the keys that groups have, and the rows' own; all by place.
+
+    Args:
+        backend: Runs both calls.
+        q_content: See ``backends.reference.paged_reference``, as all others.
+        rows: As :meth:`CascadeTables.rows` gives them.
+    """
+    prefixes, own = (backend.forward(q_content, q_rope, cache, each, scale) for each in rows)
+    out, lse = (torch.empty_like(x) for x in own)
+    # It merges [S, B, N, V].
+    result, *parts = (tuple(x.unsqueeze(1) for x in one) for one in ((out, lse), prefixes, own))
+    merge_into(*result, *parts)
+    return out, lse

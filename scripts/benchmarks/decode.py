@@ -6,6 +6,8 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;FlashMLA" --kv 8k \
           --heads 16,64,128 --lengths uniform,exponential,one_long --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
+    $ python scripts/benchmarks/decode.py --kv 8704 --shared-prefix 8k --batches 64 --heads 16 \
+          --implementations "ours, hopper;ours, hopper, cascade" --query-lengths 1
     $ python scripts/benchmarks/decode.py --render docs/measurements/decode/decode.json
 
 The requests of a batch have so many keys as --lengths says:
@@ -17,14 +19,15 @@ The requests of a batch have so many keys as --lengths says:
 
 Their blocks lie in random order in the cache. Outputs are compared with the reference's in fp32;
 "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the reference over what
-is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named. The
-widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded
-as a CUDA graph where that is possible, and the L2 cache is overwritten before every repetition,
-outside of the time. All implementations of an input are repeated in turns. A call counts
+is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named, as
+is "..., cascade", which attends to the keys of --shared-prefix once for all requests. The widths
+are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a
+CUDA graph where that is possible, and the L2 cache is overwritten before every repetition, outside
+of the time. All implementations of an input are repeated in turns. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
-    bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once (FP8: its rows)
+    bytes = keys * (kv_lora_rank + rope) * width          the latents, read once (FP8: its rows)
 
 and its rates are to be compared with those of a matrix product and of a copy (read and written),
 measured in the same run. The ratio is that of the time to FlashMLA's of the same turn: the median
@@ -57,17 +60,19 @@ from console.parser import Parser
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from absorbed_mla.inference.backend import PagedBackend
     from benchmarks.kit.timing import Repeated
 
 torch: Any = kit.lazy("torch")
 OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
-_FP8, _PARITY = ", fp8", ", parity"
+_FP8, _PARITY, _CASCADE = ", fp8", ", parity", ", cascade"
 OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("hopper", "reference", "triton"))
 IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
 # Measured where they are named.
 IN_PARITY = tuple(
     f"ours, {name}{cache}{_PARITY}" for name in ("hopper", "triton") for cache in ("", _FP8)
 )
+CASCADES = tuple(f"ours, {name}{_CASCADE}" for name in ("hopper", "reference", "triton"))
 # The reference takes too long at the sizes that are measured on a GPU.
 FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
 # The peer of ratios.
@@ -108,6 +113,7 @@ class DecodeCase(kit.Case):
     query_length: int  # new tokens of each
     block_size: int  # tokens in a block of the cache
     lengths: str = "equal"  # how many keys the requests have, one of LENGTHS
+    shared: int = 0  # first keys of all requests, which are the same
 
     @property
     def over_fp8(self) -> bool:
@@ -127,7 +133,8 @@ class DecodeCase(kit.Case):
     @property
     def keys(self) -> str:
         """``kv`` for people; ``"uniform<=8192"`` where not all requests have so many."""
-        return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
+        keys = str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
+        return f"{keys} ({self.shared} shared)" if self.shared else keys
 
     @property
     def kv_lengths(self) -> list[int]:
@@ -148,7 +155,7 @@ class DecodeCase(kit.Case):
             from absorbed_mla.fp8_latents import Fp8Latents
 
             row = Fp8Latents(content, rope).row_bytes
-        return sum(self.kv_lengths) * row
+        return (sum(self.kv_lengths) - (self.batch - 1) * self.shared) * row
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,7 @@ class DecodeBenchmark(kit.InTurns):
         "json plot render only device heads=128,16 seconds_per_row=0.1 time_limit=400 seed=1234",
         batches=kit.sizes("numbers of requests", "1,8,32,64,128"),
         kv=kit.sizes("keys of each request, its new tokens included; k is 1024", "1k,4k,8k,32k"),
+        shared_prefix=kit.sizes("first keys that all requests have together", "0"),
         lengths=kit.some(
             f"how many keys the requests have: {', '.join(LENGTHS)} (see above)", LENGTHS, "equal"
         ),
@@ -217,8 +225,8 @@ class DecodeBenchmark(kit.InTurns):
         # Their names have commas.
         implementations=kit.some(
             "what to measure, separated by ; "
-            f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)",
-            (*IMPLEMENTATIONS, *IN_PARITY),
+            f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity and cascade)",
+            (*IMPLEMENTATIONS, *IN_PARITY, *CASCADES),
             None,
             separator=";",
         ),
@@ -234,6 +242,13 @@ class DecodeBenchmark(kit.InTurns):
             parser.error(
                 f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
                 f"tokens are more than {min(args.kv)}"
+            )
+        least, shared = min(args.kv) - max(args.query_lengths), max(args.shared_prefix)
+        blocks = all(keys % size == 0 for keys in args.shared_prefix for size in args.block_sizes)
+        if shared and (shared > least or not blocks or args.lengths != ["equal"]):
+            parser.error(
+                f"--shared-prefix must be whole blocks of --block-sizes of requests of equal "
+                f"--lengths, at most {least} keys, got {shared}"
             )
 
     def prepare(self) -> None:
@@ -253,6 +268,7 @@ class DecodeBenchmark(kit.InTurns):
         """Implementations beside each other, smaller inputs first, other block sizes last."""
         args = self.args
         inputs = product(
+            args.shared_prefix,
             args.lengths,
             args.block_sizes,
             sorted(args.query_lengths),
@@ -261,8 +277,8 @@ class DecodeBenchmark(kit.InTurns):
             sorted(args.heads),
         )
         return [
-            DecodeCase(implementation, heads, batch, kv, new, block, lengths)
-            for lengths, block, new, kv, batch, heads in inputs
+            DecodeCase(implementation, heads, batch, kv, new, block, lengths, shared)
+            for shared, lengths, block, new, kv, batch, heads in inputs
             for implementation in args.implementations or (FAST if self.on_gpu else IMPLEMENTATIONS)
         ]
 
@@ -320,8 +336,24 @@ class DecodeBenchmark(kit.InTurns):
         )
         with kit.refusing(ValueError):
             backend = choose(case.backend, request)
+        if case.implementation.endswith(_CASCADE):
+            return self._cascade(case, inputs, backend)
         forward = partial(backend.forward, *inputs, batch_invariant=case.batch_invariant)
         return lambda: forward()[0]
+
+    def _cascade(self, case: DecodeCase, inputs: Inputs, backend: PagedBackend) -> Attend:
+        """All requests as one group over what they share."""
+        from absorbed_mla.inference.cascade import CascadeTables, attend_to_both
+        from absorbed_mla.serving.scheduler.cascade_attention import PrefixGroup, tables_of
+
+        if not case.shared:
+            raise kit.Refused("it needs a --shared-prefix")
+        size, tokens = case.block_size, case.batch * case.query_length
+        group = PrefixGroup(torch.arange(case.batch).numpy(), case.shared // size)
+        numbers = tables_of([group], case.batch, case.query_length, tokens, size).to(self.device)
+        rows = CascadeTables(*numbers).rows(inputs.rows, size)
+        call = partial(attend_to_both, backend, *inputs[:3], rows, inputs.scale)
+        return lambda: call()[0]
 
     def _expected(self, inputs: Inputs, cache: Tensor) -> Tensor:
         from absorbed_mla.inference.backends.reference import paged_reference
@@ -346,7 +378,9 @@ class DecodeBenchmark(kit.InTurns):
         cache = normal(case.batch * blocks, case.block_size, self.content + self.rope)
         order = torch.randperm(len(cache), device=self.device, generator=make)
         lengths = [case.query_length] * case.batch
-        rows = Rows.of(lengths, case.kv_lengths, order.int().view(case.batch, blocks))
+        table = order.int().view(case.batch, blocks)
+        table[:, : case.shared // case.block_size] = table[0, : case.shared // case.block_size]
+        rows = Rows.of(lengths, case.kv_lengths, table)
         # Scores of about 1 as after training: the softmax neither flat nor one key.
         scale = (self.content + self.rope) ** -0.5
         query = (normal(sum(lengths), case.heads, w) for w in (self.content, self.rope))

@@ -101,10 +101,10 @@ def tables_of(
         block_size: Tokens of a block.
     """
     found = CascadeTables(*np.zeros((8, tokens), dtype=np.int32))
-    lone = np.ones(rows, dtype=bool)
+    first = np.arange(rows)
     for group in groups:
-        lone[group.rows] = False
-    order = np.concatenate([*(group.rows for group in groups), lone.nonzero()[0]])
+        first[group.rows] = group.rows[0]
+    order = np.argsort(first, kind="stable")
     found.starts[order] = np.arange(rows) * queries
     found.order[:] = np.arange(tokens)
     found.order[: rows * queries] = (order[:, None] * queries + np.arange(queries)).ravel()
@@ -138,14 +138,16 @@ class CascadeAttention:
         # Of the last step that was looked at: requests by row, and their groups.
         self._requests, self._groups = b"", list[PrefixGroup]()
         self._memory: Tensor | None = None
-        self._written: tuple[object, ...] = ()
+        self._written: tuple[Any, tuple[int, int], Any] = None, (0, 0), None
 
     @contextlib.contextmanager
-    def in_graph(self) -> Iterator[tuple[str, ...]]:
+    def in_graph(self) -> Iterator[tuple[object, ...]]:
         """Around a step that one CUDA graph holds: what the graph's key has more if it cascades."""
         self._in_graph = True
         try:
-            yield ("cascade",) if self._begin_step() else ()
+            self._begin_step()
+            found = self._context.cascade
+            yield () if found is None else ("cascade", found.order is None)
         finally:
             self._in_graph, self._context.cascade = False, None
 
@@ -154,18 +156,17 @@ class CascadeAttention:
         if not self._in_graph:
             self._begin_step()
 
-    def _begin_step(self) -> bool:
+    def _begin_step(self) -> None:
         context = self._context
         context.cascade = None
         count = context.total_request_count - context.paused_request_count
         alone = context.using_cuda_graph_this_step() and not self._in_graph
         if context.num_prefill_requests or alone or count < 2:
-            return False
+            return
         groups = self._groups_of_step(count)
         if groups:
-            context.cascade = CascadeTables(*self._on_device(groups, count))
+            context.cascade = self._on_device(groups, count)
             self.steps += 1
-        return bool(groups)
 
     def _groups_of_step(self, count: int) -> list[PrefixGroup]:
         """Those of the step before, if it had the same rows, and they hold."""
@@ -194,21 +195,24 @@ class CascadeAttention:
         least = max(_LEAST_SAVED, _LEAST_PART * int(lengths.sum()))
         return groups if sum(saved(len(rows), blocks) for rows, blocks in groups) >= least else []
 
-    def _on_device(self, groups: list[PrefixGroup], count: int) -> Tensor:
+    def _on_device(self, groups: list[PrefixGroup], count: int) -> CascadeTables:
         """The tables, written if they are others than those of the step before."""
         context = self._context
         tokens = context.padded_active_token_count
+        of, sizes, tables = self._written
+        if of is groups and sizes == (count, tokens):
+            return tables
         if self._memory is None:
             device = context.gpu_view.token_to_block_idx.device
             self._memory = torch.zeros(8 * context.max_tokens, dtype=torch.int32, device=device)
-        tables = self._memory[: 8 * tokens].view(8, tokens)
-        written = groups, count, tokens
-        if not self._written or self._written[0] is not groups or self._written[1:] != written[1:]:
-            queries = context.active_token_count // count
-            made = tables_of(groups, count, queries, tokens, context.block_size_tokens)
-            made = made.pin_memory() if tables.is_cuda else made
-            tables.copy_(made, non_blocking=True)
-            self._written = written
+        numbers = self._memory[: 8 * tokens].view(8, tokens)
+        queries = context.active_token_count // count
+        made = tables_of(groups, count, queries, tokens, context.block_size_tokens)
+        numbers.copy_(made.pin_memory() if numbers.is_cuda else made, non_blocking=True)
+        tables = CascadeTables(*numbers)
+        if torch.equal(made[0], torch.arange(tokens)):
+            tables = tables._replace(order=None, places=None)
+        self._written = groups, (count, tokens), tables
         return tables
 
 

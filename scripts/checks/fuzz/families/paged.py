@@ -220,8 +220,8 @@ def _attend(kernel, config, draw, cached, scale, window, causal, query, requests
         made = dict(zip(("tiles", "starts"), found))
     splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
     return operators.paged_attention_forward(
-        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, causal, kernel,
-        **made,
+        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, causal,
+        kernel, **made,
     )  # fmt: skip
 
 

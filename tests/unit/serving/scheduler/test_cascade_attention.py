@@ -31,10 +31,12 @@ WAYS = {
     "drafts": {"num_speculative_tokens": 2},
 }
 
+
 @pytest.fixture(scope="module")
 def expected(model, drafting):
     """Of either model, by its number of layers that draft."""
     return {one: by_whole_forwards(one, REQUESTS) for one in (model, drafting)}
+
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_generates(model, drafting, expected, options):
@@ -43,6 +45,7 @@ def test_generates(model, drafting, expected, options):
     run = generate(engine, REQUESTS, log_probs=True)
     print(engine.cascade.steps, run.statistics)
     assert_generates(run, expected[of])
+
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graphs(model, expected, monkeypatch, ahead):
