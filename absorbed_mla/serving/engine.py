@@ -151,6 +151,7 @@ class Engine:
             stack.enter_context(self._adapters.applied())
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
             if self.cascade is not None:
+                self.cascade.forget()
                 hook = self.cascade.before_forward
                 stack.enter_context(self.model.register_forward_pre_hook(hook))
             if self._choices is not None:

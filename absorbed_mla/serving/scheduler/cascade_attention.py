@@ -149,7 +149,11 @@ class CascadeAttention:
             found = self._context.cascade
             yield () if found is None else ("cascade", found.order is None)
         finally:
-            self._in_graph, self._context.cascade = False, None
+            self._in_graph = False
+
+    def forget(self) -> None:
+        """Look for groups anew: other requests may have the numbers of former ones."""
+        self._requests = b""
 
     def before_forward(self, *_: object) -> None:
         """A hook of the model: look for the groups of a step without a graph."""
@@ -173,11 +177,12 @@ class CascadeAttention:
         context = self._context
         rows = slice(context.paused_request_count, context.total_request_count)
         requests = context.request_ids[rows].numpy().tobytes()
+        if (known := requests == self._requests) and not self._groups:
+            return self._groups
         table = context.request_to_kv_block_ids[rows].numpy()
         lengths = context.request_kv_length_offsets[rows].numpy()
         cached = lengths // context.block_size_tokens
         # A request that was computed again may have other blocks.
-        known = requests == self._requests
         if not (known and all(_holds(one, table, cached) for one in self._groups)):
             queries = context.active_token_count // count
             self._requests, self._groups = requests, self._find(table, cached, lengths, queries)
@@ -204,7 +209,8 @@ class CascadeAttention:
             return tables
         if self._memory is None:
             device = context.gpu_view.token_to_block_idx.device
-            self._memory = torch.zeros(8 * context.max_tokens, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # Megatron's steps write it, too
+                self._memory = torch.zeros(8 * context.max_tokens, dtype=torch.int32, device=device)
         numbers = self._memory[: 8 * tokens].view(8, tokens)
         queries = context.active_token_count // count
         made = tables_of(groups, count, queries, tokens, context.block_size_tokens)

@@ -39,7 +39,7 @@ def run(model, cascade: str, first, later, options) -> tuple[Run, int, int]:
     """Results, steps that had groups, and the most groups of one."""
     with engine_of(model, **KEPT, cascade_attention=cascade, **options) as engine:
         controller, most = engine.host.controller, 0
-        if "num_cuda_graphs" in options:
+        if "num_cuda_graphs" in options and engine.scheduler is not None:
             # As Megatron has them where it captures graphs.
             width = engine.host.context.max_requests, controller.vocab_size
             controller._all_logits_cuda = torch.zeros(1, *width)
@@ -75,6 +75,11 @@ def test_nothing_is_shared(model):
     assert steps == 0 == run(model, "on", PAIR[:1], [], {})[1]
 
 
+def test_graphs_of_layers_hold_no_groups(model):
+    """Those that Megatron captures, each before any request is there."""
+    assert run(model, "on", FIRST, [], {"decode_loop": False, "num_cuda_graphs": 2})[1] == 0
+
+
 #                     0  1  2  3   4   5  6  7  8
 TABLE = np.array(
     [
@@ -102,6 +107,32 @@ def test_groups(cached, groups):
     """Those that save most, over what all rows have cached as a whole."""
     found = find_groups(TABLE, np.array(cached), lambda members, blocks: (members - 1) * blocks)
     assert [(rows.tolist(), blocks) for rows, blocks in found] == groups
+
+
+def test_groups_that_hold_are_kept():
+    """Of the same requests, unless one was computed again, or the engine started anew."""
+    context = SimpleNamespace(
+        paused_request_count=0,
+        total_request_count=6,
+        active_token_count=6,
+        block_size_tokens=64,
+        request_ids=torch.arange(6),
+        request_to_kv_block_ids=torch.from_numpy(TABLE.copy()),
+        request_kv_length_offsets=torch.full((6,), 4 * 64),
+    )
+    cascade = CascadeAttention(context, None)
+    changes = {
+        "request_ids": (0, 0, [([0, 2, 3], 3), ([1, 5], 2)]),
+        "request_to_kv_block_ids": (1, 99, [([0, 2, 3], 3)]),
+        "request_kv_length_offsets": (2, 64, [([0, 3], 4)]),
+    }
+    for name, (row, value, groups) in changes.items():
+        getattr(context, name)[row] = value
+        found = cascade._groups_of_step(6)
+        assert [(rows.tolist(), blocks) for rows, blocks in found] == groups
+        assert cascade._groups_of_step(6) is found
+    cascade.forget()
+    assert cascade._groups_of_step(6) is not found
 
 
 @pytest.mark.parametrize(
