@@ -19,9 +19,9 @@ The requests of a batch have so many keys as --lengths says:
 
 Their blocks lie in random order in the cache. Outputs are compared with the reference's in fp32;
 "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the reference over what
-is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named, as
-is "..., cascade", which attends to the keys of --shared-prefix once for all requests. The widths
-are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a
+is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named;
+"..., cascade" attends to the keys of --shared-prefix once for all requests. The widths are
+DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a
 CUDA graph where that is possible, and the L2 cache is overwritten before every repetition, outside
 of the time. All implementations of an input are repeated in turns. A call counts
 
@@ -54,6 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks import kit
+from benchmarks.kit.arguments import parse_size
 from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
 
@@ -72,9 +73,10 @@ IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
 IN_PARITY = tuple(
     f"ours, {name}{cache}{_PARITY}" for name in ("hopper", "triton") for cache in ("", _FP8)
 )
+# Measured with --shared-prefix.
 CASCADES = tuple(f"ours, {name}{_CASCADE}" for name in ("hopper", "reference", "triton"))
 # The reference takes too long at the sizes that are measured on a GPU.
-FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
+FAST = tuple(name for name in (*IMPLEMENTATIONS, *CASCADES) if "reference" not in name)
 # The peer of ratios.
 _PEER = "FlashMLA"
 _TITLE = "n={0.heads} b={0.batch} kv={0.keys} s_q={0.query_length} block={0.block_size}"
@@ -216,7 +218,7 @@ class DecodeBenchmark(kit.InTurns):
         "json plot render only device heads=128,16 seconds_per_row=0.1 time_limit=400 seed=1234",
         batches=kit.sizes("numbers of requests", "1,8,32,64,128"),
         kv=kit.sizes("keys of each request, its new tokens included; k is 1024", "1k,4k,8k,32k"),
-        shared_prefix=kit.sizes("first keys that all requests have together", "0"),
+        shared_prefix=kit.Option("first keys that all requests have together", parse_size),
         lengths=kit.some(
             f"how many keys the requests have: {', '.join(LENGTHS)} (see above)", LENGTHS, "equal"
         ),
@@ -225,14 +227,14 @@ class DecodeBenchmark(kit.InTurns):
         # Their names have commas.
         implementations=kit.some(
             "what to measure, separated by ; "
-            f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity and cascade)",
+            f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)",
             (*IMPLEMENTATIONS, *IN_PARITY, *CASCADES),
             None,
             separator=";",
         ),
         dims={name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")},
     )
-    quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16"
+    quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16 --shared-prefix 32"
     recorded = ("ceilings",)
 
     @classmethod
@@ -243,12 +245,12 @@ class DecodeBenchmark(kit.InTurns):
                 f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
                 f"tokens are more than {min(args.kv)}"
             )
-        least, shared = min(args.kv) - max(args.query_lengths), max(args.shared_prefix)
-        blocks = all(keys % size == 0 for keys in args.shared_prefix for size in args.block_sizes)
-        if shared and (shared > least or not blocks or args.lengths != ["equal"]):
+        shared, least = args.shared_prefix or 0, min(args.kv) - max(args.query_lengths)
+        blocks = all(shared % size == 0 for size in args.block_sizes)
+        if shared and not (shared <= least and blocks and args.lengths == ["equal"]):
             parser.error(
-                f"--shared-prefix must be whole blocks of --block-sizes of requests of equal "
-                f"--lengths, at most {least} keys, got {shared}"
+                f"--shared-prefix must be whole blocks, at most {least} keys, of requests of equal "
+                f"--lengths, got {shared}"
             )
 
     def prepare(self) -> None:
@@ -266,9 +268,8 @@ class DecodeBenchmark(kit.InTurns):
 
     def cases(self) -> list[DecodeCase]:
         """Implementations beside each other, smaller inputs first, other block sizes last."""
-        args = self.args
+        args, shared = self.args, self.args.shared_prefix or 0
         inputs = product(
-            args.shared_prefix,
             args.lengths,
             args.block_sizes,
             sorted(args.query_lengths),
@@ -276,10 +277,12 @@ class DecodeBenchmark(kit.InTurns):
             sorted(args.batches),
             sorted(args.heads),
         )
+        measured = args.implementations or (FAST if self.on_gpu else (*IMPLEMENTATIONS, *CASCADES))
         return [
             DecodeCase(implementation, heads, batch, kv, new, block, lengths, shared)
-            for shared, lengths, block, new, kv, batch, heads in inputs
-            for implementation in args.implementations or (FAST if self.on_gpu else IMPLEMENTATIONS)
+            for lengths, block, new, kv, batch, heads in inputs
+            for implementation in measured
+            if shared or implementation not in CASCADES
         ]
 
     def begin(self, case: DecodeCase) -> None:
@@ -346,8 +349,6 @@ class DecodeBenchmark(kit.InTurns):
         from absorbed_mla.inference.cascade import CascadeTables, attend_to_both
         from absorbed_mla.serving.scheduler.cascade_attention import PrefixGroup, tables_of
 
-        if not case.shared:
-            raise kit.Refused("it needs a --shared-prefix")
         size, tokens = case.block_size, case.batch * case.query_length
         group = PrefixGroup(torch.arange(case.batch).numpy(), case.shared // size)
         numbers = tables_of([group], case.batch, case.query_length, tokens, size).to(self.device)

@@ -165,7 +165,7 @@ class CascadeAttention:
         context.cascade = None
         count = context.total_request_count - context.paused_request_count
         alone = context.using_cuda_graph_this_step() and not self._in_graph
-        if context.num_prefill_requests or alone or count < 2:
+        if count < 2 or alone or context.batch_dimensions.prefill_req_count:
             return
         groups = self._groups_of_step(count)
         if groups:
@@ -184,7 +184,7 @@ class CascadeAttention:
         cached = lengths // context.block_size_tokens
         # A request that was computed again may have other blocks.
         if not (known and all(_holds(one, table, cached) for one in self._groups)):
-            queries = context.active_token_count // count
+            queries = int(context.request_query_lengths[rows.start])
             self._requests, self._groups = requests, self._find(table, cached, lengths, queries)
         return self._groups
 
@@ -212,7 +212,7 @@ class CascadeAttention:
             with torch.inference_mode(False):  # Megatron's steps write it, too
                 self._memory = torch.zeros(8 * context.max_tokens, dtype=torch.int32, device=device)
         numbers = self._memory[: 8 * tokens].view(8, tokens)
-        queries = context.active_token_count // count
+        queries = int(context.request_query_lengths[context.paused_request_count])
         made = tables_of(groups, count, queries, tokens, context.block_size_tokens)
         numbers.copy_(made.pin_memory() if numbers.is_cuda else made, non_blocking=True)
         tables = CascadeTables(*numbers)

@@ -114,7 +114,7 @@ def test_groups_that_hold_are_kept():
     context = SimpleNamespace(
         paused_request_count=0,
         total_request_count=6,
-        active_token_count=6,
+        request_query_lengths=torch.ones(6),
         block_size_tokens=64,
         request_ids=torch.arange(6),
         request_to_kv_block_ids=torch.from_numpy(TABLE.copy()),
