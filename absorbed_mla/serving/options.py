@@ -59,8 +59,8 @@ class CommonFields(Options):
         },
     )
     """Requests of a decode step that begin with the same cached blocks attend to these together.
-    auto: where that saves time, and nothing is against it, such as sparse attention, windows and
-    FlashMLA; on: wherever two share a block."""
+    auto: where that saves time, and nothing is against it, such as sparse attention; on: wherever
+    two share a block."""
     prompt_logprobs: bool = option(False)
     """Requests may ask for log-probabilities of their prompts. The output layer then runs for every
     token of a step."""
