@@ -86,12 +86,9 @@ def attend_to_both(
     rows: tuple[Rows, Rows],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE over the keys that groups have, and the rows' own; all by place.
+    """Output and LSE over the keys of groups and those of rows, by place; see ``PagedBackend``.
 
-    Args:
-        backend: Runs both calls.
-        q_content: See ``backends.reference.paged_reference``, as all others.
-        rows: As :meth:`CascadeTables.rows` gives them.
+    ``rows`` are what :meth:`CascadeTables.rows` gives.
     """
     prefixes, own = (backend.forward(q_content, q_rope, cache, each, scale) for each in rows)
     out, lse = (torch.empty_like(x) for x in own)

@@ -36,12 +36,7 @@ _MOST_LEVELS = 8
 
 
 class PrefixGroup(NamedTuple):
-    """Rows that begin with the same blocks.
-
-    Attributes:
-        rows: Which, NumPy's int64.
-        blocks: How many are the same.
-    """
+    """Rows, by NumPy's numbers, that begin with so many equal blocks."""
 
     rows: Any
     blocks: int
@@ -93,12 +88,7 @@ def tables_of(
 ) -> Tensor:
     """The numbers of ``CascadeTables``, int32 [8, tokens], on the host.
 
-    Args:
-        groups: Of the step.
-        rows: Of the step, without padding.
-        queries: New tokens of each row.
-        tokens: Of the step, padding included.
-        block_size: Tokens of a block.
+    ``queries`` are the new tokens of each of ``rows``, ``tokens`` those of the step with padding.
     """
     found = CascadeTables(*np.zeros((8, tokens), dtype=np.int32))
     first = np.arange(rows)
@@ -216,7 +206,7 @@ class CascadeAttention:
         made = tables_of(groups, count, queries, tokens, context.block_size_tokens)
         numbers.copy_(made.pin_memory() if numbers.is_cuda else made, non_blocking=True)
         tables = CascadeTables(*numbers)
-        if torch.equal(made[0], torch.arange(tokens)):
+        if torch.equal(made[0], torch.arange(tokens, dtype=torch.int32)):
             tables = tables._replace(order=None, places=None)
         self._written = groups, (count, tokens), tables
         return tables
@@ -240,9 +230,7 @@ def cascade_attention(
         ValueError: If it cannot run, but ``cascade_attention="on"`` asks for it.
     """
     asked = options.cascade_attention
-    if asked == "off":
-        return None
-    why = why_not(model, options, lockstep=lockstep)
+    why = "it is off" if asked == "off" else why_not(model, options, lockstep=lockstep)
     if why and asked == "on":
         raise ValueError(f"cascade_attention='on' cannot run: {why}; 'auto' and 'off' can")
     if why:

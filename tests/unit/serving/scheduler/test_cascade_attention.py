@@ -26,17 +26,19 @@ FIRST = [Request(text, tokens) for text, tokens in zip(PROMPTS, (4, 12, 12, 9))]
 LATER = [Request(SHORT + prompt(4, 3), 6), Request(LONG + prompt(8, 4), 9)]
 # The second loses its blocks, and has some of them again; see ``test_shared.py``.
 PAIR = [Request(prompt(120, seed, shared=70), 90) for seed in range(2)]
+SHORTER = [Request(one.prompt, 9) for one in PAIR]
 CASES = {
     "overlap": (FIRST, LATER, {}),
     "megatron": (FIRST, LATER, {"decode_loop": False}),
     "drafts": (FIRST, LATER, {"num_speculative_tokens": 2}),
     "graphs": (FIRST, LATER, {"num_cuda_graphs": 2}),
     "evicted": (PAIR, [], {"blocks": 6}),
+    "one group, in graphs": (SHORTER, [], {"num_cuda_graphs": 2}),
 }
 
 
-def run(model, cascade: str, first, later, options) -> tuple[Run, int, int]:
-    """Results, steps that had groups, and the most groups of one."""
+def run(model, cascade: str, first, later, options) -> tuple[Run, int, int, set]:
+    """Results, steps that had groups, the most groups of one, and what keys of graphs say."""
     with engine_of(model, **KEPT, cascade_attention=cascade, **options) as engine:
         controller, most = engine.host.controller, 0
         if "num_cuda_graphs" in options and engine.scheduler is not None:
@@ -55,7 +57,9 @@ def run(model, cascade: str, first, later, options) -> tuple[Run, int, int]:
                 most = max(most, len(engine.cascade._groups))
         found = Run(to_the_end(engine), engine.statistics)
         engine.require_no_leak()
-        return found, engine.cascade.steps if engine.cascade else 0, most
+        graphs = engine.scheduler.runner.graphs if engine.scheduler else None
+        keys = {key[2:] for key in graphs._graphs} if graphs else set()
+        return found, engine.cascade.steps if engine.cascade else 0, most, keys
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,15 +67,16 @@ def test_same_results(model, drafting, monkeypatch, name):
     """Tokens, and log-probabilities within rounding, of requests that come, go and are evicted."""
     monkeypatch.setattr(reference._Keys, "__init__", all_keys)
     of, (first, later, options) = drafting if name == "drafts" else model, CASES[name]
-    expected, *none = run(of, "off", first, later, options)
-    found, steps, most = run(of, "on", first, later, options)
+    expected, *none, _ = run(of, "off", first, later, options)
+    found, steps, most, keys = run(of, "on", first, later, options)
     assert_generates(found, expected.results)
     assert none == [0, 0] and most == (2 if later else 1) and steps > 3
+    assert (("cascade", not later) in keys) == ("graphs" in name), "rows in order need no copies"
     assert found.statistics.evicted == (name == "evicted")
 
 
 def test_nothing_is_shared(model):
-    _, steps, _ = run(model, "on", [Request(prompt(130, n), 3) for n in range(2)], [], {})
+    _, steps, *_ = run(model, "on", [Request(prompt(130, n), 3) for n in range(2)], [], {})
     assert steps == 0 == run(model, "on", PAIR[:1], [], {})[1]
 
 
@@ -80,7 +85,6 @@ def test_graphs_of_layers_hold_no_groups(model):
     assert run(model, "on", FIRST, [], {"decode_loop": False, "num_cuda_graphs": 2})[1] == 0
 
 
-#                     0  1  2  3   4   5  6  7  8
 TABLE = np.array(
     [
         [7, 1, 2, 3, 10],
@@ -191,14 +195,10 @@ def test_refused(model, monkeypatch, why, changes):
     assert engine_of(model, prefix_caching=True).cascade is None
 
 
-def test_ranks_that_replay_graphs_together(model):
-    """One of them captures, which has collectives that the others' replays have not."""
-    engine = engine_of(model, prefix_caching=True)
-    assert engine.cascade is not None
-    assert "data-parallel ranks" in why_not(model, engine.options, lockstep=True)
-
-
 def test_needs_a_prefix_cache(model):
     with pytest.raises(ValueError, match="cascade_attention needs prefix_caching=True, got False"):
         engine_of(model, cascade_attention="on")
     assert engine_of(model).cascade is None
+    # Where one of several ranks captures, the others' replays lack its collectives.
+    engine = engine_of(model, prefix_caching=True)
+    assert "data-parallel ranks" in why_not(model, engine.options, lockstep=engine.cascade)
