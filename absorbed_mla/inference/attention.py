@@ -24,6 +24,7 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
+from absorbed_mla.inference.cascade import attend_to_both
 from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
@@ -236,6 +237,8 @@ class CachedAttention:
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
         form = self.options.form
+        if step.cascade is not None:
+            return (ALL_ABSORBED,)
         if step.lengths is None:
             if form == "expanded":
                 raise ValueError(
@@ -323,11 +326,17 @@ class CachedAttention:
         query = self.absorbed.query_in_inference(q, w_uk, *cos_sin)
         q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
+        cascade = step.cascade if over is None and rows is None else None
+        if cascade is not None:
+            [part] = step.parts()
+            both = step.tables.get("cascade", partial(cascade.rows, step.rows, step.block_size))
+            query = cascade.by_place(q_content), cascade.by_place(q_rope)
+            total = attend_to_both(backend, *query, part.cache, both, self.softmax_scale)
         if self.window is not None:
             backend = WindowedPagedBackend(backend, self.window)
         if step.ranks is not None:
             backend = DecodeContextParallelAttention(backend, step.ranks)
-        for part in step.parts():
+        for part in step.parts() if cascade is None else ():
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:
                 of_part = self._rows_of(step, of_part, segment)
@@ -348,6 +357,8 @@ class CachedAttention:
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
         out = (total[0] if sink is None else scale_by_sink(*total, sink)).to(q.dtype)
+        if cascade is not None:
+            out = cascade.by_token(out)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:

@@ -48,6 +48,7 @@ class PagedKernelBackend:
             rows.max_kv_length,
             scale,
             *how,
+            causal=rows.causal,
         )
         # Layers differ in the values only.
         shapes = q_content.shape, q_rope.shape, q_content.dtype, cache.dtype

@@ -17,8 +17,9 @@ from absorbed_mla.core_attention.device_table import to_device
 class Rows:
     """One row per request (Q rows), as tables on the device; new tokens are packed on one axis.
 
-    Token j of row r sees keys 0 .. kv_lengths[r] - query_lengths[r] + j of its request. Its key p
-    is ``cache[block_table[r, p // block_size], p % block_size]``.
+    Token j of row r sees keys 0 .. kv_lengths[r] - query_lengths[r] + j of its request, or all its
+    kv_lengths[r] keys where rows are not causal. Its key p is
+    ``cache[block_table[r, p // block_size], p % block_size]``.
 
     Attributes:
         query_starts: First new token of each row on the token axis, int32 [Q].
@@ -28,6 +29,7 @@ class Rows:
             used one may be anything. int32 [Q, blocks of the longest row].
         max_query_length: Upper bound of the new tokens of a row.
         max_kv_length: Upper bound of the keys of a row.
+        causal: Whether a token sees fewer keys than the one behind it.
         tables: What kernels derive from these; all layers that have the same rows share it.
     """
 
@@ -37,6 +39,7 @@ class Rows:
     block_table: Tensor
     max_query_length: int
     max_kv_length: int
+    causal: bool = True
     tables: DerivedTables = field(
         default_factory=DerivedTables, init=False, repr=False, compare=False
     )

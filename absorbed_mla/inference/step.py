@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables
+from absorbed_mla.inference.cascade import CascadeTables
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.full_prefill import WholePrompts
 from absorbed_mla.inference.prefill_context_parallel import TokenShares
@@ -87,6 +88,7 @@ class InferenceStep(Protocol):
         shares: How ranks divide the new tokens; None: each computes all of them.
         whole_prompts: In a CUDA graph, the step's rows if they are only whole prompts and rows of
             one token; None: they may be any.
+        cascade: Groups of rows that begin with the same cached blocks; None: each attends alone.
         tables: What a layer derives from rows and lengths; the same object for all layers of a
             forward where its cache has one for them.
     """
@@ -97,6 +99,7 @@ class InferenceStep(Protocol):
     ranks: CacheShares | None
     shares: TokenShares | None
     whole_prompts: WholePrompts | None
+    cascade: CascadeTables | None
     tables: DerivedTables
 
     @property

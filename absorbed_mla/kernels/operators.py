@@ -198,6 +198,7 @@ def paged_attention_forward(
     key_end: int | None,
     batch_invariant: bool,
     num_splits: int | None = None,
+    causal: bool = True,
     kernel: str = "triton",
     tiles: Tensor | None = None,
     starts: Tensor | None = None,
@@ -209,7 +210,7 @@ def paged_attention_forward(
     """
     lists = query_starts, query_lengths, kv_lengths, block_table
     keys = max_query_length, max_kv_length, scale, key_start, key_end
-    call = PagedCall(q_content, q_rope, cache, *lists, *keys, batch_invariant, num_splits)
+    call = PagedCall(q_content, q_rope, cache, *lists, *keys, batch_invariant, num_splits, causal)
     table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
     with torch.cuda.device_of(q_content):
         return _paged_module(kernel).forward(call, table)
@@ -230,7 +231,7 @@ def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tupl
     with torch.cuda.device_of(call.q_content):
         division = _paged_module(kernel).divide(call)
         tables = _kernel_module("paged", "schedule")
-        return tables.schedule(*call.lengths, call.key_start, division)
+        return tables.schedule(*call.lengths, call.key_start, division, call.causal)
 
 
 def _paged_module(kernel: str):

@@ -44,6 +44,7 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.sampling.stop_tokens import end_with_grammar
 from absorbed_mla.serving.scheduler.block_pool import require_no_leak
+from absorbed_mla.serving.scheduler.cascade_attention import cascade_attention
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
@@ -77,6 +78,7 @@ class Engine:
         results: By number, the results of the requests that have ended.
         host: Megatron's engine.
         scheduler: Overlap scheduler; None if Megatron's scheduler runs all steps.
+        cascade: Finds prefixes that requests of a step share; None: each has its own.
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
@@ -115,6 +117,10 @@ class Engine:
         graphs = None if self.scheduler is None else self.scheduler.runner.graphs
         if graphs is not None:
             graphs.begin_step = self._adapters.begin_step
+        together = graphs is not None and self._replicas.several
+        self.cascade = cascade_attention(self.host.context, model, options, lockstep=together)
+        if self.scheduler is not None:
+            self.scheduler.runner.cascade = self.cascade
         self._prefill_graphs = prefill_graphs(
             self.host, model, graphs, options.prefill_graph_tokens
         )
@@ -144,6 +150,10 @@ class Engine:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self._adapters.applied())
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
+            if self.cascade is not None:
+                self.cascade.forget()
+                hook = self.cascade.before_forward
+                stack.enter_context(self.model.register_forward_pre_hook(hook))
             if self._choices is not None:
                 stack.enter_context(self._choices.recording())
             if self.scheduler is not None:
@@ -218,7 +228,7 @@ class Engine:
             self.scheduler.close()
         self.host = self._stored = self._generated = self._megatron_counters = None
         self._choices = None
-        self.scheduler = self._prefill_graphs = self._priorities = None
+        self.scheduler = self._prefill_graphs = self._priorities = self.cascade = None
 
     def generate(
         self,

@@ -35,7 +35,7 @@ GIVEN, REQUIRED = object(), object()
 # Characters of a value that an error shows.
 _MOST_SHOWN = 200
 # Of an option that asks for nothing, or gives way to others.
-_NOT_IN_USE = (None, False, "auto")
+_NOT_IN_USE = (None, False, "auto", "off")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,20 @@ class CommonFields(Options):
     the same weights may share it."""
     prefix_cache_bytes: int = option(2**36, least=1)
     """Most bytes in that folder; files used longest ago are deleted."""
+    cascade_attention: str = option(
+        "auto",
+        choices=("auto", "on", "off"),
+        needs={
+            "prefix_caching": (True,),
+            "host_cache_tokens": (0,),
+            "parity": (False,),
+            "form": ("absorbed",),
+            **_ON_ONE_RANK,
+        },
+    )
+    """Requests of a decode step that begin with the same cached blocks attend to these together.
+    auto: where that saves time, and nothing is against it, such as sparse attention; on: wherever
+    two share a block."""
     prompt_logprobs: bool = option(False)
     """Requests may ask for log-probabilities of their prompts. The output layer then runs for every
     token of a step."""

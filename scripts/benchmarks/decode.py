@@ -6,6 +6,8 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;FlashMLA" --kv 8k \
           --heads 16,64,128 --lengths uniform,exponential,one_long --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
+    $ python scripts/benchmarks/decode.py --kv 8704 --shared-prefix 8k --batches 64 --heads 16 \
+          --implementations "ours, hopper;ours, hopper, cascade" --query-lengths 1
     $ python scripts/benchmarks/decode.py --render docs/measurements/decode/decode.json
 
 The requests of a batch have so many keys as --lengths says:
@@ -17,14 +19,15 @@ The requests of a batch have so many keys as --lengths says:
 
 Their blocks lie in random order in the cache. Outputs are compared with the reference's in fp32;
 "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the reference over what
-is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named. The
-widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded
-as a CUDA graph where that is possible, and the L2 cache is overwritten before every repetition,
-outside of the time. All implementations of an input are repeated in turns. A call counts
+is read from them; "..., parity" is parity mode (batch_invariant), measured where it is named;
+"..., cascade" attends to the keys of --shared-prefix once for all requests. The widths are
+DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a
+CUDA graph where that is possible, and the L2 cache is overwritten before every repetition, outside
+of the time. All implementations of an input are repeated in turns. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
-    bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once (FP8: its rows)
+    bytes = keys * (kv_lora_rank + rope) * width          the latents, read once (FP8: its rows)
 
 and its rates are to be compared with those of a matrix product and of a copy (read and written),
 measured in the same run. The ratio is that of the time to FlashMLA's of the same turn: the median
@@ -51,25 +54,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks import kit
+from benchmarks.kit.arguments import parse_size
 from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from absorbed_mla.inference.backend import PagedBackend
     from benchmarks.kit.timing import Repeated
 
 torch: Any = kit.lazy("torch")
 OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
-_FP8, _PARITY = ", fp8", ", parity"
+_FP8, _PARITY, _CASCADE = ", fp8", ", parity", ", cascade"
 OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("hopper", "reference", "triton"))
 IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
 # Measured where they are named.
 IN_PARITY = tuple(
     f"ours, {name}{cache}{_PARITY}" for name in ("hopper", "triton") for cache in ("", _FP8)
 )
+# Measured with --shared-prefix.
+CASCADES = tuple(f"ours, {name}{_CASCADE}" for name in ("hopper", "reference", "triton"))
 # The reference takes too long at the sizes that are measured on a GPU.
-FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
+FAST = tuple(name for name in (*IMPLEMENTATIONS, *CASCADES) if "reference" not in name)
 # The peer of ratios.
 _PEER = "FlashMLA"
 _TITLE = "n={0.heads} b={0.batch} kv={0.keys} s_q={0.query_length} block={0.block_size}"
@@ -108,6 +115,7 @@ class DecodeCase(kit.Case):
     query_length: int  # new tokens of each
     block_size: int  # tokens in a block of the cache
     lengths: str = "equal"  # how many keys the requests have, one of LENGTHS
+    shared: int = 0  # first keys of all requests, which are the same
 
     @property
     def over_fp8(self) -> bool:
@@ -127,7 +135,8 @@ class DecodeCase(kit.Case):
     @property
     def keys(self) -> str:
         """``kv`` for people; ``"uniform<=8192"`` where not all requests have so many."""
-        return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
+        keys = str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
+        return f"{keys} ({self.shared} shared)" if self.shared else keys
 
     @property
     def kv_lengths(self) -> list[int]:
@@ -148,7 +157,7 @@ class DecodeCase(kit.Case):
             from absorbed_mla.fp8_latents import Fp8Latents
 
             row = Fp8Latents(content, rope).row_bytes
-        return sum(self.kv_lengths) * row
+        return (sum(self.kv_lengths) - (self.batch - 1) * self.shared) * row
 
 
 @dataclass(frozen=True)
@@ -209,6 +218,7 @@ class DecodeBenchmark(kit.InTurns):
         "json plot render only device heads=128,16 seconds_per_row=0.1 time_limit=400 seed=1234",
         batches=kit.sizes("numbers of requests", "1,8,32,64,128"),
         kv=kit.sizes("keys of each request, its new tokens included; k is 1024", "1k,4k,8k,32k"),
+        shared_prefix=kit.Option("first keys that all requests have together", parse_size),
         lengths=kit.some(
             f"how many keys the requests have: {', '.join(LENGTHS)} (see above)", LENGTHS, "equal"
         ),
@@ -218,13 +228,13 @@ class DecodeBenchmark(kit.InTurns):
         implementations=kit.some(
             "what to measure, separated by ; "
             f"(default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)",
-            (*IMPLEMENTATIONS, *IN_PARITY),
+            (*IMPLEMENTATIONS, *IN_PARITY, *CASCADES),
             None,
             separator=";",
         ),
         dims={name: kit.DIMS[name] for name in ("kv-lora-rank", "qk-pos-emb-head-dim")},
     )
-    quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16"
+    quick = "--batches 2 --kv 40 --query-lengths 2 --block-sizes 16 --shared-prefix 32"
     recorded = ("ceilings",)
 
     @classmethod
@@ -234,6 +244,13 @@ class DecodeBenchmark(kit.InTurns):
             parser.error(
                 f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
                 f"tokens are more than {min(args.kv)}"
+            )
+        shared, least = args.shared_prefix or 0, min(args.kv) - max(args.query_lengths)
+        blocks = all(shared % size == 0 for size in args.block_sizes)
+        if shared and not (shared <= least and blocks and args.lengths == ["equal"]):
+            parser.error(
+                f"--shared-prefix must be whole blocks, at most {least} keys, of requests of equal "
+                f"--lengths, got {shared}"
             )
 
     def prepare(self) -> None:
@@ -251,7 +268,7 @@ class DecodeBenchmark(kit.InTurns):
 
     def cases(self) -> list[DecodeCase]:
         """Implementations beside each other, smaller inputs first, other block sizes last."""
-        args = self.args
+        args, shared = self.args, self.args.shared_prefix or 0
         inputs = product(
             args.lengths,
             args.block_sizes,
@@ -260,10 +277,12 @@ class DecodeBenchmark(kit.InTurns):
             sorted(args.batches),
             sorted(args.heads),
         )
+        measured = args.implementations or (FAST if self.on_gpu else (*IMPLEMENTATIONS, *CASCADES))
         return [
-            DecodeCase(implementation, heads, batch, kv, new, block, lengths)
+            DecodeCase(implementation, heads, batch, kv, new, block, lengths, shared)
             for lengths, block, new, kv, batch, heads in inputs
-            for implementation in args.implementations or (FAST if self.on_gpu else IMPLEMENTATIONS)
+            for implementation in measured
+            if shared or implementation not in CASCADES
         ]
 
     def begin(self, case: DecodeCase) -> None:
@@ -320,8 +339,22 @@ class DecodeBenchmark(kit.InTurns):
         )
         with kit.refusing(ValueError):
             backend = choose(case.backend, request)
+        if case.implementation.endswith(_CASCADE):
+            return self._cascade(case, inputs, backend)
         forward = partial(backend.forward, *inputs, batch_invariant=case.batch_invariant)
         return lambda: forward()[0]
+
+    def _cascade(self, case: DecodeCase, inputs: Inputs, backend: PagedBackend) -> Attend:
+        """All requests as one group over what they share."""
+        from absorbed_mla.inference.cascade import CascadeTables, attend_to_both
+        from absorbed_mla.serving.scheduler.cascade_attention import PrefixGroup, tables_of
+
+        size, tokens = case.block_size, case.batch * case.query_length
+        group = PrefixGroup(torch.arange(case.batch).numpy(), case.shared // size)
+        numbers = tables_of([group], case.batch, case.query_length, tokens, size).to(self.device)
+        rows = CascadeTables(*numbers).rows(inputs.rows, size)
+        call = partial(attend_to_both, backend, *inputs[:3], rows, inputs.scale)
+        return lambda: call()[0]
 
     def _expected(self, inputs: Inputs, cache: Tensor) -> Tensor:
         from absorbed_mla.inference.backends.reference import paged_reference
@@ -346,7 +379,9 @@ class DecodeBenchmark(kit.InTurns):
         cache = normal(case.batch * blocks, case.block_size, self.content + self.rope)
         order = torch.randperm(len(cache), device=self.device, generator=make)
         lengths = [case.query_length] * case.batch
-        rows = Rows.of(lengths, case.kv_lengths, order.int().view(case.batch, blocks))
+        table = order.int().view(case.batch, blocks)
+        table[:, : case.shared // case.block_size] = table[0, : case.shared // case.block_size]
+        rows = Rows.of(lengths, case.kv_lengths, table)
         # Scores of about 1 as after training: the softmax neither flat nor one key.
         scale = (self.content + self.rope) ** -0.5
         query = (normal(sum(lengths), case.heads, w) for w in (self.content, self.rope))

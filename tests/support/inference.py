@@ -53,6 +53,7 @@ class PagedStep:
     ranks = None
     shares = None
     whole_prompts = None
+    cascade = None
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class PagedCase:
     padding: int = 0
     # First key in the cache and one past the last; None: all.
     window: tuple[int, int | None] | None = None
+    causal: bool = True
 
     @property
     def scale(self) -> float:
@@ -53,6 +54,7 @@ class PagedCase:
             part[:tokens] = self._random(make, tokens, self.heads, width) * self.magnitude
             query.append(part.to(device))
         rows = Rows.of(self.query_lengths, self.kv_lengths, table.to(device))
+        rows = replace(rows, causal=self.causal)
         return *query, cache.to(device), rows, self.scale
 
     def inputs_apart(self, starts: tuple[int, ...], device: torch.device | str = "cpu"):
@@ -89,7 +91,7 @@ def call_of(inputs, window=(0, None), **how) -> PagedCall:
     *operands, rows, scale = inputs
     lists = rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table
     most = rows.max_query_length, rows.max_kv_length
-    return PagedCall(*operands, *lists, *most, scale, *window, **how)
+    return PagedCall(*operands, *lists, *most, scale, *window, causal=rows.causal, **how)
 
 
 def naive(
@@ -108,7 +110,7 @@ def naive(
     for row in range(len(rows)):
         start, length = int(rows.query_starts[row]), int(rows.query_lengths[row])
         for index in range(length):
-            last = int(rows.kv_lengths[row]) - length + index
+            last = int(rows.kv_lengths[row]) - (length - index if rows.causal else 1)
             keys = torch.arange(max(last + 1, 0))
             end = last + 1 if key_end is None else key_end
             keys = keys[(keys >= key_start) & (keys < end)] - key_start

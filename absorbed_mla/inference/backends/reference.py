@@ -30,8 +30,9 @@ def paged_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their rows, without autograd.
 
-    Token j of row r sees key p exactly where p <= kv_lengths[r] - query_lengths[r] + j and
-    key_start <= p < key_end. Arithmetic is fp32 (fp64 for fp64 inputs).
+    Token j of row r sees key p exactly where p <= kv_lengths[r] - query_lengths[r] + j, or, where
+    rows are not causal, p < kv_lengths[r], and key_start <= p < key_end. Arithmetic is fp32 (fp64
+    for fp64 inputs).
 
     Args:
         q_content: Absorbed query [T, N, C].
@@ -118,7 +119,8 @@ def last_keys(
     index = token - rows.query_starts
     member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]
     row = member.to(torch.uint8).argmax(1)
-    last = (rows.kv_lengths - rows.query_lengths + index).gather(1, row[:, None])[:, 0]
+    first = rows.kv_lengths - rows.query_lengths + index if rows.causal else rows.kv_lengths - 1
+    last = first.expand_as(index).gather(1, row[:, None])[:, 0]
     if key_end is not None:
         last = last.clamp(max=key_end - 1)
     return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)

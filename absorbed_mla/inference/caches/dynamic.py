@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.caching import DerivedTables, this_run
+from absorbed_mla.inference.cascade import CascadeTables
 from absorbed_mla.inference.decode_context_parallel.attention import SharedCachePart
 from absorbed_mla.inference.decode_context_parallel.layout import CacheShares
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable
@@ -38,6 +39,7 @@ class ForwardRows:
         positions: Of every new token in its request, int64 [T].
         places: Block of the cache, and position in it, of every new token; int64 [T] each.
         whole_prompts: See :class:`InferenceStep`.
+        cascade: Likewise.
         tables: What layers derive from these.
     """
 
@@ -46,6 +48,7 @@ class ForwardRows:
     positions: Tensor
     places: tuple[Tensor, Tensor]
     whole_prompts: WholePrompts | None = None
+    cascade: CascadeTables | None = None
     tables: DerivedTables = field(default_factory=lambda: DerivedTables(_MOST_TABLES))
 
     @classmethod
@@ -98,6 +101,7 @@ class ForwardRows:
                 view.token_to_local_position_within_kv_block[tokens].long(),
             ),
             WholePrompts.of(rows, count) if whole_prompts else None,
+            getattr(context, "cascade", None),
         )
 
 
@@ -140,7 +144,7 @@ class DynamicStep:
         self.max_position = int(context.max_sequence_length) + drafts
         self._forward = ForwardRows.of(context)
         self.rows, self.lengths = self._forward.rows, self._forward.lengths
-        self.whole_prompts = self._forward.whole_prompts
+        self.whole_prompts, self.cascade = self._forward.whole_prompts, self._forward.cascade
         self.tables = self._forward.tables
 
     def require_rows(self, rows: Tensor) -> None:

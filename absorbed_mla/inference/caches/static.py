@@ -66,6 +66,7 @@ class StaticStep:
     ranks: CacheShares | None = None
     shares = None
     whole_prompts = None
+    cascade = None
 
     def __init__(
         self,

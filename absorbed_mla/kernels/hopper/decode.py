@@ -86,7 +86,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
         return out, lse
     division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
-    table = table or schedule(*call.lengths, call.key_start, division)
+    table = table or schedule(*call.lengths, call.key_start, division, call.causal)
     shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
     with not_filled():
         waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)

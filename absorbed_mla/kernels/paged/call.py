@@ -31,6 +31,7 @@ class PagedCall(NamedTuple):
         batch_invariant: A token's result depends on its query and keys only, and has the bits of
             training.
         num_splits: Splits of the keys of every request; None: the device chooses.
+        causal: As in ``Rows``.
     """
 
     q_content: Tensor
@@ -47,6 +48,7 @@ class PagedCall(NamedTuple):
     key_end: int | None = None
     batch_invariant: bool = False
     num_splits: int | None = None
+    causal: bool = True
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,7 +56,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
     blocks, warps, resident = _blocks(call)
-    table = table or schedule(*call.lengths, call.key_start, division)
+    table = table or schedule(*call.lengths, call.key_start, division, call.causal)
     shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
     parts = keys_of(cache, kv_lora_rank, rope)

@@ -6,7 +6,8 @@ blocks of keys. A program goes through one part, for some heads. Two tables:
 
 * ``tiles``, int32 [tiles, 8]: request, first token on the token axis, number of tokens, keys that
   the first token sees (each token sees one more than the one before it; not above 0: none), keys
-  that any of them sees, parts that the tile is in, and the first of these, if there are several.
+  that any of them sees at most, parts that the tile is in, and the first of these, if there are
+  several.
 * ``starts``, int32 [parts + 1, 2]: the tile and the block of its keys where a part begins, which is
   where the part before it ends. Parts without work are at the end.
 
@@ -51,6 +52,7 @@ def schedule(
     kv_lengths: Tensor,
     key_start: int,
     division: Division,
+    causal: bool = True,
 ) -> Schedule:
     """Make the tables.
 
@@ -60,6 +62,7 @@ def schedule(
         kv_lengths: Int32 [Q].
         key_start: First key in the cache.
         division: Of the batch.
+        causal: As in ``Rows``.
     """
     tiles, split_kv, block_keys, window = division
     tile_table = query_starts.new_empty((tiles.max_tiles, TABLE_COLUMNS.value), dtype=torch.int32)
@@ -84,6 +87,7 @@ def schedule(
         split_kv.min_blocks,
         split_kv.num_splits,
         tiles.head_blocks,
+        int(causal),
         TILE_TOKENS=tiles.tokens,
         BLOCK_KEYS=block_keys,
         REQUESTS=block,
@@ -104,6 +108,7 @@ def schedule(
         "parts",
         "min_blocks",
         "num_splits",
+        "causal",
     ],
     do_not_specialize_on_alignment=["query_starts_ptr", "lengths_ptr", "kv_ptr"],
 )
@@ -122,6 +127,7 @@ def _schedule_kernel(
     min_blocks,
     num_splits,
     head_blocks,
+    causal,
     TILE_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -167,8 +173,9 @@ def _schedule_kernel(
             tile = first_tile + index
             skipped = index * TILE_TOKENS
             tokens = tl.minimum(length - skipped, TILE_TOKENS)
-            seen = kv_length - length + 1 + skipped
-            keys = tl.minimum(tl.maximum(seen + tokens - 1, 0), window)
+            seen = tl.where(causal != 0, kv_length - length + 1 + skipped, kv_length)
+            last = tl.minimum(seen + tokens - 1, kv_length)
+            keys = tl.minimum(tl.maximum(last, 0), window)
             # The first part that begins at this tile or in it, at which block of its keys, and how
             # many do.
             before = first_work + index * each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from absorbed_mla.serving.megatron_engine.attributes import (
 )
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler, Kind
 from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.scheduler.cascade_attention import CascadeAttention
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.input_batch import InputBatch
 from absorbed_mla.serving.scheduler.requests import RunningRequests
@@ -140,6 +142,7 @@ class ModelRunner:
     Attributes:
         graphs: As given.
         device_sampler: As given.
+        cascade: Finds prefixes that requests of a step share; None: each has its own.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class ModelRunner:
     ) -> None:
         self._controller, self._context, self._sampler = controller, context, sampler
         self.device_sampler, self.graphs = device_sampler, graphs
+        self.cascade: CascadeAttention | None = None
         self._sampling_in_graphs = sampling_in_graphs
         # Tokens of the last step by row, int64; -1 where the logits have none, for which the model
         # reads token 0.
@@ -184,8 +188,10 @@ class ModelRunner:
         if (graphs := self._graphs_of_step()) is not None:
             in_graph = kind if self._sampling_in_graphs and not constrained else None
             rows = context.padded_active_request_count
-            key = context.padded_batch_dimensions, in_graph
-            graphs.run(key, partial(self._run_and_sample, rows, in_graph))
+            found = nullcontext(()) if self.cascade is None else self.cascade.in_graph()
+            with found as more:
+                key = context.padded_batch_dimensions, in_graph, *more
+                graphs.run(key, partial(self._run_and_sample, rows, in_graph))
         else:
             inputs = context.current_input_and_position_ids()
             run_model(self._controller)(*inputs)

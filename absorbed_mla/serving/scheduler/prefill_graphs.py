@@ -268,11 +268,12 @@ def why_none(model: GPTModel) -> str:
         "attention is Megatron's": len(attentions(model)) < len(model.decoder.layers),
         "attention is sparse": bool(indexers(model)),
         # Its memory would be that of all requests with as many tokens as the step.
-        "FlashMLA pads every request to the longest": _may_take_flash_mla(model),
+        "FlashMLA pads every request to the longest": may_take_flash_mla(model),
     }
     return next((reason for reason, holds in conditions.items() if holds), "")
 
 
-def _may_take_flash_mla(model: GPTModel) -> bool:
+def may_take_flash_mla(model: GPTModel) -> bool:
+    """Whether FlashMLA is named, or may be what ``auto`` takes."""
     names = {one.options.paged_attention_backend for one in attentions(model)}
     return "flash_mla" in names or ("auto" in names and find_spec("flash_mla") is not None)

@@ -132,6 +132,7 @@ absorbed_mla/kernels/paged/new_latents.py
   new_latents_of_padding: cached = row < places -> cached = row < count
 absorbed_mla/kernels/paged/schedule.py
   decode_splits_overlap: (behind | (cut < least), 0, cut), -> (behind | (cut < least), 0, cut - 1),
+  prefixes_are_causal: tl.where(causal != 0, -> tl.where(causal != 2,
   last_split_not_combined: entry + 5, cuts + 1, mask -> entry + 5, tl.maximum(cuts, 1), mask
 absorbed_mla/kernels/sampling/inverse_cdf.py
   kernels_leave_ties_of_every_piece: wanted - (cumsum(ties) - ties) -> wanted + ties - ties

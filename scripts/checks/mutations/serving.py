@@ -246,6 +246,10 @@ absorbed_mla/serving/sampling/stop_tokens.py
   texts_go_on_behind_their_ends: if beyond: -> if False:
 absorbed_mla/serving/scheduler/block_pool.py
   block_registered_twice: if known[i] != value -> if True
+absorbed_mla/serving/scheduler/cascade_attention.py
+  groups_of_requests_that_were_computed_again: same.all() and -> True and
+  graphs_read_tables_of_other_groups: if of is groups and sizes -> if of is not None or sizes
+  blocks_in_use_are_shared: least = int(cached[rows].min()) -> least = table.shape[1]
 absorbed_mla/serving/scheduler/conditions.py
   scheduler_is_left_out_without_a_word: log_once(logger, f"{said}: {why}") -> pass
   scheduler_needs_no_names: if missing := OVERLAP_SCHEDULER -> if False and OVERLAP_SCHEDULER

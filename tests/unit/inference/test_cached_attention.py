@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention
+from absorbed_mla.inference.cascade import CascadeTables
 from absorbed_mla.inference.row_groups import (
     ChunkedContext,
     chunks,
@@ -23,6 +25,7 @@ from absorbed_mla.inference.row_groups import (
 from absorbed_mla.inference.step import RowLengths
 from absorbed_mla.registry import ATTENTION_BACKENDS, PAGED_BACKENDS
 from absorbed_mla.rope import apply_rope
+from absorbed_mla.serving.scheduler.cascade_attention import PrefixGroup, tables_of
 from tests.support.inference import PagedStep
 from tests.support.memory import PeakMemory
 
@@ -237,3 +240,31 @@ class TestWorkspace:
         assert self.peak(8192, context_chunk_size=4096) > 3 * self.peak(
             8192, context_chunk_size=512
         )
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("groups", [{(0, 2): 3, (1, 3): 2}, {(0, 1): 2}])
+def test_cascade(sink, groups):
+    """Rows in two groups, out of order, or in one, and rows that share nothing; and padding."""
+    lengths, found = RowLengths((3, 3, 3, 3, 3, 0), (19, 14, 17, 15, 9, 6)), []
+    made = tensors(lengths, padding=2)
+    made["weights"] = (
+        *made["weights"][:2],
+        torch.tensor([0.1, 2.0, -1.0]).double() if sink else None,
+    )
+    made = {**made, "q": made["q"].nan_to_num()}
+    members = [PrefixGroup(np.array(rows), blocks) for rows, blocks in groups.items()]
+    tables = CascadeTables(*tables_of(members, 5, 3, 17, 4))
+    if len(groups) == 1:
+        assert torch.equal(tables.order, tables.places)
+        tables = tables._replace(order=None, places=None)
+    for cascade in (None, tables):
+        step = PagedStep(lengths, made["cached"])
+        step.cascade, table = cascade, step.rows.block_table
+        for rows, blocks in members:
+            table[rows, :blocks] = table[rows[0], :blocks].clone()
+        attention = CachedAttention(DIMS, SCALE, AbsorbedMLAOptions(form="absorbed"))
+        step.write(made["kv"])
+        operands = made["kv"], made["weights"], made["cos_sin"]
+        found.append(attention(step, made["q"].clone(), *operands)[:15])
+    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)

@@ -33,6 +33,7 @@ class ToyStep:
 
     windowed = False
     whole_prompts = None
+    cascade = None
     ranks = None
     shares = None
 

@@ -19,6 +19,7 @@ CASES = {
     **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 16, 64, 100)},
     **{f"heads_{heads}": replace(MIXED, heads=heads) for heads in (1, 8, 40, 128)},
     "one_key": PagedCase((1, 1), (1, 1), dtype=torch.float64),
+    "prefixes": replace(MIXED, causal=False),
     "no_rope": replace(MIXED, rope=0),
     "huge": replace(MIXED, magnitude=1e4),
     "tiny": replace(MIXED, magnitude=1e-8),

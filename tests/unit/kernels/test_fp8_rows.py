@@ -68,6 +68,9 @@ CASES = {
     "few_long_and_short": replace(
         FOUR, query_lengths=(1,) * 7, kv_lengths=(3, 700, 65, 1, 450, 128, 191)
     ),
+    "few_prefixes": replace(
+        FEW, query_lengths=(3, 4, 1), kv_lengths=(70, 4, 66), heads=3, causal=False
+    ),
     "few_window": replace(FEW, window=(37, 140)),
 }
 

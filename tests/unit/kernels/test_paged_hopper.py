@@ -111,6 +111,7 @@ CASES = {
     "width_256": replace(
         MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, kv_lora_rank=256
     ),
+    "prefixes": replace(MIXED, query_lengths=(9, 0, 3, 1), heads=12, causal=False),
     "window": replace(MIXED, window=(37, 140)),
     "window_behind_all": replace(MIXED, window=(200, None)),
     "window_empty": replace(MIXED, window=(64, 64)),
@@ -128,7 +129,7 @@ def test_equals_the_reference(name):
 @pytest.mark.parametrize(
     ("name", "num_splits"),
     [(name, num_splits) for name in ("block_64", "heads_12", "window") for num_splits in (1, 2, 4)]
-    + [("heads_128", 2)],  # takes seconds where it is emulated
+    + [("prefixes", 4), ("heads_128", 2)],  # takes seconds where it is emulated
 )
 def test_splits(name, num_splits):
     """Of requests of one key, too: most of their splits are empty."""

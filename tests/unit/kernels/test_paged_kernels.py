@@ -77,6 +77,10 @@ CASES = {
     "many_rows": PagedCase((0,) * 125 + (1,) * 15, tuple(range(140)), heads=1),
     "one_long_row": PagedCase((1,) * 9, (5,) * 4 + (600,) + (5,) * 4, heads=1),
     "rows_of_any_length": PagedCase((2,) * 11, tuple(range(2, 112, 10)), heads=16),
+    # A tile ends in a request, and in a block of keys.
+    "prefixes": PagedCase((9, 0, 3), (131, 9, 64), heads=16, causal=False, padding=1),
+    "more_tokens_in_a_prefix": PagedCase((70, 1), (3, 16), heads=2, causal=False),
+    "window_of_prefixes": replace(MIXED, window=(37, 100), causal=False),
     "window": replace(MIXED, window=(37, 100)),
     "window_at_the_start": replace(MIXED, window=(0, 64)),
     "window_behind_all": replace(MIXED, window=(150, None)),
@@ -104,7 +108,7 @@ def test_equals_the_reference(name):
     [(n, 7) for n in ("block_16", "block_64", "decode_16", "window", "long")]
     + [("block_16", 1), ("decode_16", 2), ("window", 2)]
     # The interpreter takes seconds for each.
-    + [("heads_40", 7), ("heads_128", 2)],
+    + [("heads_40", 7), ("heads_128", 2), ("prefixes", 2), ("prefixes", 7)],
 )
 def test_splits(name, num_splits):
     """Of rows of one key, too: most of their splits are empty."""

@@ -270,7 +270,7 @@ def test_an_operator_of_another_name_stays_megatrons(need, name, monkeypatch):
 OWN = {
     *("_host_blocks", "_staged_blocks", "_allocate_offloaded", "tiers"),
     *("cache_ranks", "token_shares", "latent_forward", "reads_whole_prompts", "index_keys"),
-    "returned_choices",
+    *("returned_choices", "cascade"),
 }
 SCORED = SamplingParams(max_tokens=4, temperature=1, logprobs=2, prompt_logprobs=1)
 LONG = SamplingParams(max_tokens=70, temperature=0)

@@ -177,6 +177,7 @@ class TestDeclarations:
             "seed": 3,
             "cache_tokens": 6400,
             "scheduling_policy": "priority",
+            "cascade_attention": "off",
         }
         # They exclude a folder.
         returned = dict.fromkeys(

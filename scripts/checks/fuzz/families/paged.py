@@ -175,6 +175,7 @@ def _run(
     if not config.invariant and draw.flag(0.2):
         first = draw.integer(0, max(requests.keys, default=0))
         end = draw.choice(None, first + draw.integer(0, 500))
+    causal = config.invariant or draw.flag(0.8)
     ends = [length if end is None else min(length, end) for length in requests.keys]
     held = [max(0, length - first) for length in ends]
     cached = draw_latents(config, draw, held)
@@ -184,6 +185,7 @@ def _run(
         place = torch.arange(len(keys), device=q.device)[None, :] + first
         count = own.stop - own.start
         last = requests.keys[number] - count + torch.arange(count, device=q.device)[:, None]
+        last = last if causal else torch.full_like(last, requests.keys[number] - 1)
         return (place <= last) if end is None else (place <= last) & (place < end)
 
     in_none = torch.ones(len(q), dtype=torch.bool, device=q.device)
@@ -192,7 +194,7 @@ def _run(
     hidden = q.clone()
     hidden[in_none] = torch.nan
     query = [draw.amid_nan(x) for x in hidden.split((config.content, config.rope), -1)]
-    call = partial(_attend, kernel, config, draw, cached, scale, (first, end))
+    call = partial(_attend, kernel, config, draw, cached, scale, (first, end), causal)
     out, lse = call(query, requests, slice(0, len(requests.keys)))
     wanted, noise, wanted_lse = expected(config, q, cached, requests, scale, seen)
     compare.rows("out", out, wanted, noise, config.dtype)
@@ -202,7 +204,7 @@ def _run(
         _check_alone(call, query, requests, draw.choice(*alone), (out, lse), compare)
 
 
-def _attend(kernel, config, draw, cached, scale, window, query, requests, own):
+def _attend(kernel, config, draw, cached, scale, window, causal, query, requests, own):
     """One call, for some of the requests; half of the calls get their tables made before."""
     lists = requests.starts[own], requests.queries[own], requests.keys[own]
     most = [max(lists[i], default=0) + draw.choice(0, 0, 5) for i in (1, 2)]
@@ -212,13 +214,14 @@ def _attend(kernel, config, draw, cached, scale, window, query, requests, own):
     arguments = *query, cached.cache, *tables
     made = {}
     if draw.flag():
-        call = PagedCall(*arguments, cached.table[own], *most, scale, *window, config.invariant)
+        how = config.invariant, None, causal
+        call = PagedCall(*arguments, cached.table[own], *most, scale, *window, *how)
         found = operators.paged_schedule(call, kernel)
         made = dict(zip(("tiles", "starts"), found))
     splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
     return operators.paged_attention_forward(
-        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, kernel,
-        **made,
+        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, causal,
+        kernel, **made,
     )  # fmt: skip
 
 

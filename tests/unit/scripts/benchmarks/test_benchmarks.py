@@ -20,6 +20,7 @@ import torch
 from benchmarks import serving, smoke
 from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
+from benchmarks.decode import CASCADES
 from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
@@ -62,6 +63,7 @@ MISTAKES = {
     "decode": [
         ("--implementations FlashMLA,other", "expected some of ours, "),
         ("--kv 1 --query-lengths 1,2", "2 new tokens are more than 1"),
+        ("--kv 64 --query-lengths 1 --shared-prefix 64", "at most 63 keys, of requests of equal"),
     ],
     "dsa": [("--topk 9999", "--topk must be at most the keys of --kv and --indexer")],
     "serving": [
@@ -258,11 +260,13 @@ def context_parallel(rows: Rows, out: str, folder: Path) -> None:
 
 
 def decode(rows: Rows, out: str, folder: Path) -> None:
-    assert [row["implementation"] for row in rows] == list(DECODERS)
-    plain, fp8 = measured(rows)
+    assert [row["implementation"] for row in rows] == [*DECODERS, *CASCADES]
+    plain, fp8, cascade = measured(rows)
     assert plain["implementation"] == "ours, reference" and plain["tbps"] > 0
     assert plain["difference"] == fp8["difference"] == 0.0 and not plain["graph"]
     assert fp8["implementation"] == "ours, reference, fp8"
+    assert cascade["implementation"] == "ours, reference, cascade"
+    assert 0 < cascade["difference"] < 1e-6
     assert "- it needs a GPU: FlashMLA n=2" in out
 
 
