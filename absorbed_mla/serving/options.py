@@ -48,7 +48,7 @@ class CommonFields(Options):
     prefix_cache_bytes: int = option(2**36, least=1)
     """Most bytes in that folder; files used longest ago are deleted."""
     cascade_attention: str = option(
-        "auto",
+        "off",
         choices=("auto", "on", "off"),
         needs={
             "prefix_caching": (True,),

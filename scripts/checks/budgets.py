@@ -54,12 +54,12 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("absorbed_mla", "lines", 64_000, 46_000),
+    Budget("absorbed_mla", "lines", 64_600, 46_000),
     Budget("checkpoint_conversion", "lines", 11_500, 9_000),
     Budget("specs", "lines", 800, 800),
-    Budget("scripts", "lines", 22_900, 14_000),
-    Budget("tests", "lines", 77_800, 52_000),
-    Budget("docs", "words", 26_600, 22_000, but_not="docs/measurements"),
+    Budget("scripts", "lines", 21_400, 14_000),
+    Budget("tests", "lines", 78_600, 52_000),
+    Budget("docs", "words", 26_750, 22_000, but_not="docs/measurements"),
 )
 
 

@@ -71,7 +71,7 @@ checkpoint_conversion/packed.py
   sizes_of_codes_are_not_read: tolist()) != self.shape: -> tolist()) == ():
 checkpoint_conversion/quantisation.py
   order_of_activations: "actorder": None, ->
-  groups_of_a_channel: if not weights.given("group_size"): -> if False:
+  groups_of_a_channel: if not weights.given(field) and -> if
 checkpoint_conversion/model_type.py
   images_are_weights_of_the_text_model: None if name.startswith(images) else model -> model
 checkpoint_conversion/models/glm4_moe_lite.py

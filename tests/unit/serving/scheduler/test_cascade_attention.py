@@ -15,6 +15,7 @@ from absorbed_mla.serving.scheduler.cascade_attention import (
     keys_saved,
     why_not,
 )
+from tests.support import needs
 from tests.support.engine import KEPT, Request, Run, add, assert_generates, engine_of, prompt
 from tests.support.engine import step_to_the_end as to_the_end
 from tests.unit.serving.scheduler.test_prefill_graphs import Recorded, all_keys
@@ -62,7 +63,11 @@ def run(model, cascade: str, first, later, options) -> tuple[Run, int, int, set]
         return found, engine.cascade.steps if engine.cascade else 0, most, keys
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # Graphs are recorded ones, of a CPU.
+    [pytest.param(name, marks=needs.no_gpu if "graphs" in name else ()) for name in CASES],
+)
 def test_same_results(model, drafting, monkeypatch, name):
     """Tokens, and log-probabilities within rounding, of requests that come, go and are evicted."""
     monkeypatch.setattr(reference._Keys, "__init__", all_keys)
@@ -192,13 +197,14 @@ def test_refused(model, monkeypatch, why, changes):
         monkeypatch.setattr(name, lambda _: layers)
     with pytest.raises(ValueError, match=f"cascade_attention='on' cannot run: {why}"):
         engine_of(model, prefix_caching=True, cascade_attention="on")
-    assert engine_of(model, prefix_caching=True).cascade is None
+    assert engine_of(model, prefix_caching=True, cascade_attention="auto").cascade is None
 
 
 def test_needs_a_prefix_cache(model):
     with pytest.raises(ValueError, match="cascade_attention needs prefix_caching=True, got False"):
         engine_of(model, cascade_attention="on")
-    assert engine_of(model).cascade is None
+    assert engine_of(model, cascade_attention="auto").cascade is None
+    assert engine_of(model, prefix_caching=True).cascade is None
     # Where one of several ranks captures, the others' replays lack its collectives.
-    engine = engine_of(model, prefix_caching=True)
+    engine = engine_of(model, prefix_caching=True, cascade_attention="auto")
     assert "data-parallel ranks" in why_not(model, engine.options, lockstep=engine.cascade)
