@@ -108,9 +108,8 @@ class LoRASlots:
             slots: By number of the request, for those that have one.
         """
         found = self._of_tokens(context, slots)
-        is_none = bool((found < 0).all())
         if self._static is None:
-            self._mask = None if is_none else self._mask_of(found)
+            self._mask = self._mask_of(found) if bool((found >= 0).any()) else None
         elif self._slots is None or not torch.equal(found, self._slots):
             assert len(found) <= len(self._static), "graph_tokens are those of the largest step"
             self._mask_of(found, out=self._static[: len(found)])
