@@ -77,14 +77,24 @@ def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -
 
     Of the tokens of this rank: context-parallel ranks sum it as any parameter's.
     """
+    lse = output.lse
+    of_tokens = torch.exp(sink.to(lse.dtype) - lse) * _delta(grad, output)
+    # A head's sum does not depend on how many heads a rank has.
+    return -of_tokens.flatten(0, 1).t().contiguous().sum(-1).to(sink.dtype)
+
+
+def _delta(grad: OutputGradient, output: AttentionOutput) -> Tensor:
+    """out' . dout' less the LSE's gradient, [S, B, N]."""
     out, lse = output
+    width = out.shape[-1]
+    if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:
+        # One pass over both, as the backends' own.
+        from absorbed_mla.kernels.triton.backward import delta_of
+
+        return delta_of(grad.out, grad.lse, out)
     delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // max(1, out[:1].numel()))
     for first in range(0, len(out), rows):
         part = slice(first, first + rows)
         delta[part] = (out[part].to(lse.dtype) * grad.out[part]).sum(-1)
-    if grad.lse is not None:
-        delta -= grad.lse
-    of_tokens = torch.exp(sink.to(lse.dtype) - lse) * delta
-    # A head's sum does not depend on how many heads a rank has.
-    return -of_tokens.flatten(0, 1).t().contiguous().sum(-1).to(sink.dtype)
+    return delta if grad.lse is None else delta - grad.lse

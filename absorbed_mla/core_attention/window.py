@@ -81,6 +81,11 @@ class WindowedBackend:
     backend: AttentionBackend
     window: int
 
+    @property
+    def name(self) -> str:
+        """Of the backend."""
+        return self.backend.name
+
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``AttentionBackend``; every span has a causal offset."""
         near, far = self._parts(inputs, rules)

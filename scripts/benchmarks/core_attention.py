@@ -142,6 +142,7 @@ def our_attention(
     inputs: AttentionInputs,
     grad_out: Tensor,
     spans: Spans | None = None,
+    window: int | None = None,
 ) -> Attention:
     """One of our backends.
 
@@ -152,6 +153,7 @@ def our_attention(
         inputs: Of :func:`random_inputs`.
         grad_out: Gradient of the output.
         spans: What a token sees; None for one causal sequence.
+        window: Of these, the last ones that it sees; None for all.
 
     Raises:
         kit.Refused: If none can run.
@@ -162,6 +164,7 @@ def our_attention(
     from absorbed_mla.core_attention.masks.spans import Span, Spans
     from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
     from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
+    from absorbed_mla.core_attention.window import WindowedBackend
     from absorbed_mla.registry import ATTENTION_BACKENDS
 
     key_width, value_width = pair_widths(form, dims)
@@ -182,6 +185,7 @@ def our_attention(
         raise kit.Refused("; ".join(dict.fromkeys(reasons.values())))
     chosen = max(runnable, key=lambda one: speed(machine_name(device), one))
     attention = SharedPrefixBackend(chosen) if spans.further else chosen
+    attention = WindowedBackend(attention, window) if window else attention
     rules = ScoreRules(scale=scale_of(dims), spans=spans)
     grad = OutputGradient(grad_out, None)
 
