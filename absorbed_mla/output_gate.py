@@ -70,6 +70,11 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, core_out: Tensor, logits: Tensor) -> Tensor:
         ctx.save_for_backward(core_out, logits)
+        if _by_kernel(core_out, logits):
+            # Loaded where it runs: elsewhere the package does without Triton.
+            from absorbed_mla.kernels.output_gate import gate_forward
+
+            return gate_forward(core_out, logits)
         out = _by_gate(core_out, logits) * _sigmoid(logits)
         return out.to(core_out.dtype).view(core_out.shape)
 
@@ -77,12 +82,20 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         core_out, logits = ctx.saved_tensors
+        if _by_kernel(core_out, logits):
+            from absorbed_mla.kernels.output_gate import gate_backward
+
+            return gate_backward(grad, core_out, logits)
         gate, grad = _sigmoid(logits), _by_gate(grad, logits)
         # The gate's dtype is the wider one, in which products are computed.
         d_gate = (grad.to(gate.dtype) * _by_gate(core_out, logits)).sum(-1, keepdim=True)
         d_logits = (d_gate * gate * (1 - gate)).squeeze(-1)
         d_core = (grad * gate).to(core_out.dtype).view(core_out.shape)
         return d_core, d_logits.to(logits.dtype)
+
+
+def _by_kernel(*tensors: Tensor) -> bool:
+    return all(x.is_cuda and x.dtype != torch.float64 for x in tensors)
 
 
 def _sigmoid(logits: Tensor) -> Tensor:

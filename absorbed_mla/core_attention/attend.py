@@ -15,7 +15,7 @@ from absorbed_mla.core_attention.forms.base import BlockGradients, Form, Query
 from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
-from absorbed_mla.core_attention.sink import lse_beside_sink, scale_by_sink, sink_gradient
+from absorbed_mla.core_attention.sink import add_sink, sink_gradient
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
 from absorbed_mla.once_differentiable import once_differentiable
 
@@ -89,7 +89,7 @@ def _forward(
         out = out.to(lse.dtype)
     out, lse = functools.reduce(lambda total, part: merge(*total, *part), outputs, (out, lse))
     if sink is not None:
-        out, lse = scale_by_sink(out, lse, sink), lse_beside_sink(lse, sink)
+        out, lse = add_sink(out, lse, sink)
     return AttentionOutput(out.to(query[0].dtype), lse)
 
 

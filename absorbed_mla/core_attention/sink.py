@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
+from absorbed_mla.core_attention.merge import merge_into
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
 from absorbed_mla.dims import MLADims
 
@@ -54,22 +55,24 @@ def _on(config: MLATransformerConfig) -> str | int:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def scale_by_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """``out`` beside the sink, in its own memory.
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE beside the sink, in their own memory; the sink has a value of 0.
 
     Args:
         out: Attention over all keys, [..., N, V]; 0 for a token that sees none.
         lse: Over all keys, [..., N], fp32 (fp64); -inf for a token that sees none.
         sink: [N].
     """
+    sink = sink.to(lse.dtype)
+    if out.is_cuda and lse.dtype == torch.float32:
+        # One pass over the output, where PyTorch's product of two dtypes takes four times as long.
+        batched = (out, lse) if out.ndim == 4 else (out.unsqueeze(1), lse.unsqueeze(1))
+        nothing = out.new_zeros(out.shape[-1]).expand_as(batched[0])
+        merge_into(*batched, batched, (nothing, sink.expand_as(batched[1])))
+        return out, lse
     # Not sigmoid: on a CPU its bits depend on a number's place in the tensor.
-    share = 1 / (1 + torch.exp(sink.to(lse.dtype) - lse))
-    return out.mul_(share[..., None])
-
-
-def lse_beside_sink(lse: Tensor, sink: Tensor) -> Tensor:
-    """The LSE of keys and sink, in place of that of keys alone."""
-    return torch.logaddexp(lse, sink.to(lse.dtype))
+    share = 1 / (1 + torch.exp(sink - lse))
+    return out.mul_(share[..., None]), torch.logaddexp(lse, sink)
 
 
 def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -
 
 
 def _delta(grad: OutputGradient, output: AttentionOutput) -> Tensor:
-    """out' . dout' less the LSE's gradient, [S, B, N]."""
+    """The product out' . dout' less the LSE's gradient, [S, B, N]."""
     out, lse = output
     width = out.shape[-1]
     if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:

@@ -18,7 +18,7 @@ from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose, invariant_name
-from absorbed_mla.core_attention.sink import scale_by_sink
+from absorbed_mla.core_attention.sink import add_sink
 from absorbed_mla.core_attention.window import WindowedBackend
 from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
@@ -356,7 +356,7 @@ class CachedAttention:
                 out, lse = total
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
-        out = (total[0] if sink is None else scale_by_sink(*total, sink)).to(q.dtype)
+        out = (total if sink is None else add_sink(*total, sink))[0].to(q.dtype)
         if cascade is not None:
             out = cascade.by_token(out)
         return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)

@@ -124,18 +124,18 @@ class AttentionLoRA(nn.ModuleDict):
     def _add(
         self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple, output: tuple
     ) -> tuple | None:
-        """Add to the output of a layer; the parts of a fused one are its rows, one by one."""
+        """Add to the output of a layer, of a fused one part by part."""
         if self.merged:
             return None
         (x, *_), (out, *rest) = args, output
-        found = [(self[name](x) if name in self else None, width) for name, width in parts]
-        if all(update is None for update, _ in found):
-            return None
-        updates = [
-            out.new_zeros(*out.shape[:-1], width) if update is None else update
-            for update, width in found
+        pieces = out.split([width for _, width in parts], -1)
+        found = [
+            self[name].add_to(piece, x) if name in self else piece
+            for (name, _), piece in zip(parts, pieces, strict=True)
         ]
-        return (out + (updates[0] if len(updates) == 1 else torch.cat(updates, -1)), *rest)
+        if all(one is piece for one, piece in zip(found, pieces)):
+            return None  # nothing is added, or all of it in place
+        return (found[0] if len(found) == 1 else torch.cat(found, -1), *rest)
 
 
 _UP = ("linear_k_up_proj", "linear_v_up_proj")

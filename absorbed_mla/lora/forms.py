@@ -70,7 +70,12 @@ class LoRAAbsorbedForm(AbsorbedForm):
             return absorbed
         a, b = lora.of_heads(w_uk.shape[1])
         between = lora.chosen(absorb(q_nope, b), lora.sharding)
-        return absorbed if between is None else absorbed + between @ a
+        if between is None:
+            return absorbed
+        if absorb is absorb_query or not absorbed.is_contiguous():
+            return absorbed + between @ a
+        absorbed.view(-1, absorbed.shape[-1]).addmm_(between.flatten(0, -2), a)
+        return absorbed
 
     def _up_projected(self, up_project, o_latent, w_uv):
         values, lora = up_project(o_latent, w_uv), self.up.v_up

@@ -96,7 +96,7 @@ class Factor(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A and B of one layer; calling it with the layer's input gives what is added to its output.
+    """A and B of one layer.
 
     Initially A is drawn as PEFT draws it, from the default generator and the same for every number
     of ranks, and B is zero.
@@ -125,17 +125,35 @@ class LowRank(nn.Module):
             own = sharding.own_part(whole, name).to(like.device, like.dtype, copy=True)
             self.add_module(name, Factor(name, own.contiguous(), sharding))
 
-    def forward(self, x: Tensor) -> Tensor | None:
-        """``scaling B A x``, in the layout of the layer's output; None if no token has LoRA."""
+    def between(self, x: Tensor) -> Tensor | None:
+        """``scaling A x`` of the tokens that B is multiplied by; None if no token has LoRA."""
         sharding = self.sharding
-        between = self.chosen(F.linear(x, self.lora_A()) * self.scaling, sharding)
+        between = self.chosen(self.scaled(F.linear(x, self.lora_A())), sharding)
         if between is None:
             return None
         if sharding.kind == COLUMN:
-            between = enter_head_parallel(between, sharding.tp_group, self.sequence_parallel)
-        elif sharding.kind == ROW:
-            between = self._summed(between)
-        return F.linear(between, self.lora_B())
+            return enter_head_parallel(between, sharding.tp_group, self.sequence_parallel)
+        return self._summed(between) if sharding.kind == ROW else between
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """``scaling x``; a decode step waits for every kernel that it launches."""
+        return x if self.scaling == 1 else x * self.scaling
+
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """``out + scaling B A x``, rounded once; without gradient in the memory of ``out``.
+
+        Args:
+            out: [..., outputs], the last dim contiguous.
+            x: The layer's input.
+        """
+        between = self.between(x)
+        if between is None:
+            return out
+        rows, factors = out.view(-1, out.shape[-1]), (between.flatten(0, -2), self.lora_B().t())
+        if torch.is_grad_enabled():
+            return torch.addmm(rows, *factors).view_as(out)
+        rows.addmm_(*factors)
+        return out
 
     def _summed(self, between: Tensor) -> Tensor:
         group = self.sharding.tp_group
@@ -150,7 +168,7 @@ class LowRank(nn.Module):
         """
         a = copy_to_tensor_model_parallel_region(self.lora_A(), group=self.sharding.tp_group)
         b = self.lora_B()
-        return a, b.view(-1, head_dim, b.shape[1]) * self.scaling
+        return a, self.scaled(b.view(-1, head_dim, b.shape[1]))
 
     @torch.no_grad()
     def update(self) -> Tensor:

@@ -189,12 +189,11 @@ class FeatureBenchmark(kit.Benchmark):
 
 def beside_sink(plain: Attention, sink: Any, grad_out: Any) -> Attention:
     """An attention with a sink [N], its gradient included, as a layer computes them."""
-    from absorbed_mla.core_attention.sink import lse_beside_sink, scale_by_sink, sink_gradient
+    from absorbed_mla.core_attention.sink import add_sink, sink_gradient
     from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
 
     def forward() -> AttentionOutput:
-        out, lse = plain.forward()
-        return AttentionOutput(scale_by_sink(out, lse, sink), lse_beside_sink(lse, sink))
+        return AttentionOutput(*add_sink(*plain.forward(), sink))
 
     @torch.no_grad()
     def backward(attended: AttentionOutput) -> tuple:

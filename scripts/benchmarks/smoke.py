@@ -85,6 +85,7 @@ SMOKES = (
         "shared_prefix",
         "{out} --heads 16 --prompt 256 --answers 4 --answer 128 --rounds 1 --ffn-hidden-size 1024",
     ),
+    Smoke("features", "attention_features", "{out} --heads 16 --seq-lens 1k --rounds 1"),
     Smoke(
         "context parallelism",
         "context_parallel",

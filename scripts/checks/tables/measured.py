@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.attention import AttentionReport
+from benchmarks.attention_features import FeatureReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.decode import DecodeReport
 from benchmarks.dsa import DSAReport
@@ -154,6 +155,26 @@ def shared_prefix_table(docs: Path) -> str:
         columns[name] = lambda row, name=name: f"{row.more.get(name, float('nan')):.3f}"
     rows = without_errors(PrefixReport.read(file).rows)
     return table(rows, columns, ("computed", "prompt + answers", "ran", "ms"))
+
+
+def features_table(docs: Path) -> str:
+    """Attention with sinks, windows and gates over the same without them."""
+    file = docs / "attention" / "attention_features.json"
+    if not file.is_file():
+        return NONE
+    columns = {
+        "computed": lambda row: row.case.work,
+        "feature": lambda row: row.case.name,
+        "heads": lambda row: str(row.case.heads),
+        "tokens": lambda row: tokens_text(row.case.tokens),
+        "ran": lambda row: row.ran,
+        "ms": lambda row: f"{row.more['step_ms']:.1f} / {row.more['without: step_ms']:.1f}",
+        "step": lambda row: f"{row.more['step']:.3f}",
+        "forward": lambda row: f"{row.more['forward']:.3f}",
+        "pairs": lambda row: f"{row.more['pairs']:.3f}" if row.case.window else "",
+    }
+    rows = without_errors(FeatureReport.read(file).rows)
+    return table(rows, columns, ("computed", "feature", "ran", "ms"))
 
 
 def accuracy_table(docs: Path) -> str:
@@ -365,6 +386,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
     "shared prefixes": shared_prefix_table,
+    "features": features_table,
     "accuracy": accuracy_table,
     "beside transformers": llm_table,
     "sparse forward": sparse_forward_table,

@@ -126,7 +126,16 @@ def merged_attention(config: Config, draw: Draw, compare: Comparison) -> None:
     lse = [draw.normal(*shape, magnitude=draw.often(1.0, 30.0)) for _ in range(2)]
     for each in lse:
         each[draw.uniform(*shape) < 0.2] = -torch.inf
-    if draw.flag():
+    config.sink = config.flag(0.3)
+    if config.sink:
+        from absorbed_mla.core_attention.sink import add_sink
+
+        # A set of keys without values, written where the other one is.
+        dtype, part, sink = config.part, torch.zeros_like(part), lse[1][0, 0]
+        lse[1] = sink.expand(shape)
+        out = out.to(dtype)
+        merged, total = add_sink(out.clone(), lse[0].clone(), sink)
+    elif draw.flag():
         dtype, (merged, total) = FP32, merge(out, lse[0], part, lse[1])
     else:
         dtype = config.merged
@@ -141,3 +150,32 @@ def merged_attention(config: Config, draw: Draw, compare: Comparison) -> None:
     noise = noise * (1 + both.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)[..., None] / 30)
     compare.rows("merged", merged, value, noise, dtype)
     compare.lse(total, expected, FP32)
+
+
+@family(
+    "output-gate",
+    "kernels.output_gate._forward_kernel",
+    "kernels.output_gate._backward_kernel",
+    share=0.3,
+)
+def output_gate(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The product with a sigmoid of each head or channel, and its gradients."""
+    from absorbed_mla.kernels.output_gate import gate_backward, gate_forward
+
+    config.dtype, config.logits = config.choice(BF16, FP16, FP32), config.choice(BF16, FP32)
+    config.width = config.choice(1, 64, 100, 128, 256, config.integer(1, config.limit(600, 70)))
+    shape = draw.length(draw.limit(300, 9), 16), draw.integer(1, 3), draw.integer(1, 40)
+    x, grad = (
+        draw.amid_nan(draw.normal(*shape, config.width, dtype=config.dtype)) for _ in range(2)
+    )
+    logits = draw.normal(*shape, dtype=config.logits, magnitude=draw.often(1.0, 30.0))
+    share, exact, dy = logits.double().sigmoid()[..., None], x.double(), grad.double()
+    rows = x.flatten(-2), grad.flatten(-2)
+    compare.rows(
+        "out", gate_forward(rows[0], logits).view_as(x), exact * share, exact * share, config.dtype
+    )
+    dx, d_logits = gate_backward(rows[1], rows[0], logits)
+    compare.rows("dx", dx.view_as(x), dy * share, dy * share, config.dtype)
+    products, slope = exact * dy, (share * (-logits.double()).sigmoid()[..., None]).squeeze(-1)
+    noise = products.square().sum(-1).sqrt() * slope
+    compare.rows("d_logits", d_logits, products.sum(-1) * slope, noise, config.logits)

@@ -24,8 +24,9 @@ from benchmarks.decode import CASCADES
 from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
+from benchmarks.attention_features import FeatureReport
 from benchmarks.shared_prefix import WORKS, PrefixReport
-from checks.tables.measured import shared_prefix_table
+from checks.tables.measured import features_table, shared_prefix_table
 from tests.support import needs
 from tests.support.programs import run_script
 
@@ -79,6 +80,7 @@ MISTAKES = {
         (OURS + "--experts 1", "--experts must be at least 2, got 1"),
         ("--temperature -1", "argument --temperature: expected a number of at least 0"),
     ],
+    "attention_features": [("--features other", "expected some of sinks, window, gate headwise")],
     "weight_updates": [("--scale-down 3", "--scale-down 3 does not divide vocab_size 129280")],
     "shared_prefix": [
         ("--works layer", "expected some of attention alone, expanded, attention layer"),
@@ -138,6 +140,7 @@ PUBLISHED = {
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
     "weight_updates": ("inference/weight-updates*.json",),
     "shared_prefix": ("shared-prefix/*.json",),
+    "attention_features": ("attention/attention_features.json",),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
 # Whose published results take seconds to draw.
@@ -300,9 +303,31 @@ def shared_prefix(rows: Rows, out: str, folder: Path) -> None:
     assert line in shared_prefix_table(folder)
 
 
+def attention_features(rows: Rows, out: str, folder: Path) -> None:
+    """A gate is in the layer alone, and a window of 32 is longer than the sequence."""
+    names = [(row["work"].partition(",")[0], row["feature"]) for row in measured(rows)]
+    alone, gates = (
+        [("attention alone", x) for x in ("sinks", "window")],
+        ("headwise", "elementwise"),
+    )
+    of_layer = ["sinks", "window", *(f"gate {x}" for x in gates)]
+    assert names == [*alone * 2, *(("attention layer", x) for x in of_layer)]
+    assert {row["pairs"] for row in rows if row["window"]} == {(15 + 19 * 5) / 300}
+    assert all(row["step"] == row["step_ms"] / row["without: step_ms"] for row in rows)
+    ran = {row.ran for row in FeatureReport.read(folder / "attention_features.json").rows}
+    assert ran == {"reference", "absorbed, reference"}
+    (folder / "attention").symlink_to(folder)
+    assert "| attention layer | window 5 | 2 | 24 | absorbed, reference | " in features_table(
+        folder
+    )
+
+
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
     one.__name__: one
-    for one in (attention, context_parallel, decode, dsa, shared_prefix, weight_updates)
+    for one in (
+        *(attention, attention_features, context_parallel, decode, dsa, shared_prefix),
+        weight_updates,
+    )
 }
 
 
