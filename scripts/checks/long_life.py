@@ -17,7 +17,7 @@ with the requests. A fault is printed with the command that repeats it. The exit
 is one.
 
 The model is a toy of DeepSeek-V3's shape. It uses the models of the tests, so it runs in a checkout
-only. Processes share a GPU, each with an engine and a traffic of its own.
+only. Processes share the GPUs, each with an engine and a traffic of its own.
 """
 
 from __future__ import annotations
@@ -121,6 +121,10 @@ def _run(args: argparse.Namespace) -> None:
 
 def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
     """Run all processes to their ends; one that breaks off ends the others, which wait for it."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else list(map(str, range(torch.cuda.device_count())))
     running = []
     for i in range(args.processes):
         words = [*_words(args, i, args.requests), "--share", str(folder)]
@@ -133,6 +137,7 @@ def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
                         **os.environ,
                         "OMP_NUM_THREADS": "1",
                         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                        **({"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}),
                     },
                     stdout=log,
                     stderr=subprocess.STDOUT,
