@@ -6,16 +6,16 @@
 
 A step is what Megatron's loop does of one microbatch: forward and backward through its schedule,
 DDP with fp32 gradients, clipping, its distributed optimizer. Models have the widths of DeepSeek-V3
-or -V2-Lite and fewer layers, experts and rows of the vocabulary: those of one rank. "megatron" is
-GPTModel with MLASelfAttention and TransformerEngine's layers, "ours" the same model with our
-decoder block, options at their defaults; "-graphs" replay --graph-modules of every layer in
-TransformerEngine's CUDA graphs. Ours begins with Megatron's weights, and its loss is compared.
+or -V2-Lite, and of layers, experts and vocabulary what one rank holds. "megatron" is GPTModel with
+MLASelfAttention and TransformerEngine's layers, "ours" the same with our decoder block, options at
+their defaults; "-graphs" replay --graph-modules of every layer in TransformerEngine's CUDA graphs.
+Ours begins with Megatron's weights; losses are compared.
 
 step_ms is the wall time until the device is idle, device_ms that between CUDA events, host_ms until
-the call returns; medians. peak_gib has weights, gradients and optimizer in it. FLOPs are three
-times forward's, of attention over causal pairs, of routed experts; MFU is of bf16's rate (PEAK_TFLOPS). One
-more step is profiled: "idle" is the device's share of step_ms without a kernel, wait_ms the host's
-time in calls that wait, and lines where operators wait follow. Output:
+the call returns: medians. peak_gib has weights, gradients and optimizer in it. FLOPs are three
+times forward's, of attention over causal pairs, of routed experts; MFU is of bf16's rate. "idle" is
+the device's share of step_ms without a kernel; kernels, launches, wait_ms (the host in calls that
+wait) and what it waits for are those of one more step in the profiler. Output:
 
     12.3 s  ours v3 S=4096 sbhd recompute: step_ms 130, step of megatron's 0.9, mfu 0.4, ...
 """
@@ -29,7 +29,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from benchmarks.kit.processes import Device
-    from benchmarks.kit.training import Batch, Sample, Trainer
+    from benchmarks.kit.training import Trainer
 
 torch: Any = kit.lazy("torch")
 GRAPHS = "-graphs"
@@ -58,38 +58,29 @@ FUSIONS = (
     *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
     *("cross_entropy_loss_fusion", "moe_permute_fusion", "moe_router_fusion", "moe_grouped_gemm"),
 )
-# bf16, dense, as NVIDIA states it for the SXM boards.
-PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4}
+# bf16, dense, as NVIDIA states it for H100 and H200 with SXM.
+PEAK_TFLOPS = 989.4
+# Tokens of a document of a pack; at most a quarter of the pack.
+MEAN_DOCUMENT = 1000
 # Of the losses from the same weights: what bf16 leaves, and fp32.
 _MOST_DIFFERENCE = {"cuda": 2e-2, "cpu": 1e-4}
 
 
-class Size(NamedTuple):
-    """Of a model and its batch."""
-
-    width: str  # of WIDTHS
-    tokens: int
-    layout: str  # "sbhd", or "thd": a pack of documents
-
-
-def parse_row(text: str) -> Size:
-    """``"v3/16k"`` or ``"v3/16k/thd"``."""
-    width, _, rest = text.strip().partition("/")
-    tokens, _, layout = rest.partition("/")
-    layout = layout or LAYOUTS[0]
+def parse_row(text: str) -> tuple[str, int, str]:
+    """Width, tokens and layout of ``"v3/16k"`` or ``"v3/16k/thd"``."""
+    width, tokens, layout = f"{text.strip()}/{LAYOUTS[0]}//".split("/")[:3]
     if width not in WIDTHS or layout not in LAYOUTS:
-        accepted = f"{' or '.join(WIDTHS)}, tokens, and {' or '.join(LAYOUTS)}"
         raise argparse.ArgumentTypeError(
-            f"expected rows such as v3/16k or v3/16k/thd, of {accepted}; got {text!r}"
+            f"expected rows such as v3/16k or v3/16k/thd, of {' or '.join(WIDTHS)}, got {text!r}"
         )
-    return Size(width, parse_size(tokens), layout)
+    return width, parse_size(tokens), layout
 
 
 @dataclass(frozen=True)
 class StepCase(kit.Case):
     """One model and its batch."""
 
-    text = "{0.implementation} {0.width} S={0.tokens} {0.layout}{0.again}{0.fp8}"
+    text = "{0.implementation} {0.width} S={0.tokens} {0.layout}{0.what}"
     implementation: str
     width: str
     tokens: int
@@ -98,32 +89,37 @@ class StepCase(kit.Case):
     precision: str = PLAIN  # of the linear layers, see attention.PRECISIONS
 
     @property
-    def again(self) -> str:
+    def what(self) -> str:
         """For the name."""
-        return " recompute" if self.recompute else ""
-
-    @property
-    def fp8(self) -> str:
-        """For the name."""
-        return "" if self.precision == PLAIN else f" fp8 {self.precision}"
+        fp8 = "" if self.precision == PLAIN else f" fp8 {self.precision}"
+        return (" recompute" if self.recompute else "") + fp8
 
     @property
     def model(self) -> tuple:
-        """Cases in which it is equal can have the same models."""
+        """Cases in which it is equal have the same models."""
         return self.width, self.recompute, self.precision
+
+    @property
+    def contender(self) -> str:
+        """The implementation without its graphs."""
+        return self.implementation.removesuffix(GRAPHS)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether layers are CUDA graphs."""
+        return self.implementation != self.contender
 
     @property
     def plotted_as(self) -> str:
         """Implementation and what is computed."""
-        return f"{self.implementation} {self.layout}{self.again}{self.fp8}"
+        return f"{self.implementation} {self.layout}{self.what}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.TimedRow):
     """One case; times are wall times, ``more`` has further figures."""
 
-    peak_bytes: int | None = None  # with the state; None without a GPU, as the next one
-    state_bytes: int | None = None  # weights, gradients, optimizer: allocated between steps
+    peak_bytes: int | None = None  # with what is there between steps; None without a GPU
     waits: dict = field(default_factory=dict)  # calls and lines at which the host waits
     ran: str = ""  # forms and backends of our attentions
 
@@ -149,15 +145,12 @@ class StepReport(kit.Report):
 
     def figures(self, row: Row) -> dict[str, float]:
         """Ratios first, since lines are long."""
-        step = row.times.median
-        more = {name: x for name, x in row.more.items() if x is not None}
+        step, more = row.times.median, row.more
         ratios = {f"{name} of megatron's": value for name, value in self.ratios(row).items()}
         found = {"step_ms": 1e3 * step, **ratios, "tokens/s": row.case.tokens / step}
-        peak, busy = self.environment.get("peak_tflops"), more.get("busy_ms")
-        if peak:
-            found["mfu"] = more["flops"] / step / 1e12 / peak
-        if busy is not None:
-            found["idle"] = max(0.0, 1 - busy / 1e3 / step)
+        if "busy_ms" in more:
+            found["mfu"] = more["flops"] / step / 1e12 / self.environment["peak_tflops"]
+            found["idle"] = max(0.0, 1 - more["busy_ms"] / 1e3 / step)
         return found | gibibytes(row) | more
 
     def line(self, row: Row) -> str:
@@ -178,9 +171,7 @@ class StepBenchmark(kit.InTurns):
             kit.list_of(parse_row),
             ROWS,
         ),
-        implementations=kit.some(
-            "what to measure", IMPLEMENTATIONS, ",".join(IMPLEMENTATIONS[:3])
-        ),
+        implementations=kit.some("what to measure", IMPLEMENTATIONS, ",".join(IMPLEMENTATIONS[:3])),
         recompute=kit.some("whether mla_up_proj is recomputed in backward", ("yes", "no")),
         precisions=kit.some(
             "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU",
@@ -189,7 +180,6 @@ class StepBenchmark(kit.InTurns):
         ),
         warm_ups=kit.number("steps before those that are timed", 3),
         steps=kit.number("steps that are timed", 8),
-        document=kit.number("mean tokens of a document of a pack", 1000),
         moe_layers=kit.number("MoE layers behind a dense one (default: 1 of v3, 7 of v2-lite)"),
         experts=kit.number("routed experts of a layer, those of one rank", 8),
         vocab_size=kit.number("rows of embedding and output layer", 16384),
@@ -201,10 +191,10 @@ class StepBenchmark(kit.InTurns):
     )
     quick = (
         "--rows v3/32,v3/32/thd --recompute yes --precisions bf16 --warm-ups 1 --steps 2 "
-        "--document 8 --moe-layers 1 --experts 4 --vocab-size 64 --scale-down 64"
+        "--moe-layers 1 --experts 4 --vocab-size 64 --scale-down 64"
     )
     recorded = (
-        *("warm_ups", "steps", "document", "moe_layers", "experts", "vocab_size", "scale_down"),
+        *("warm_ups", "steps", "moe_layers", "experts", "vocab_size", "scale_down"),
         *("graph_modules", "unfused", "ceilings"),
     )
 
@@ -213,6 +203,8 @@ class StepBenchmark(kit.InTurns):
         super().prepare()
         self._model: tuple = ()
         self._trainers: dict[str, Trainer] = {}
+        self._state: dict[str, int] = {}  # bytes between steps
+        self._difference: float | None = None  # of the last losses that were compared
         self._graphs_failed = ""
         if self.processes.on_gpu:
             from megatron.core import tensor_parallel
@@ -222,12 +214,8 @@ class StepBenchmark(kit.InTurns):
             )
 
     def about(self) -> dict:
-        """The peak rate with the rest; on a CPU there is none."""
-        found, name = super().about(), ""
-        if self.processes.on_gpu:
-            name = torch.cuda.get_device_name()
-        peaks = [rate for board, rate in PEAK_TFLOPS.items() if board in name]
-        return found | {"peak_tflops": peaks[0] if peaks else None}
+        """What MFU is of with the rest."""
+        return super().about() | {"peak_tflops": PEAK_TFLOPS}
 
     def cases(self) -> list[StepCase]:
         """In the order of ``--rows``, first with recomputation, first in bf16."""
@@ -245,22 +233,24 @@ class StepBenchmark(kit.InTurns):
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         if case.model != self._model:
+            for trainer in self._trainers.values():
+                trainer.free()
             self._trainers.clear()
             self.clean()
             # Megatron's has the layers of the first model.
             destroy_moe_metrics_tracker()
-            self._model = case.model
-        self.now.lengths = lengths_of(case, self.args)
-        self.now.batch = make_batch(self.now.lengths, self.args, self.processes)
+            self._model, self._difference = case.model, None
+        self.now.lengths = lengths_of(case)
+        self.now.batch = make_batch(self.now.lengths, self.args.vocab_size, self.processes)
 
     def _measure(self, cases: list[StepCase]) -> dict[StepCase, Row]:
         """Those without graphs in turns, then each with graphs, whose memory is its own."""
-        graphed = [[case] for case in cases if case.implementation.endswith(GRAPHS)]
-        plain = [case for case in cases if [case] not in graphed]
         rows: dict[StepCase, Row] = {}
-        for some in filter(None, (plain, *graphed)):
-            with self._failing(some[-1], rows):
-                self._in_turns(some, rows)
+        plain = [case for case in cases if not case.graphed]
+        for some in (plain, *([case] for case in cases if case.graphed)):
+            if some:
+                with self._failing(some[-1], rows):
+                    self._in_turns(some, rows)
         return rows
 
     @contextlib.contextmanager
@@ -275,7 +265,7 @@ class StepBenchmark(kit.InTurns):
             self.clean()
 
     def _in_turns(self, cases: list[StepCase], rows: dict[StepCase, Row]) -> None:
-        samples: dict[StepCase, list[Sample]] = {case: [] for case in cases}
+        samples: dict[StepCase, list[dict]] = {case: [] for case in cases}
         with contextlib.ExitStack() as stack:
             ready = {}
             for case in cases:
@@ -294,36 +284,35 @@ class StepBenchmark(kit.InTurns):
     def _ready(self, case: StepCase, stack: contextlib.ExitStack) -> Trainer:
         """The trainer of a case, warmed up; graphs are there as long as the stack."""
         self.require_device()
-        graphed, name = case.implementation.endswith(GRAPHS), case.implementation.split("-")[0]
-        if graphed and (case.layout == "thd" or case.precision != PLAIN):
+        if case.graphed and (case.layout == "thd" or case.precision != PLAIN):
             raise kit.Refused("packs and FP8 are not captured in CUDA graphs")
-        if graphed and self._graphs_failed:
+        if case.graphed and self._graphs_failed:
             raise kit.Refused(f"left out: a capture failed before, {self._graphs_failed}")
-        if name not in self._trainers:
-            self._trainers[name] = self._build(case, name)
-        trainer = self._trainers[name]
+        if case.contender not in self._trainers:
+            self._build(case)
+        trainer = self._trainers[case.contender]
         trainer.batch = self.now.batch
-        if graphed:
-            # Kernels are compiled, and tables made, outside of the capture.
-            trainer.step()
-            self._capture(name, stack)
         for _ in range(self.args.warm_ups):
             trainer.step()
+        if case.graphed:
+            # Kernels were compiled, and tables made, outside of the capture.
+            self._capture(case, trainer, stack)
         return trainer
 
-    def _capture(self, name: str, stack: contextlib.ExitStack) -> None:
-        """Of a trainer; after a failure it may be in any state, and Megatron, too."""
+    def _capture(self, case: StepCase, trainer: Trainer, stack: contextlib.ExitStack) -> None:
         try:
-            stack.enter_context(self._trainers[name].graphs())
+            stack.enter_context(trainer.graphs())
+            for _ in range(self.args.warm_ups):
+                trainer.step()
         except kit.Refused:
             raise
         except self.errors as error:
+            # It may be in any state now. Not the error's own type, by which the device is given up.
             self._graphs_failed = kit.reason(error)
-            del self._trainers[name]
-            # Not of its own type, by which the device would be given up.
+            self._trainers.pop(case.contender).free()
             raise RuntimeError(self._graphs_failed) from None
 
-    def _build(self, case: StepCase, name: str) -> Trainer:
+    def _build(self, case: StepCase) -> None:
         """A contender that has made one step, compared with Megatron's from the same weights.
 
         Raises:
@@ -334,13 +323,11 @@ class StepBenchmark(kit.InTurns):
         from benchmarks.kit.training import Trainer
         from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
-        config, on_gpu = model_config(case, self.args, self.processes), self.processes.on_gpu
-        make = get_absorbed_mla_decoder_block_spec
-        if name == "megatron":
-            make = get_standard_mla_decoder_block_spec
+        config, gpu = model_config(case, self.args, self.processes), self.processes.on_gpu
+        standard = get_standard_mla_decoder_block_spec, get_absorbed_mla_decoder_block_spec
         with kit.refusing(ValueError):
-            spec = make(config, backend=config.transformer_impl)
-        before = torch.cuda.memory_allocated() if on_gpu else 0
+            spec = standard[case.contender == "ours"](config, backend=config.transformer_impl)
+        before = torch.cuda.memory_allocated() if gpu else 0
         peer = self._trainers.get("megatron")
         weights = peer and peer.model.state_dict()
         trainer = Trainer(config, spec, self.args.vocab_size, self.processes, weights)
@@ -348,39 +335,33 @@ class StepBenchmark(kit.InTurns):
         config.cuda_graph_impl = "none"
         trainer.batch = self.now.batch
         trainer.step()
-        trainer.state_bytes = torch.cuda.memory_allocated() - before if on_gpu else None
+        self._state[case.contender] = torch.cuda.memory_allocated() - before if gpu else 0
         if peer:
             peer.batch = self.now.batch
             peer.step()
-            ours, theirs = trainer.loss.item(), peer.loss.item()
-            trainer.difference = abs(ours - theirs) / theirs
-            if not trainer.difference <= _MOST_DIFFERENCE[self.processes.device.type]:
-                raise ArithmeticError(f"the losses are {ours:.6g} and Megatron's {theirs:.6g}")
-        return trainer
+            losses = trainer.loss.item(), peer.loss.item()
+            self._difference = abs(losses[0] / losses[1] - 1)
+            if not self._difference <= _MOST_DIFFERENCE[self.processes.device.type]:
+                raise ArithmeticError("the losses are {:.6g}, Megatron's {:.6g}".format(*losses))
+        self._trainers[case.contender] = trainer
 
-    def _row(self, case: StepCase, trainer: Trainer, samples: list[Sample]) -> Row:
-        from benchmarks.kit.training import idle_pool_bytes, profile, step_flops, waiting_lines
+    def _row(self, case: StepCase, trainer: Trainer, samples: list[dict]) -> Row:
+        from benchmarks.kit.training import graph_bytes, profile, step_flops
 
-        wall, host, device, peak = zip(*samples)
-        state, waits = trainer.state_bytes, {}
-        more = {"host_ms": 1e3 * kit.Times.of(host).median, "loss": trainer.loss.item()}
+        times = {name: kit.Times.of([one[name] for one in samples]) for name in samples[0]}
+        more = {"host_ms": 1e3 * times["host"].median, "loss": trainer.loss.item()}
         more["flops"] = step_flops(trainer.config, self.args.vocab_size, self.now.lengths)
-        more["difference"] = trainer.difference
+        if case.contender == "ours" and self._difference is not None:
+            more["difference"] = self._difference
+        waits, state = {}, self._state[case.contender]
         if self.processes.on_gpu:
-            more["device_ms"] = 1e3 * kit.Times.of(device).median
-            state += idle_pool_bytes() if case.implementation.endswith(GRAPHS) else 0
-            profiled = profile(trainer)
-            waits = profiled.pop("waits") | waiting_lines(trainer)
-            more |= profiled
-        return Row(
-            case=case,
-            times=kit.Times.of(wall),
-            more=more,
-            state_bytes=state,
-            peak_bytes=state and state + max(peak),
-            waits=waits,
-            ran=str(trainer.ran),
-        )
+            state += graph_bytes() if case.graphed else 0
+            figures, waits = profile(trainer)
+            more |= {"device_ms": 1e3 * times["device"].median, "state_gib": state / 2**30}
+            more |= figures
+        peak = state + times["peak"].most if "peak" in times else None
+        ran, wall = str(trainer.ran), times["wall"]
+        return Row(case=case, times=wall, more=more, peak_bytes=peak, waits=waits, ran=ran)
 
 
 def model_config(case: StepCase, args: argparse.Namespace, device: Device) -> MLATransformerConfig:
@@ -436,28 +417,32 @@ def model_config(case: StepCase, args: argparse.Namespace, device: Device) -> ML
     )
 
 
-def lengths_of(case: StepCase, args: argparse.Namespace) -> list[int]:
+def lengths_of(case: StepCase) -> list[int]:
     """Of the documents of a batch, the same for the same arguments."""
     if case.layout == "sbhd":
         return [case.tokens]
-    draw, lengths, left = random.Random(f"{args.seed} {case.tokens}"), [], case.tokens
+    draw, lengths, left = random.Random(case.tokens), [], case.tokens
+    mean = min(MEAN_DOCUMENT, case.tokens // 4)
     while left:
-        lengths.append(min(left, max(1, round(draw.expovariate(1 / args.document)))))
+        lengths.append(min(left, max(1, round(draw.expovariate(1 / mean)))))
         left -= lengths[-1]
     return lengths
 
 
-def make_batch(lengths: list[int], args: argparse.Namespace, device: Device) -> Batch:
+def make_batch(lengths: list[int], vocab_size: int, device: Device) -> dict[str, Any]:
     """Random tokens of documents one after the other, whose labels are the next ones."""
     from benchmarks.kit.layers import pack
-    from benchmarks.kit.training import Batch
 
-    make = torch.Generator().manual_seed(args.seed)
-    drawn = torch.randint(args.vocab_size, (1, sum(lengths) + 1), generator=make)
+    count = sum(lengths)
+    drawn = torch.randint(vocab_size, (1, count + 1), generator=torch.Generator().manual_seed(0))
     drawn = drawn.to(device.device)
-    positions = torch.arange(sum(lengths), device=device.device)[None]
-    packed = pack(lengths, device.device) if len(lengths) > 1 else None
-    return Batch(drawn[:, :-1].contiguous(), positions, drawn[:, 1:].contiguous(), packed)
+    return {
+        "input_ids": drawn[:, :-1].contiguous(),
+        "position_ids": torch.arange(count, device=device.device)[None],
+        "attention_mask": None,
+        "labels": drawn[:, 1:].contiguous(),
+        "packed_seq_params": pack(lengths, device.device) if len(lengths) > 1 else None,
+    }
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import contextlib
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import num_microbatches_calculator as microbatches
@@ -20,7 +20,6 @@ from megatron.core.distributed import (
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.module import Float16Module
@@ -33,24 +32,7 @@ from benchmarks.kit.report import Refused
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-
-
-class Batch(NamedTuple):
-    """One microbatch of one sequence or pack."""
-
-    tokens: Tensor  # [1, S], as the next two
-    positions: Tensor
-    labels: Tensor
-    packed: PackedSeqParams | None  # None for one sequence
-
-
-class Sample(NamedTuple):
-    """One measured step; bytes and the device's seconds are None without a GPU."""
-
-    wall: float  # seconds until the device is idle again
-    host: float  # seconds until the call returns
-    device: float | None  # seconds between events
-    peak: int | None  # bytes allocated beyond what was there before
+_ADAM = {"lr": 1e-5, "min_lr": 1e-5, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 1.0}
 
 
 class Trainer:
@@ -64,11 +46,9 @@ class Trainer:
         weights: To begin with, by Megatron's names; None for random ones.
 
     Attributes:
-        batch: Of the next steps.
+        batch: Arguments of the model's forward in the next steps, of one microbatch.
         loss: Of the last step.
         ran: Forms and backends of our attentions.
-        state_bytes: Allocated between steps for weights, gradients and optimizer; its maker knows.
-        difference: Of the first loss to another trainer's of the same weights; None without one.
     """
 
     def __init__(
@@ -80,35 +60,22 @@ class Trainer:
         weights: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self._on_gpu = config, device.on_gpu
-        self.batch: Batch | None = None
+        self.batch: dict[str, Any] = {}
         self.loss = torch.zeros(())
-        self.state_bytes: int | None = None
-        self.difference: float | None = None
-        longest = 2**20
-        self.model = GPTModel(config, spec, vocab_size, longest, position_embedding_type="rope")
+        self.model = GPTModel(config, spec, vocab_size, 2**20, position_embedding_type="rope")
         self.model.to(device.device)
-        self.ran = ChosenBackends(self.model)
         if weights is not None:
             # Absorbed MLA loads the names of standard MLA.
             own = {name: x for name, x in weights.items() if not name.endswith("_extra_state")}
             self.model.load_state_dict(own, strict=False)
+        self.ran = ChosenBackends(self.model)
         module = Float16Module(config, self.model) if config.bf16 else self.model
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
-        )
+        shards = {"use_distributed_optimizer": True}
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **shards)
         with _side_stream(device.on_gpu):
-            self._wrapped = DistributedDataParallel(config, settings, module).train()
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-5,
-            min_lr=1e-5,
-            weight_decay=0.1,
-            adam_beta2=0.95,
-            clip_grad=1.0,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-        )
+            self._wrapped = DistributedDataParallel(config, ddp, module).train()
+        dtypes = {"bf16": config.bf16, "params_dtype": config.params_dtype}
+        options = OptimizerConfig(optimizer="adam", **_ADAM, **dtypes, **shards)
         self._optimizer = get_megatron_optimizer(options, [self._wrapped])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
@@ -119,41 +86,46 @@ class Trainer:
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         [self.loss] = self._forward_backward(
-            forward_step_func=self._forward_step,
+            forward_step_func=lambda _, model: (model(**self.batch), _sum_losses),
             data_iterator=None,
             model=[self._wrapped],
             num_microbatches=1,
             seq_length=self._tokens,
             micro_batch_size=1,
-            forward_only=False,
         )
         updated, _, _ = self._optimizer.step()
         if not updated:
             raise ArithmeticError("the optimizer has skipped a step: gradients are not finite")
 
-    def sample(self) -> Sample:
-        """Measure one step; the device is idle before and after it."""
-        on_gpu, begin, end, before = self._on_gpu, None, None, 0
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-        started = time.perf_counter()
-        self.step()
-        host = time.perf_counter() - started
-        if not on_gpu:
-            return Sample(host, host, None, None)
-        end.record()
+    def sample(self) -> dict[str, float]:
+        """One step from and to an idle device.
+
+        Returns:
+            Seconds until that, ``"wall"``, and until the call returns, ``"host"``; on a GPU those
+            between events, ``"device"``, and bytes allocated beyond what was there, ``"peak"``.
+        """
+        if not self._on_gpu:
+            begin = time.perf_counter()
+            self.step()
+            wall = time.perf_counter() - begin
+            return {"wall": wall, "host": wall}
         torch.cuda.synchronize()
-        wall = time.perf_counter() - started
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = time.perf_counter()
+        first.record()
+        self.step()
+        last.record()
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        found = {"wall": time.perf_counter() - begin, "host": host}
         peak = torch.cuda.max_memory_allocated() - before
-        return Sample(wall, host, begin.elapsed_time(end) / 1e3, peak)
+        return {**found, "device": first.elapsed_time(last) / 1e3, "peak": peak}
 
     @contextlib.contextmanager
     def graphs(self) -> Iterator[None]:
-        """Steps on the batch at hand replay TransformerEngine's graphs of layers.
+        """Steps of the batch at hand replay TransformerEngine's graphs of layers.
 
         Raises:
             Refused: Without a GPU or TransformerEngine.
@@ -175,15 +147,14 @@ class Trainer:
         finally:
             self.config.cuda_graph_impl = "none"
 
+    def free(self) -> None:
+        """Let the model go, which circles through autograd's nodes would keep."""
+        self._wrapped.grad_accs.clear()
+        self.config.grad_scale_func = None
+
     @property
     def _tokens(self) -> int:
-        assert self.batch is not None
-        return self.batch.tokens.shape[1]
-
-    def _forward_step(self, _, model: Any) -> tuple[Tensor, Any]:
-        tokens, positions, labels, packed = self.batch or ()
-        losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
-        return losses, _sum_losses
+        return self.batch["input_ids"].shape[1]
 
 
 def _sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,31 +176,39 @@ def _side_stream(on_gpu: bool) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def profile(trainer: Trainer) -> dict[str, Any]:
-    """Kernels and launches of a step, and the waits of the host.
+def profile(trainer: Trainer) -> tuple[dict[str, float], dict[str, int]]:
+    """Two steps on a GPU, of which one is profiled.
 
     Returns:
-        ``kernels`` (copies included), ``launches`` by the host, ``busy_ms`` of the device,
-        ``wait_ms`` of the host in calls that wait, ``waits``, their numbers by name.
+        ``kernels`` (copies included), ``launches`` by the host, ``busy_ms`` of the device and
+        ``wait_ms`` of the host in calls that wait; and how often it waits, by the call's name, and
+        by the line of Python where an operator waits.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         trainer.step()
         torch.cuda.synchronize()
-    spans, launches, waits, wait_ns = [], 0, Counter(), 0
+    spans, waits, launches, wait_ns = [], Counter(), 0, 0
     for event in profiler.profiler.kineto_results.events():
-        name, begin, length = event.name(), event.start_ns(), event.duration_ns()
         if event.device_type() == torch.autograd.DeviceType.CUDA:
-            spans.append((begin, begin + length))
-        elif name.startswith(_LAUNCHES):
-            launches += 1
-        elif name in _WAITS:
-            waits[name] += 1
-            wait_ns += length
-    found = {"kernels": len(spans), "launches": launches, "busy_ms": busy_ns(spans) / 1e6}
-    return {**found, "wait_ms": wait_ns / 1e6, "waits": dict(waits)}
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        elif event.name() in _WAITS:
+            waits[event.name()] += 1
+            wait_ns += event.duration_ns()
+        launches += event.name().startswith(_LAUNCHES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [one for one in caught if "synchronizing CUDA" in str(one.message)]
+    waits.update("/".join([*Path(one.filename).parts[-2:], str(one.lineno)]) for one in found)
+    figures = {"kernels": len(spans), "launches": launches, "busy_ms": covered(spans) / 1e6}
+    return {**figures, "wait_ms": wait_ns / 1e6}, dict(waits.most_common())
 
 
-def busy_ns(spans: list[tuple[int, int]]) -> int:
+def covered(spans: Sequence[tuple[int, int]]) -> int:
     """Length of the union of (begin, end)."""
     total, done = 0, 0
     for begin, end in sorted(spans):
@@ -238,48 +217,26 @@ def busy_ns(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def waiting_lines(trainer: Trainer) -> dict[str, int]:
-    """Lines of Python at which operators of a step wait for the device, and how often."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            trainer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = (one for one in caught if "synchronizing CUDA" in str(one.message))
-    places = ("/".join(Path(one.filename).parts[-2:]) + f":{one.lineno}" for one in waits)
-    return dict(Counter(places).most_common())
+def graph_bytes() -> int:
+    """Reserved by graphs, whether allocated at the moment or not."""
+    pools = (
+        (one.get("segment_pool_id"), one["total_size"]) for one in torch.cuda.memory_snapshot()
+    )
+    return sum(size for pool, size in pools if tuple(pool or (0, 0)) != (0, 0))
 
 
-def idle_pool_bytes() -> int:
-    """Reserved for graphs and not allocated, which no peak of allocated memory shows."""
-    segments = torch.cuda.memory_snapshot()
-    pools = (one for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0))
-    return sum(one["total_size"] - one["allocated_size"] for one in pools)
-
-
-def step_flops(config: MLATransformerConfig, vocab_size: int, lengths: list[int]) -> float:
-    """Of a step of causal documents: three times forward, of the experts that are routed to.
-
-    Args:
-        config: Of the model.
-        vocab_size: Of the output layer.
-        lengths: Of the documents.
-    """
+def step_flops(config: MLATransformerConfig, vocab_size: int, lengths: Sequence[int]) -> float:
+    """Of a step of causal documents: three times forward, of the experts that are routed to."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    key, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    query = config.q_lora_rank
-    weights = heads * key * (query or hidden) + (query or 0) * hidden
-    weights += (latent + config.qk_pos_emb_head_dim) * hidden + heads * value * hidden
-    weights += latent * heads * (config.qk_head_dim + value)
-    weights *= config.num_layers
+    rope, value, query = config.qk_pos_emb_head_dim, config.v_head_dim, config.q_lora_rank
+    key = config.qk_head_dim + rope
+    attention = heads * key * (query or hidden) + (query or 0) * hidden + (latent + rope) * hidden
+    attention += latent * heads * (config.qk_head_dim + value) + heads * value * hidden
     moe = sum(config.moe_layer_freq)
-    routed = config.moe_router_topk * config.moe_ffn_hidden_size
-    shared = config.moe_shared_expert_intermediate_size or 0
-    weights += 3 * hidden * (config.num_layers - moe) * config.ffn_hidden_size
-    weights += moe * hidden * (3 * (routed + shared) + config.num_moe_experts)
-    weights += hidden * vocab_size
-    pairs = sum(length**2 / 2 for length in lengths)
-    attention = pairs * 2 * heads * (key + value) * config.num_layers
-    return 3 * (2 * weights * sum(lengths) + attention)
+    experts = config.moe_router_topk * config.moe_ffn_hidden_size
+    experts += config.moe_shared_expert_intermediate_size or 0
+    dense = (config.num_layers - moe) * config.ffn_hidden_size
+    weights = config.num_layers * attention + 3 * hidden * (dense + moe * experts)
+    weights += hidden * (moe * config.num_moe_experts + vocab_size)
+    pairs = config.num_layers * sum(length**2 / 2 for length in lengths)
+    return 6 * (weights * sum(lengths) + pairs * heads * (key + value))
