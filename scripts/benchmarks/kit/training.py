@@ -148,9 +148,14 @@ class Trainer:
             self.config.cuda_graph_impl = "none"
 
     def free(self) -> None:
-        """Let the model go, which circles through autograd's nodes would keep."""
-        self._wrapped.grad_accs.clear()
+        """Give memory back that circles through autograd's nodes would keep; no step follows."""
         self.config.grad_scale_func = None
+        for parameter in self.model.parameters():
+            # Among others the optimizer's copy in fp32.
+            vars(parameter).clear()
+        for buffer in (*self._wrapped.buffers, *self._wrapped.expert_parallel_buffers):
+            for data in (buffer.param_data, buffer.grad_data):
+                data.untyped_storage().resize_(0)
 
     @property
     def _tokens(self) -> int:
