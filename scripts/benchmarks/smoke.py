@@ -99,6 +99,12 @@ SMOKES = (
         "--json {out}/a.json",
     ),
     Smoke(
+        "training steps",
+        "training_step",
+        "{out} --rows v3/1k,v3/1k/thd --scale-down 4 --vocab-size 512 --warm-ups 1 --steps 2",
+        "transformer_engine",
+    ),
+    Smoke(
         "layer beside Megatron's",
         "attention",
         f"{{out}} {_LAYER} --precisions bf16,tensorwise",

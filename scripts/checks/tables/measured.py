@@ -18,6 +18,7 @@ from benchmarks.kit.tables import markdown_table, tokens_text
 from benchmarks.served import report as serving
 from benchmarks.served.report import ServingReport
 from benchmarks.shared_prefix import PrefixReport
+from benchmarks.training_step import StepReport
 from checks.oracle_report import read_summary
 from checks.tables import by_input, table, without_errors
 
@@ -175,6 +176,36 @@ def features_table(docs: Path) -> str:
     }
     rows = without_errors(FeatureReport.read(file).rows)
     return table(rows, columns, ("computed", "feature", "ran", "ms"))
+
+
+def training_step_table(docs: Path) -> str:
+    """Whole steps of whole models; pairs are Megatron's and ours."""
+    file = docs / "training-step" / "training_step.json"
+    if not file.is_file():
+        return NONE
+    report = StepReport.read(file)
+
+    def figure(implementation: str, name: str, text: str, found: dict[str, Any]) -> str:
+        row = found.get(implementation)
+        value = report.figures(row).get(name) if row else None
+        return "-" if value is None else text.format(value)
+
+    columns: dict[str, Callable[[dict], str]] = {
+        "model, batch, linears": lambda found: str(next(iter(found.values())).case).split(" ", 1)[1]
+    }
+    for head, name, text in (
+        ("ms", "step_ms", "{:.0f}"),
+        ("MFU", "mfu", "{:.2f}"),
+        ("peak GiB", "peak_gib", "{:.1f}"),
+        ("device idle", "idle", "{:.2f}"),
+        ("launches", "launches", "{:.0f}"),
+    ):
+        for one in ("megatron", "ours"):
+            owner = one.replace("m", "M")
+            columns[f"{owner}: {head}"] = partial(figure, one, name, text)
+    for one in ("ours", "ours-graphs"):
+        columns[f"{one} / Megatron"] = partial(figure, one, "step of megatron's", "{:.2f}")
+    return table(by_input(report.measured), columns, ["model, batch, linears"])
 
 
 def accuracy_table(docs: Path) -> str:
@@ -387,6 +418,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "context parallel ranges": ring_ranges,
     "shared prefixes": shared_prefix_table,
     "features": features_table,
+    "training steps": training_step_table,
     "accuracy": accuracy_table,
     "beside transformers": llm_table,
     "sparse forward": sparse_forward_table,
