@@ -356,9 +356,12 @@ class StepBenchmark(kit.InTurns):
         waits, state = {}, self._state[case.contender]
         if self.processes.on_gpu:
             state += graph_bytes() if case.graphed else 0
-            figures, waits = profile(trainer)
             more |= {"device_ms": 1e3 * times["device"].median, "state_gib": state / 2**30}
-            more |= figures
+            try:
+                figures, waits = profile(trainer)
+                more |= figures
+            except self.errors as error:  # the times are good without
+                waits = {f"not profiled, {kit.reason(error)}": 1}
         peak = state + times["peak"].most if "peak" in times else None
         ran, wall = str(trainer.ran), times["wall"]
         return Row(case=case, times=wall, more=more, peak_bytes=peak, waits=waits, ran=ran)

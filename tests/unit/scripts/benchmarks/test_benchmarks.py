@@ -19,12 +19,12 @@ import torch
 
 from benchmarks import serving, smoke
 from benchmarks.attention import AttentionReport
+from benchmarks.attention_features import FeatureReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.decode import CASCADES
 from benchmarks.decode import IMPLEMENTATIONS as DECODERS
 from benchmarks.kit import Benchmark, arguments
 from benchmarks.kit.arguments import KNOWN, Option
-from benchmarks.attention_features import FeatureReport
 from benchmarks.shared_prefix import WORKS, PrefixReport
 from checks.tables.measured import (
     features_table,
