@@ -2,10 +2,9 @@
 
 Megatron's ``window_size`` and ``window_attn_skip_freq``. Some kernels bound keys from below, too
 (``AttentionBackend.windows``). Others know causal spans, which are bounded on one side only; for
-them queries are cut into chunks of a window's length: a chunk sees its own
-keys causally, and of the keys right before it those that are not too old, which is causal if
-queries and keys are counted from their ends. The two are computed one after the other and merged by
-their LSE. A query costs what its window holds, whatever the length of the sequence.
+them queries are cut into chunks of a window's length: a chunk sees its own keys causally, and of
+the keys right before it those that are not too old, which is causal if queries and keys are counted
+from their ends. The two are computed one after the other and merged by their LSE.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class WindowedBackend:
     def _bounded(self, rules: ScoreRules) -> ScoreRules:
         """The rules with the window, unless it holds all that the spans show."""
         spans = rules.spans
-        last = spans.tables.get("last", lambda: max(map(_last_position, spans), default=0))
+        last = spans.tables.get("last position", lambda: max(map(_last_position, spans), default=0))
         return replace(rules, window=self.window) if last > self.window else rules
 
     def _parts(self, inputs: AttentionInputs, rules: ScoreRules) -> tuple[ScoreRules, ScoreRules]:

@@ -2,10 +2,10 @@
 
 Both tables are int32 on the CPU; the backend that launches the kernel moves them to the device.
 With ``length`` a table covers its whole axis: tokens in no span are in tiles that see nothing, so
-every row of a kernel's output is written. With ``window`` a query sees, of the keys up to its own
-position, that many last ones only: a kernel that gets the same number hides the older ones that are
-left in a tile, and offsets are those of positions, never ``SEES_ALL``, in spans. Tiles with the most work come first: a GPU starts thread
-blocks in order, and short ones at the end leave less of it idle.
+every row of a kernel's output is written. With ``window`` a query sees the last so many keys up to
+its own position: a kernel that gets the same number hides the older ones in a tile, whose offset is
+then that of positions also where every query sees every key. Tiles with the most work come first: a
+GPU starts thread blocks in order, and short ones at the end leave less of it idle.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def query_tiles(
         tokens: Most queries in a tile.
         length: Of the query axis; queries in no span then come in tiles without keys, so that every
             query is in exactly one tile. None leaves them out.
-        window: Query q also needs k - key_start > q - query_start + offset - window. Every span
-            then has an offset; keys that a tile's first query no longer sees are not in the tile,
-            so that none of its queries' oldest keys is key ``tokens`` of the tile or a later one.
+        window: Keys up to its own position that a query sees: it also needs
+            k - key_start > q - query_start + offset - window. Every span then has an offset. Keys
+            older than those of a tile's first query are not in the tile, so the oldest key of each
+            of its queries is among the first ``tokens``.
 
     Returns:
         int32 [tiles, 5], those with the most keys first.
