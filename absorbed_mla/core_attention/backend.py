@@ -66,6 +66,7 @@ class AttentionBackend(Protocol):
             (``max_logits.py``), rather than record them in forward.
         reads_device_spans: Whether its forward takes ``DeviceSpans``.
         adds_query_gradients: Whether its backward takes spans of which a query is in several.
+        windows: Whether it takes ``ScoreRules.window``.
     """
 
     name: str
@@ -75,6 +76,7 @@ class AttentionBackend(Protocol):
     searches_max_logits: bool
     reads_device_spans: bool
     adds_query_gradients: bool
+    windows: bool
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """The reason why the backend cannot do what is requested here, or None."""

@@ -32,6 +32,7 @@ class LatentKernelBackend:
     searches_max_logits = False
     reads_device_spans = False
     adds_query_gradients = False
+    windows = False
 
     def query_tile_size(self, inputs: AttentionInputs) -> int:
         """Query tokens in a tile of the kernels."""
@@ -94,29 +95,32 @@ class LatentKernelBackend:
         return query_tile_table(spans, self.query_tile_size(inputs), len(query), query.device)
 
 
-def query_tile_table(spans: Spans, size: int, length: int, device: torch.device) -> Tensor:
+def query_tile_table(
+    spans: Spans, size: int, length: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """The tile table of queries on the device, of the whole axis."""
     if isinstance(spans, DeviceSpans):
+        assert window is None, "they are made of whole sequences"
         return spans.query_tiles(size, length)
     return in_use(
         spans.tables.get(
-            ("query tiles", size, length, device),
-            lambda: to_device(lambda: tiles.query_tiles(spans, size, length), device),
+            ("query tiles", size, length, device, window),
+            lambda: to_device(lambda: tiles.query_tiles(spans, size, length, window), device),
         )
     )
 
 
 def key_tile_table(
-    spans: Spans, size: int, length: int, device: torch.device
+    spans: Spans, size: int, length: int, device: torch.device, window: int | None = None
 ) -> tuple[Tensor, int]:
     """The tile table of keys on the device, and its number of buffers."""
 
     def make() -> tuple[Tensor, int]:
-        table = tiles.key_tiles(spans, size, length)
+        table = tiles.key_tiles(spans, size, length, window)
         num_buffers = int(table[:, 5].max()) + 1 if len(table) else 1
         return to_device(table.clone, device), num_buffers
 
-    table, num_buffers = spans.tables.get(("key tiles", size, length, device), make)
+    table, num_buffers = spans.tables.get(("key tiles", size, length, device, window), make)
     return in_use(table), num_buffers
 
 

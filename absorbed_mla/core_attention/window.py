@@ -1,10 +1,10 @@
 """Sliding windows: a token sees itself and the tokens right before it, by any attention backend.
 
-Megatron's ``window_size`` and ``window_attn_skip_freq``. Kernels know causal spans, which are
-bounded on one side only. So queries are cut into chunks of a window's length: a chunk sees its own
-keys causally, and of the keys right before it those that are not too old, which is causal if
-queries and keys are counted from their ends. The two are computed one after the other and merged by
-their LSE. A query costs what its window holds, whatever the length of the sequence.
+Megatron's ``window_size`` and ``window_attn_skip_freq``. Some kernels bound keys from below, too
+(``AttentionBackend.windows``). Others know causal spans, which are bounded on one side only; for
+them queries are cut into chunks of a window's length: a chunk sees its own keys causally, and of
+the keys right before it those that are not too old, which is causal if queries and keys are counted
+from their ends. The two are computed one after the other and merged by their LSE.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WindowedBackend:
     """An ``AttentionBackend`` whose queries see the last keys of what the spans show.
 
     Attributes:
-        backend: Computes both parts.
+        backend: Computes the window, or both parts of it.
         window: Keys that a query sees, at most.
     """
 
@@ -88,6 +88,8 @@ class WindowedBackend:
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``AttentionBackend``; every span has a causal offset."""
+        if self.backend.windows:
+            return self.backend.forward(inputs, self._bounded(rules))
         near, far = self._parts(inputs, rules)
         output = AttentionOutput(*self.backend.forward(inputs, near))
         if not far.spans:
@@ -105,6 +107,8 @@ class WindowedBackend:
         rules: ScoreRules,
     ) -> AttentionInputs:
         """See ``AttentionBackend``: output and LSE are those over the keys of both parts."""
+        if self.backend.windows:
+            return self.backend.backward(grad, output, inputs, self._bounded(rules))
         near, far = self._parts(inputs, rules)
         found = self.backend.backward(grad, output, inputs, near)
         if not far.spans:
@@ -115,6 +119,12 @@ class WindowedBackend:
             if total is not None and total.numel():
                 total.add_(_turn(part))
         return found
+
+    def _bounded(self, rules: ScoreRules) -> ScoreRules:
+        """The rules with the window, unless it holds all that the spans show."""
+        spans = rules.spans
+        last = spans.tables.get("last position", lambda: max(map(_last_position, spans), default=0))
+        return replace(rules, window=self.window) if last > self.window else rules
 
     def _parts(self, inputs: AttentionInputs, rules: ScoreRules) -> tuple[ScoreRules, ScoreRules]:
         """The rules of the chunks' own keys, and of those before them on axes that are turned."""
@@ -177,6 +187,12 @@ def near_and_far(spans: Spans, window: int, num_queries: int, num_keys: int) -> 
         for span in reversed(far)
     )
     return Spans(near), Spans(turned)
+
+
+def _last_position(span: Span) -> int:
+    """Of the last query of a span, counted from the first key, from 1."""
+    assert span.causal_offset is not None, "a window counts positions"
+    return span.causal_offset + span.num_queries
 
 
 def _turned(tensors):

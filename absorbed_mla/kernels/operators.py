@@ -90,7 +90,13 @@ def _(q_content, q_rope, latent, k_rope, tiles, starts, blocks, queries, keys, s
 
 @operator
 def multi_head_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, query_tiles: Tensor, scale: float, record_largest: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_tiles: Tensor,
+    scale: float,
+    record_largest: bool = False,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S_q, B, N, V] and LSE [S_q, B, N] of ``kernels/hopper/multi_head.py``.
 
@@ -100,11 +106,11 @@ def multi_head_attention_forward(
     largest = _largest(q, record_largest)
     recorded = largest if record_largest else None
     with torch.cuda.device_of(q):
-        return *module.forward(q, k, v, query_tiles, scale, recorded), largest
+        return *module.forward(q, k, v, query_tiles, scale, recorded, window), largest
 
 
 @torch.library.register_fake(multi_head_attention_forward)
-def _(q, k, v, query_tiles, scale, record_largest=False):
+def _(q, k, v, query_tiles, scale, record_largest=False, window=None):
     return *_output_and_lse(q, v.shape[3]), _largest(q, record_largest)
 
 
@@ -120,16 +126,17 @@ def multi_head_attention_backward(
     key_tiles: Tensor,
     num_buffers: int,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of ``kernels/hopper/multi_head_backward.py``."""
     module = _kernel_module("hopper", "multi_head_backward")
     saved = (grad_out, grad_lse, q, k, v, out, lse)
     with torch.cuda.device_of(q):
-        return module.backward(*saved, key_tiles, num_buffers, scale)
+        return module.backward(*saved, key_tiles, num_buffers, scale, window)
 
 
 @torch.library.register_fake(multi_head_attention_backward)
-def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale):
+def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale, window=None):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -153,12 +153,16 @@ def training_kernels() -> None:
 
 
 def multi_head_kernels() -> None:
-    """Forward of the expanded form, which records the largest scores, and its backward."""
+    """Forward of the expanded form, which records the largest scores, and its backward.
+
+    Without a window, and with one.
+    """
     q, v = (zeros(TOKENS, 1, HEADS, width) for width in (192, 128))
-    found = query_tiles([SPAN], 128, TOKENS)
-    out, lse, _ = operators.multi_head_attention_forward(q, q, v, found, 0.1, True)
-    found = key_tiles([SPAN], 128, TOKENS)
-    operators.multi_head_attention_backward(out, None, out, lse, q, q, v, found, 1, 0.1)
+    for window in (None, 100):
+        found = query_tiles([SPAN], 128, TOKENS, window)
+        out, lse, _ = operators.multi_head_attention_forward(q, q, v, found, 0.1, True, window)
+        found = key_tiles([SPAN], 128, TOKENS, window), 1, 0.1, window
+        operators.multi_head_attention_backward(out, None, out, lse, q, q, v, *found)
 
 
 def search_kernel() -> None:

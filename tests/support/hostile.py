@@ -50,13 +50,15 @@ def amid_nan(tensor: Tensor, last: int = 1) -> Tensor:
     return view.copy_(tensor)
 
 
-def visible_pairs(spans, queries: int, keys: int) -> Tensor:
-    """Bool [S_q, S_k], pair by pair."""
+def visible_pairs(spans, queries: int, keys: int, window: int | None = None) -> Tensor:
+    """Bool [S_q, S_k], pair by pair; with a window its last keys up to a query's position."""
     table = torch.zeros(queries, keys, dtype=torch.bool)
     for span in spans:
         hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
         if span.causal_offset is not None:
             hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(span.causal_offset - window)
         table[span.queries, span.keys] = ~hidden
     return table
 

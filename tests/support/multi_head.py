@@ -26,6 +26,7 @@ class MultiHeadCase:
 
     ``growth`` is how much scores grow from 128 keys to the next, as exponents of 2: of queries
     0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
+    ``window`` is how many keys a query sees at most, if not None.
     """
 
     queries: int
@@ -38,6 +39,7 @@ class MultiHeadCase:
     dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0
     growth: tuple[float, ...] = ()
+    window: int | None = None
 
     def operands(self, device: torch.device) -> list[Tensor]:
         """Random q, k and v amid NaN; tokens in no span are NaN, too."""
@@ -78,15 +80,16 @@ class MultiHeadCase:
     def check(self, forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
         """Compare what ``kernels/hopper/multi_head.py`` gives with the definition."""
         q, k, v = self.operands(device)
-        scale = self.width**-0.5
-        tiles = query_tiles(self.spans, _TOKENS, self.queries).to(device)
+        scale, window = self.width**-0.5, self.window
+        tiles = query_tiles(self.spans, _TOKENS, self.queries, window).to(device)
         largest = torch.full(q.shape[:3], torch.nan, device=device)
         with poisoned_memory():
-            out, lse = forward(q, k, v, tiles, scale, largest)
+            out, lse = forward(q, k, v, tiles, scale, largest, window)
         with poisoned_memory():
-            again = forward(q, k, v, tiles, scale)
+            again = forward(q, k, v, tiles, scale, None, window)
         assert torch.equal(again[0], out) and torch.equal(again[1], lse), "recording changes bits"
-        visible = visible_pairs(self.spans, self.queries, self.keys).to(device)[:, None, None]
+        visible = visible_pairs(self.spans, self.queries, self.keys, window)
+        visible = visible.to(device)[:, None, None]
         blind = ~visible.any(-1).expand(lse.shape)
         double = [x.double().nan_to_num() for x in (q, k, v)]
         scores = torch.einsum("qbnd,kbnd->qbnk", *double[:2]) * scale
@@ -147,4 +150,25 @@ CASES = {
     "no_spans": MultiHeadCase(3, 9, ()),
     "no_keys": MultiHeadCase(5, 0, ()),
     "no_queries": MultiHeadCase(0, 5, ()),
+}
+CHUNK = (Span(0, 150, 3, 420, 267),)
+PACK = (Span(0, 70, 0, 70, 0), Span(71, 260, 71, 260, 0))
+HALVES = (Span(0, 140, 0, 140, 0), Span(140, 280, 0, 560, 420))
+# Queries that do not see a key yet, and queries that do not see any more.
+BOTH_ENDS = (Span(0, 200, 0, 150, -50), Span(200, 330, 150, 250, 200))
+# Windows within a block, of one, and beside it; past the first tile, and past all tokens.
+WINDOWS = {
+    f"{name}_{window}": (length, keys, spans, window)
+    for name, length, keys, spans, windows in (
+        ("causal", 261, 261, (Span(0, 261, 0, 261, 0),), (1, 127, 128, 129, 260, 300)),
+        ("chunk", 150, 420, CHUNK, (100, 129)),
+        ("pack", 262, 262, PACK, (2, 128)),
+        ("halves", 280, 560, HALVES, (129, 256)),
+        ("both_ends", 331, 250, BOTH_ENDS, (63, 190)),
+    )
+    for window in windows
+}
+CASES |= {
+    f"window_{name}": MultiHeadCase(q, k, spans, heads=1, width=96, values=64, window=window)
+    for name, (q, k, spans, window) in WINDOWS.items()
 }

@@ -48,13 +48,18 @@ def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
     return pairs
 
 
-def visible(spans: Iterable[Span], queries: int, keys: int) -> Tensor:
-    """Bool [queries, keys], pair by pair as ``Span`` defines it; spans may be empty."""
+def visible(spans: Iterable[Span], queries: int, keys: int, window: int | None = None) -> Tensor:
+    """Bool [queries, keys], pair by pair as ``Span`` defines it; spans may be empty.
+
+    With a window those of the last keys up to a query's own position.
+    """
     seen = torch.zeros(queries, keys, dtype=torch.bool)
     for span in spans:
         for i, query in enumerate(range(span.query_start, span.query_end)):
             for j, key in enumerate(range(span.key_start, span.key_end)):
-                seen[query, key] |= span.causal_offset is None or j <= i + span.causal_offset
+                offset = span.causal_offset
+                old = window is not None and j <= i + offset - window
+                seen[query, key] |= offset is None or (j <= i + offset and not old)
     return seen
 
 

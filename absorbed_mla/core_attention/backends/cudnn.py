@@ -176,6 +176,7 @@ class CudnnBackend:
     searches_max_logits = True
     reads_device_spans = False
     adds_query_gradients = False
+    windows = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

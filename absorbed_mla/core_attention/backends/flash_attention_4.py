@@ -32,6 +32,7 @@ class FlashAttention4Backend:
     searches_max_logits = True
     reads_device_spans = False
     adds_query_gradients = False
+    windows = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -37,6 +37,7 @@ class HopperExpandedBackend:
     searches_max_logits = False
     reads_device_spans = True
     adds_query_gradients = True
+    windows = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
@@ -54,8 +55,8 @@ class HopperExpandedBackend:
         """See ``reference_forward``; the output has the dtype of the inputs."""
         q, k, v = inputs.as_multi_head()
         record = rules.max_logits is not None
-        tiles = query_tile_table(rules.spans, _QUERIES, len(q), q.device)
-        operands = q, k, v, tiles, rules.scale, record
+        tiles = query_tile_table(rules.spans, _QUERIES, len(q), q.device, rules.window)
+        operands = q, k, v, tiles, rules.scale, record, rules.window
         out, lse, largest = operators.multi_head_attention_forward(*operands)
         if record:
             rules.record(largest)
@@ -69,13 +70,13 @@ class HopperExpandedBackend:
         rules: ScoreRules,
     ) -> AttentionInputs:
         """See ``reference_backward``; gradients have the dtype of the inputs."""
-        blocks = dense_blocks(rules.spans)
-        if len(blocks) == 1 and grad.lse is None:
+        dense = rules.window is None and len(dense_blocks(rules.spans)) == 1
+        if dense and grad.lse is None:
             return CUDNN.backward(grad, output, inputs, rules)
         q, k, v = inputs.as_multi_head()
-        tiles = key_tile_table(rules.spans, _KEYS, len(k), k.device)
+        tiles = key_tile_table(rules.spans, _KEYS, len(k), k.device, rules.window)
         saved = grad.out, grad.lse, output.out, output.lse, q, k, v
-        grads = operators.multi_head_attention_backward(*saved, *tiles, rules.scale)
+        grads = operators.multi_head_attention_backward(*saved, *tiles, rules.scale, rules.window)
         return inputs.multi_head_gradient(*grads)
 
 

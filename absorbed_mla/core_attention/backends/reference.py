@@ -163,6 +163,7 @@ class ReferenceBackend:
     searches_max_logits = False
     reads_device_spans = False
     adds_query_gradients = True
+    windows = False
     forward = staticmethod(reference_forward)
     backward = staticmethod(reference_backward)
 

@@ -48,6 +48,7 @@ class TransformerEngineBackend:
     searches_max_logits = False
     reads_device_spans = False
     adds_query_gradients = False
+    windows = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -30,6 +30,8 @@ class ScoreRules:
         first_head: Index of the first head among those of the tensor-parallel rank.
         query_chunk_size: Largest number of query tokens in a chunk.
         max_logits: Where forward records the largest scores, or None.
+        window: How many keys up to its own position a query sees, where that are fewer than the
+            spans show to some; set for backends with ``windows`` only. Every span has an offset.
     """
 
     scale: float
@@ -42,6 +44,7 @@ class ScoreRules:
     first_head: int = 0
     query_chunk_size: int = 256
     max_logits: MaxLogits | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans(self.spans))

@@ -2,8 +2,10 @@
 
 Both tables are int32 on the CPU; the backend that launches the kernel moves them to the device.
 With ``length`` a table covers its whole axis: tokens in no span are in tiles that see nothing, so
-every row of a kernel's output is written. Tiles with the most work come first: a GPU starts thread
-blocks in order, and short ones at the end leave less of it idle.
+every row of a kernel's output is written. With ``window`` a query sees the last so many keys up to
+its own position: a kernel that gets the same number hides the older ones in a tile, whose offset is
+then that of positions also where every query sees every key. Tiles with the most work come first: a
+GPU starts thread blocks in order, and short ones at the end leave less of it idle.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from absorbed_mla.core_attention.masks.spans import Span
 SEES_ALL = 2**30
 
 
-def query_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> Tensor:
+def query_tiles(
+    spans: Iterable[Span], tokens: int, length: int | None = None, window: int | None = None
+) -> Tensor:
     """Cut spans into tiles of at most ``tokens`` queries and the keys that they see.
 
     A row is (query_start, query_end, key_start, key_end, offset). Query q of it sees key k exactly
@@ -31,6 +35,10 @@ def query_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -
         tokens: Most queries in a tile.
         length: Of the query axis; queries in no span then come in tiles without keys, so that every
             query is in exactly one tile. None leaves them out.
+        window: Keys up to its own position that a query sees: it also needs
+            k - key_start > q - query_start + offset - window. Every span then has an offset. Keys
+            older than those of a tile's first query are not in the tile, so the oldest key of each
+            of its queries is among the first ``tokens``.
 
     Returns:
         int32 [tiles, 5], those with the most keys first.
@@ -46,11 +54,17 @@ def query_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -
     offset = offset + part * tokens
     seen = (offset + end - start).clamp(min=0)
     key_end = torch.minimum(key_start + seen, key_end).maximum(key_start)
-    offset = _cut_offset(offset, key_end - key_start)
+    if window is None:
+        offset = _cut_offset(offset, key_end - key_start)
+    else:
+        too_old = torch.minimum((offset - window + 1).clamp(min=0), key_end - key_start)
+        key_start, offset = key_start + too_old, offset - too_old
     return _longest_first((start, end, key_start, key_end, offset), key_end - key_start)
 
 
-def key_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> Tensor:
+def key_tiles(
+    spans: Iterable[Span], tokens: int, length: int | None = None, window: int | None = None
+) -> Tensor:
     """Cut spans into tiles of at most ``tokens`` keys and the queries that see any of them.
 
     A row is (key_start, key_end, query_start, query_end, offset, buffer). Key k of it is seen by
@@ -67,6 +81,8 @@ def key_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> 
         tokens: Most keys in a tile.
         length: Of the key axis; keys in no span then come in tiles without queries, so that every
             key is in exactly one tile of every buffer. None leaves them out.
+        window: As in :func:`query_tiles`; queries that see none of a tile's keys any more are not
+            in the tile.
 
     Returns:
         int32 [tiles, 6], those with the most queries first.
@@ -86,9 +102,14 @@ def key_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> 
     start = start + part * tokens
     end = torch.minimum(start + tokens, end)
     offset = offset - part * tokens
+    if window is not None:
+        last = query_start + (end - start - 1 - offset + window).clamp(min=0)
+        query_end = torch.minimum(query_end, last)
     blind = (-offset).clamp(min=0)
     query_start = torch.minimum(query_start + blind, query_end)
-    offset = _cut_offset(offset + blind, end - start)
+    offset = offset + blind
+    if window is None:
+        offset = _cut_offset(offset, end - start)
     columns = (start, end, query_start, query_end, offset, buffers)
     return _longest_first(columns, query_end - query_start)
 

@@ -18,7 +18,13 @@ _SECTION_BYTES = 24 * 2**20
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float, largest: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    scale: float,
+    largest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * q . k``.
 
@@ -31,6 +37,7 @@ def forward(
         scale: Multiplies the scores.
         largest: Gets the largest score of every row, -inf where it sees no key: [S_q, B, N] fp32,
             contiguous; or None.
+        window: With which ``query_tiles`` made the tiles.
 
     Returns:
         Output [S_q, B, N, V] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
@@ -77,6 +84,7 @@ def forward(
         groups,
         heads,
         scale / math.log(2),
+        window,
         RECORD=largest is not None,
         num_warps=4,
     )

@@ -30,6 +30,7 @@ def backward(
     tiles: Tensor,
     num_buffers: int,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``forward`` took; programs add to those of queries in any order.
 
@@ -45,6 +46,7 @@ def backward(
             the device.
         num_buffers: Buffers of ``tiles``; tiles of one buffer share no key.
         scale: Multiplies the scores; positive.
+        window: With which ``key_tiles`` made the tiles.
 
     Returns:
         Gradients of q, k and v in their dtype, the keys' summed in fp32.
@@ -82,6 +84,7 @@ def backward(
         keys,
         scale / math.log(2),
         scale,
+        window,
         num_warps=8,
     )
     if num_buffers > 1:

@@ -120,7 +120,7 @@ def _store_keys(acc, target, tile, index, heads, WIDTH: gl.constexpr, FIRST: gl.
     gl.store(target + at, values, mask=(key < tile.keys)[:, None])
 
 
-@gluon.jit(do_not_specialize=["query_blocks", "length"])
+@gluon.jit(do_not_specialize=["query_blocks", "length", "window"])
 def attend_multi_head_backward(
     q_content,
     q_rope,
@@ -138,6 +138,7 @@ def attend_multi_head_backward(
     length,
     exponent,
     scale,
+    window,
 ):
     """Gradients of every tile; one program for each tile, head and entry of the batch.
 
@@ -158,6 +159,7 @@ def attend_multi_head_backward(
         length: S_k.
         exponent: Scale of the scores times log2(e).
         scale: Of the scores.
+        window: Keys that a query sees, for which the tiles were made; None for all up to its own.
     """
     tile = read_tile(tiles, query_blocks)
     shared = allocate(q_content, q_rope, grad_out, lse)
@@ -187,8 +189,8 @@ def attend_multi_head_backward(
     dk_content = warpgroup_mma_init(dk_content)
     for block in range(tile.blocks):
         stage = block % STAGES
-        if tile.hides_some(block):
-            s = tile.hide(s, block, tall_layout(QUERIES))
+        if tile.hides_some(block, window):
+            s = tile.hide(s, block, tall_layout(QUERIES), window)
         p = _as_operand(gl.exp2(s * exponent), dtype)
         rows_out = shared.grad_out.index(stage)
         dv_left = warpgroup_mma(p, rows_out.slice(0, HALF, dim=1), dv_left, is_async=True)

@@ -50,21 +50,31 @@ class KeyTile:
         return (first < self.query_start) | (first + QUERIES > self.query_end)
 
     @gluon.jit
-    def hides_some(self, block):
-        """Whether any query of a block does not see any of the 128 keys."""
+    def hides_some(self, block, window):
+        """Whether any query of a block does not see any of the 128 keys.
+
+        ``window`` is the number of keys that a query sees, or None where none is too old.
+        """
         first = self.first + block * QUERIES
         past_diagonal = first - self.query_start + self.offset < KEYS - 1
-        return self.has_others(block) | past_diagonal | (self.keys < KEYS)
+        hides = self.has_others(block) | past_diagonal | (self.keys < KEYS)
+        if window is not None:
+            hides = hides | (first + QUERIES - self.query_start + self.offset > window)
+        return hides
 
     @gluon.jit
-    def hide(self, s, block, layout: gl.constexpr):
+    def hide(self, s, block, layout: gl.constexpr, window):
         """Set the scores [128, 64] of keys that a query of a block does not see to -inf."""
         key = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
         query = self.first + block * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(0, layout))
         inside = (query >= self.query_start) & (query < self.query_end)
         last = gl.minimum(query - self.query_start + self.offset, self.keys - 1)
         last = gl.where(inside, last, -1)
-        return gl.where(key[:, None] <= last[None, :], s, -float("inf"))
+        seen = key[:, None] <= last[None, :]
+        if window is not None:
+            newer = query - self.query_start + self.offset - window
+            seen = seen & (key[:, None] > newer[None, :])
+        return gl.where(seen, s, -float("inf"))
 
 
 @gluon.jit

@@ -158,7 +158,9 @@ def _clear(values, count):
 
 
 @gluon.jit
-def _attend_role(works, shared, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr):
+def _attend_role(
+    works, shared, out, lse, largest, scale, window, HALF: gl.constexpr, RECORD: gl.constexpr
+):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
     work = gl.program_id(0)
@@ -168,7 +170,7 @@ def _attend_role(works, shared, out, lse, largest, scale, HALF: gl.constexpr, RE
         upcoming = shared.told(number)
         # What the next work is arrives while this one is done.
         next_tile = works.tile(upcoming)
-        _attend(works, tile, shared, blocks, out, lse, largest, scale, HALF, RECORD)
+        _attend(works, tile, shared, blocks, out, lse, largest, scale, window, HALF, RECORD)
         number += 1
         blocks += tile.count_blocks()
         work, tile = upcoming, next_tile
@@ -176,7 +178,17 @@ def _attend_role(works, shared, out, lse, largest, scale, HALF: gl.constexpr, RE
 
 @gluon.jit
 def _attend(
-    works, tile, shared, blocks, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr
+    works,
+    tile,
+    shared,
+    blocks,
+    out,
+    lse,
+    largest,
+    scale,
+    window,
+    HALF: gl.constexpr,
+    RECORD: gl.constexpr,
 ):
     """Attention of half of the queries of a work, before which the program did so many blocks."""
     V: gl.constexpr = shared.V
@@ -193,8 +205,11 @@ def _attend(
     s = _start_scores(shared, blocks, HALF, layout)
     s = warpgroup_mma_wait(0, deps=[s])
     shared.key_ring.release(blocks)
-    if open_blocks == 0:
-        s = tile.hide(s, 0, HALF, layout)
+    # A tile's 128 queries see all but the oldest keys, which are in its first block.
+    if window is not None:
+        s = tile.hide(s, 0, HALF, layout, window)
+    elif open_blocks == 0:
+        s = tile.hide(s, 0, HALF, layout, None)
     true_top = top
     top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
     total = partial_sums(p)
@@ -211,7 +226,7 @@ def _attend(
         s = warpgroup_mma_wait(1, deps=[s])
         shared.key_ring.release(blocks + block)
         if block >= open_blocks:
-            s = tile.hide(s, block, HALF, layout)
+            s = tile.hide(s, block, HALF, layout, None)
         top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
         total = add_sums(total, factor, partial_sums(p))
         # Here, and the next wait with the sums, or the compiler would compute the softmax after it.
@@ -262,7 +277,7 @@ def _store(out, works, tile, o, HALF: gl.constexpr):
     )
 
 
-@gluon.jit(do_not_specialize=["total", "section", "section_works", "groups", "heads"])
+@gluon.jit(do_not_specialize=["total", "section", "section_works", "groups", "heads", "window"])
 def attend_multi_head(
     q_content,
     q_rope,
@@ -280,6 +295,7 @@ def attend_multi_head(
     groups,
     heads,
     scale,
+    window,
     RECORD: gl.constexpr,
 ):
     """Attention of every tile of queries, by any number of programs.
@@ -297,14 +313,15 @@ def attend_multi_head(
         largest: Likewise; not written without RECORD.
         total: See ``TileScheduler``, like the next four.
         scale: Of the scores, positive, times log2(e).
+        window: Keys that a query sees, for which the tiles were made; None for all up to its own.
         RECORD: Whether the largest score of every row is wanted.
     """
     works = TileScheduler(tiles, drawn, total, section, section_works, groups, heads)
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [
-            (_attend_role, (works, shared, out, lse, largest, scale, 0, RECORD)),
-            (_attend_role, (works, shared, out, lse, largest, scale, 1, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, scale, window, 0, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, scale, window, 1, RECORD)),
             (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four

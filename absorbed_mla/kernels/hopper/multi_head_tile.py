@@ -48,13 +48,19 @@ class MultiHeadTile:
         return gl.maximum(seen, 0) // BLOCK
 
     @gluon.jit
-    def hide(self, s, block, HALF: gl.constexpr, layout: gl.constexpr):
-        """Set the scores [64, 128] of keys that a query of a half does not see to -inf."""
+    def hide(self, s, block, HALF: gl.constexpr, layout: gl.constexpr, window):
+        """Set the scores [64, 128] of keys that a query of a half does not see to -inf.
+
+        ``window`` is the number of keys that a query sees, or None where none is too old.
+        """
         key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         query = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         # Negative where a query sees none.
         last = gl.minimum(query + self.offset, self.keys - 1)
-        return gl.where(key[None, :] <= last[:, None], s, -float("inf"))
+        seen = key[None, :] <= last[:, None]
+        if window is not None:
+            seen = seen & (key[None, :] > (query + self.offset - window)[:, None])
+        return gl.where(seen, s, -float("inf"))
 
     @gluon.jit
     def rows(self, HALF: gl.constexpr, works, layout: gl.constexpr):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -50,13 +52,24 @@ def _parts(draw: Draw, most: int, tiles: tuple[int, ...]) -> tuple[int, int, Spa
     return start, keys, Spans(spans)
 
 
-def visible(spans: Spans, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool [S_q, S_k], pair by pair."""
+def with_offsets(spans: Spans) -> Spans:
+    """The same pairs with a causal offset in every span, as windows need it."""
+    every = (replace(x, causal_offset=x.num_keys) if x.causal_offset is None else x for x in spans)
+    return Spans(every)
+
+
+def visible(
+    spans: Spans, queries: int, keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Bool [S_q, S_k], pair by pair; with a window its last keys up to a query's position."""
     table = torch.zeros(queries, keys, dtype=torch.bool, device=device)
     for span in spans:
         seen = torch.ones(span.num_queries, span.num_keys, dtype=torch.bool, device=device)
         if span.causal_offset is not None:
             seen = seen.tril(span.causal_offset)
+        if window is not None:
+            assert span.causal_offset is not None
+            seen = seen.triu(span.causal_offset - window + 1)
         table[span.queries, span.keys] = seen
     return table
 

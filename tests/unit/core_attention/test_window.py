@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
-from absorbed_mla.core_attention.window import near_and_far, window_of
+from absorbed_mla.core_attention.window import WindowedBackend, near_and_far, window_of
 from tests.distributed.engines import CROWDED, PROMPTS, assert_crowded
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -56,6 +58,16 @@ def test_spans_show_every_key_of_a_window_once(on_queries, on_keys, offset, wind
     for spans in (near, far):
         queries = [query for each in spans for query in range(*each.queries.indices(99))]
         assert queries == sorted(set(queries)) and all(each.causal_offset >= 0 for each in spans)
+
+
+@pytest.mark.parametrize(("window", "given"), [(13, 13), (14, None)])
+def test_backends_that_bound_keys_get_the_window(window, given):
+    """In one call, unless it holds all that the spans show."""
+    backend = SimpleNamespace(windows=True, forward=lambda *of: of[-1], backward=lambda *of: of[-1])
+    rules = ScoreRules(1.0, Spans([Span(0, 9, 0, 9, 0), Span(9, 13, 0, 14, 10)]))
+    found = WindowedBackend(backend, window)
+    for each in (found.forward(None, rules), found.backward(None, None, None, rules)):
+        assert each.window == given and each.spans is rules.spans
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])

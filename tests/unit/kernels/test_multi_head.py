@@ -19,6 +19,7 @@ from absorbed_mla.core_attention.masks.tiles import query_tiles
 from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.core_attention.window import WindowedBackend
 from absorbed_mla.kernels import operators
 from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.registry import ATTENTION_BACKENDS
@@ -100,13 +101,15 @@ def _spans(name: str) -> Spans:
 
 @needs.no_gpu
 @pytest.mark.parametrize(
-    ("spans", "batch"),
+    ("spans", "batch", "window"),
     [
-        *itertools.product(["bottom_right", "zigzag", "padding", "nothing"], [1, 2]),
-        *(("tree", 1), ("padded_tree", 1)),
+        *itertools.product(["bottom_right", "zigzag", "padding", "nothing"], [1, 2], [None]),
+        *(("tree", 1, None), ("padded_tree", 1, None)),
+        # The last two hold all keys, and hopper_expanded takes cuDNN's backward of one block.
+        *(("bottom_right_pack", 1, 4), ("padding", 2, 9), ("causal", 1, 24)),
     ],
 )
-def test_backend(spans, batch, monkeypatch):
+def test_backend(spans, batch, window, monkeypatch):
     """Gradients from its output and LSE, and the largest scores, as the reference's."""
     monkeypatch.setattr(hopper_expanded, "CUDNN", PlainCudnn())
     emulate_backward(monkeypatch)
@@ -118,7 +121,8 @@ def test_backend(spans, batch, monkeypatch):
         found.append(MaxLogits(torch.full((HEADS,), -torch.inf, dtype=dtype)))
         rules = ScoreRules(0.1, _spans(spans), max_logits=found[-1])
         with running():
-            results.append(outcome(SharedPrefixBackend(backend), tensors, rules))
+            wrapped = WindowedBackend(backend, window) if window else SharedPrefixBackend(backend)
+            results.append(outcome(wrapped, tensors, rules))
     for name, expected in results[0].items():
         torch.testing.assert_close(
             results[1][name].double(), expected, rtol=0.02, atol=0.02, msg=name
@@ -134,11 +138,13 @@ def test_shapes_without_data():
         k = torch.empty(7, 2, 3, 192, dtype=torch.float16)
         tiles = torch.empty(1, 5, dtype=torch.int32)
     for record in (False, True):
-        out, lse, largest = operators.multi_head_attention_forward(q, q, v, tiles, 1.0, record)
+        given = q, q, v, tiles, 1.0, record, 7 if record else None
+        out, lse, largest = operators.multi_head_attention_forward(*given)
         assert out.shape == (5, 2, 3, 128) and out.dtype == torch.float16
         assert lse.shape == (5, 2, 3) and lse.dtype == torch.float32
         assert largest.shape == (lse.shape if record else (0,))
-    grads = operators.multi_head_attention_backward(out, None, out, lse, q, k, v, tiles, 1, 1.0)
+    given = out, None, out, lse, q, k, v, tiles, 1, 1.0, 7
+    grads = operators.multi_head_attention_backward(*given)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -15,7 +15,7 @@ from checks.fuzz.compare import Comparison
 from checks.fuzz.draw import BF16, FP16, Draw
 from checks.fuzz.family import Config, family
 from checks.fuzz.references import attention, attention_gradients
-from checks.fuzz.spans import draw_spans, hide_unseen, visible
+from checks.fuzz.spans import draw_spans, hide_unseen, visible, with_offsets
 
 _PAIRS = 2**22
 _TILE = 128
@@ -46,13 +46,17 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     config.values = config.choice(64, 128)
     config.heads = config.choice(1, 2, 3, 5, 8, 16, config.integer(1, 40))
     config.dtype, config.record = config.choice(BF16, BF16, FP16), config.flag(0.3)
+    config.windowed = config.flag(0.3)
     spans, drawn, hidden = _operands(config, draw)
     q, k, _ = hidden
     scale = draw.often(1.0, 0.3) * config.width**-0.5
-    tiles = whole_table(spans, _TILE, len(q), q.device)
-    out, lse, largest = operators.multi_head_attention_forward(*hidden, tiles, scale, config.record)
+    window = draw.length(1024, _TILE, 64, least=1) if config.windowed else None
+    spans = with_offsets(spans) if config.windowed else spans
+    tiles = whole_table(spans, _TILE, len(q), q.device, window)
+    given = *hidden, tiles, scale, config.record, window
+    out, lse, largest = operators.multi_head_attention_forward(*given)
     exact = [x.double() for x in drawn]
-    seen = visible(spans, len(q), len(k), q.device)
+    seen = visible(spans, len(q), len(k), q.device, window)
     attended = attention(*exact, scale, seen, config.dtype)
     compare.rows("out", out, *attended.out, config.dtype)
     compare.lse(lse, attended.lse, config.dtype)
@@ -63,9 +67,10 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
         return
     grad = draw.normal(*out.shape, dtype=config.dtype)
     grad_lse = draw.normal(*lse.shape) if draw.flag() else None
-    given = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
-    tables = key_tile_table(spans, _TILE, len(k), k.device)
-    found = operators.multi_head_attention_backward(*given, out, lse, *hidden, *tables, scale)
+    grads = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
+    tables = key_tile_table(spans, _TILE, len(k), k.device, window)
+    saved = *grads, out, lse, *hidden, *tables, scale, window
+    found = operators.multi_head_attention_backward(*saved)
     wanted = attention_gradients(*exact, attended, (grad, grad_lse), scale, config.dtype)
     for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
         compare.rows(name, result, *each, config.dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,11 +42,15 @@ CASES = {
 }
 
 
-def pairs(queries: tuple[int, int], keys: tuple[int, int], offset: int) -> Tensor:
+def pairs(
+    queries: tuple[int, int], keys: tuple[int, int], offset: int, window: int | None = None
+) -> Tensor:
     """Int [QUERIES, KEYS]: 1 where a tile's rule shows the pair to a kernel."""
     q, k = torch.arange(QUERIES)[:, None], torch.arange(KEYS)[None]
     inside = (queries[0] <= q) & (q < queries[1]) & (keys[0] <= k) & (k < keys[1])
-    return (inside & (k - keys[0] <= q - queries[0] + offset)).int()
+    place = q - queries[0] + offset
+    old = False if window is None else k - keys[0] <= place - window
+    return (inside & (k - keys[0] <= place) & ~torch.as_tensor(old)).int()
 
 
 def random_spans(seed: int) -> tuple[Span, ...]:
@@ -59,9 +64,10 @@ def random_spans(seed: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def tiles(kind: str, spans, tokens: int, total: int | None = None):
+def tiles(kind: str, spans, tokens: int, total: int | None = None, window: int | None = None):
     """(queries, keys, offset) of every tile of queries, or of keys."""
-    for row in (query_tiles if kind == "query" else key_tiles)(spans, tokens, total).tolist():
+    make = query_tiles if kind == "query" else key_tiles
+    for row in make(spans, tokens, total, window).tolist():
         own, others, offset = row[:2], row[2:4], row[4]
         assert 0 < own[1] - own[0] <= tokens and others[0] <= others[1]
         yield (own, others, offset) if kind == "query" else (others, own, offset)
@@ -88,6 +94,25 @@ class TestVisibility:
             if not covering and queries[0] < queries[1] and keys[0] < keys[1]:
                 assert shown[seen]
         assert torch.equal(shown, visible(spans, QUERIES, KEYS).int())
+
+    @kinds
+    def test_windows(self, spans, tokens, kind, total):
+        """Every visible pair once, and tiles begin and end with what is in a pair."""
+        spans = tuple(
+            replace(x, causal_offset=x.num_keys if x.causal_offset is None else x.causal_offset)
+            for x in spans
+        )
+        window = {1: 9, 4: 1, 7: 99, 64: 12}[tokens]
+        shown = torch.zeros(QUERIES, KEYS, dtype=torch.int32)
+        for queries, keys, offset in tiles(kind, spans, tokens, total, window):
+            seen = pairs(queries, keys, offset, window)
+            shown += seen
+            block = seen[slice(*queries), slice(*keys)].bool()
+            if block.numel():
+                assert block.any(0 if kind == "query" else 1)[[0, -1]].all()
+                # The kernel hides old keys in the first ``tokens`` of a tile only.
+                assert kind == "key" or queries[1] - queries[0] + offset - window < tokens
+        assert torch.equal(shown, visible(spans, QUERIES, KEYS, window).int())
 
     def test_every_query_is_in_one_tile(self, spans, tokens):
         seen = torch.zeros(QUERIES, dtype=torch.int32)
