@@ -156,11 +156,11 @@ PACK = (Span(0, 70, 0, 70, 0), Span(71, 260, 71, 260, 0))
 HALVES = (Span(0, 140, 0, 140, 0), Span(140, 280, 0, 560, 420))
 # Queries that do not see a key yet, and queries that do not see any more.
 BOTH_ENDS = (Span(0, 200, 0, 150, -50), Span(200, 330, 150, 250, 200))
-# Windows within a block, of one, and beside it; past the first tile, and past all tokens.
+# Windows within a block, of one, and beside it; ending a block of 64, past all tokens.
 WINDOWS = {
     f"{name}_{window}": (length, keys, spans, window)
     for name, length, keys, spans, windows in (
-        ("causal", 261, 261, (Span(0, 261, 0, 261, 0),), (1, 127, 128, 129, 260, 300)),
+        ("causal", 261, 261, (Span(0, 261, 0, 261, 0),), (1, 127, 128, 129, 191, 300)),
         ("chunk", 150, 420, CHUNK, (100, 129)),
         ("pack", 262, 262, PACK, (2, 128)),
         ("halves", 280, 560, HALVES, (129, 256)),

@@ -62,6 +62,8 @@ absorbed_mla/core_attention/masks/spans.py
     -> made.tables = cls.shared = getattr(cls, 'shared', None) or DerivedTables()
 absorbed_mla/core_attention/masks/tiles.py
   tile_offset: offset = offset + part * tokens -> offset = offset + part * (tokens - 1)
+  window_of_too_few_keys: offset - window + 1).clamp -> offset - window + 2).clamp
+  window_of_too_few_queries: - 1 - offset + window) -> - 2 - offset + window)
 absorbed_mla/core_attention/masks/varlen.py
   varlen_alignment: span.key_start + queries + offset -> span.key_start + queries + offset + 1
 absorbed_mla/core_attention/merge.py

@@ -54,6 +54,10 @@ absorbed_mla/kernels/hopper/fp8_rows.py
   fp8_rows_reuse_a_stage_early: mbarrier.wait(shared.right_empty.index(stage), parity) -> pass
   fp8_rows_scaled_by_the_first_group: load(rows + first + column // GROUP) -> load(rows + first)
   fp8_rows_behind_the_last_key: gl.minimum(key, gl.maximum(tile.keys, 1) - 1) -> key
+absorbed_mla/kernels/hopper/multi_head_backward_tile.py
+  window_of_one_more_query: self.query_start + self.offset - window
+    -> self.query_start + self.offset - window - 1
+  window_hides_nothing_in_a_block: self.offset > window) -> self.offset > window + 1)
 absorbed_mla/kernels/hopper/multi_head_kernel.py
   multi_head_values_past_the_keys: _clear(shared.value.index((blocks + last) % STAGES), left) ->
   multi_head_queries_too_early: mbarrier.wait(shared.q_empty.index(HALF), (number & 1) ^ 1) ->
@@ -61,6 +65,8 @@ absorbed_mla/kernels/hopper/multi_head_softmax.py
   multi_head_reference_moves_without_rescaling: where(grows, highest, top) -> maximum(top, highest)
 absorbed_mla/kernels/hopper/multi_head_tile.py
   multi_head_diagonal_of_the_first_half: self.offset + HALF * ROWS + 1 -> self.offset + ROWS + 1
+  multi_head_window_of_one_more_key: (query + self.offset - window)
+    -> (query + self.offset - window - 1)
   multi_head_last_section: gl.minimum(self.section, self.groups - first) -> self.section
 absorbed_mla/kernels/hopper/paged_keys.py
   decode_reuses_a_stage_early: mbarrier.wait(shared.right_empty.index(stage), parity) ->
