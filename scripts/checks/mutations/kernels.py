@@ -57,7 +57,7 @@ absorbed_mla/kernels/hopper/fp8_rows.py
 absorbed_mla/kernels/hopper/multi_head_backward_tile.py
   window_of_one_more_query: self.query_start + self.offset - window
     -> self.query_start + self.offset - window - 1
-  window_hides_nothing_in_a_block: self.offset > window) -> self.offset > window + 1)
+  window_hides_nothing_in_a_block: self.offset > window) -> self.offset > window + QUERIES)
 absorbed_mla/kernels/hopper/multi_head_kernel.py
   multi_head_values_past_the_keys: _clear(shared.value.index((blocks + last) % STAGES), left) ->
   multi_head_queries_too_early: mbarrier.wait(shared.q_empty.index(HALF), (number & 1) ^ 1) ->
