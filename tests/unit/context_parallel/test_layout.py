@@ -14,6 +14,7 @@ from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.prefix_tree import PrefixTree
 from absorbed_mla.sequences import SequenceLayout
+from tests.support.combinations import thinned
 from tests.support.layouts import TREES, Layout, cut_tokens, dense, packed, shared, tree_layout
 from tests.support.refusal import refusal
 from tests.support.spans import pairs_in
@@ -33,7 +34,13 @@ def layouts(cp_size: int) -> dict[str, Layout]:
     return cases
 
 
-CASES = [(cp, name) for cp in SIZES for name in layouts(cp)]
+# Paddings of four ranks, and of eight, have nothing that those of two and three have not.
+CASES = [
+    (cp, name)
+    for cp in SIZES
+    for name in layouts(cp)
+    if cp < 4 or not thinned() or not name.startswith("padded_") or name[7:] in ("0", "1", "pack")
+]
 every_case = pytest.mark.parametrize("cp_size, name", CASES)
 every_mask = pytest.mark.parametrize("causal", [True, False], ids=["causal", "all_keys"])
 
