@@ -99,52 +99,38 @@ class _H200:
         return torch.device("cpu")
 
 
-class _KnownKernels:
-    """Takes the place of Triton's ``compile``, for kernels that are not known."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, list] = json.loads(KNOWN.read_text())
-        self.used: dict[str, list] = {}
-        self._compile = compiler.compile
-
-    def compile(self, src, target=None, options=None, **more):
-        backend = compiler.make_backend(target)
-        parsed = backend.parse_options({**(options or {}), **src.parse_options()})
-        variables = compiler.compiler.get_cache_invalidating_env_vars()
-        key = compiler.get_cache_key(src, backend, parsed, env_vars=variables)
-        key = hashlib.sha256(key.encode()).hexdigest()
-        if key in self.facts:
-            return SimpleNamespace(hash=key)
-        return self._compile(src, target=target, options=options, **more)
-
-    def about(self, kernel) -> dict[str, Any]:
-        """What :func:`_assembled` says of it; idle barriers and reduced copies fail the test."""
-        if kernel.hash in self.facts:
-            found = {"idle_barriers": [], "reduced_across_copies": []}
-            found |= zip(_FACTS, self.facts[kernel.hash])
-        else:
-            found = {"cache": get_cache_manager(kernel.hash).cache_dir, **_assembled(kernel)}
-        self.used[kernel.hash] = [found[name] for name in _FACTS]
-        return found
-
-    def write(self) -> None:
-        """Replace the file by what was used."""
-        lines = [f"{json.dumps(key)}: {json.dumps(self.used[key])}" for key in sorted(self.used)]
-        KNOWN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+_KNOWN: dict[str, list] = json.loads(KNOWN.read_text())
+_USED: dict[str, list] = {}
+_COMPILE = compiler.compile
 
 
-def _compiled_launch(known: _KnownKernels):
+def _compile_unknown(src, target=None, options=None, **more):
+    """``triton.compiler.compile``, but for what is known."""
+    backend = compiler.make_backend(target)
+    parsed = backend.parse_options({**(options or {}), **src.parse_options()})
+    variables = compiler.compiler.get_cache_invalidating_env_vars()
+    key = compiler.get_cache_key(src, backend, parsed, env_vars=variables)
+    key = hashlib.sha256(key.encode()).hexdigest()
+    known = SimpleNamespace(hash=key) if key in _KNOWN else None
+    return known or _COMPILE(src, target=target, options=options, **more)
+
+
+def _compiled_launch(self: JITFunction, grid):
     """What ``kernel[grid]`` is here: the specialisation of these arguments is compiled."""
 
-    def __getitem__(self: JITFunction, grid):
-        def launch(*args, **kwargs):
-            kernel = self.warmup(*args, grid=grid, **kwargs)
-            about = {"kernel": self.fn.__name__, "fp8_rows": bool(kwargs.get("GROUP"))}
-            print(json.dumps(about | known.about(kernel)), flush=True)
+    def launch(*args, **kwargs):
+        kernel = self.warmup(*args, grid=grid, **kwargs)
+        about = {"kernel": self.fn.__name__, "fp8_rows": bool(kwargs.get("GROUP"))}
+        if kernel.hash in _KNOWN:  # with neither of what fails the test
+            about |= {"idle_barriers": [], "reduced_across_copies": []}
+            about |= zip(_FACTS, _KNOWN[kernel.hash])
+        else:
+            about["cache"] = get_cache_manager(kernel.hash).cache_dir
+            about |= _assembled(kernel)
+        _USED[kernel.hash] = [about[name] for name in _FACTS]
+        print(json.dumps(about), flush=True)
 
-        return launch
-
-    return __getitem__
+    return launch
 
 
 def _assembled(kernel) -> dict[str, Any]:
@@ -421,9 +407,8 @@ if __name__ == "__main__":
     # Compilers make many small objects that live on; looking for garbage takes longer than they.
     gc.disable()
     driver.set_active(_H200())
-    known = _KnownKernels()
-    compiler.compile = known.compile
-    JITFunction.__getitem__ = _compiled_launch(known)
+    compiler.compile = _compile_unknown
+    JITFunction.__getitem__ = _compiled_launch
     training_kernels()
     multi_head_kernels()
     search_kernel()
@@ -444,4 +429,5 @@ if __name__ == "__main__":
     expert_kernels()
     sampling_kernels()
     if "--write" in sys.argv:
-        known.write()
+        rows = (f"{json.dumps(key)}: {json.dumps(_USED[key])}" for key in sorted(_USED))
+        KNOWN.write_text("{\n" + ",\n".join(rows) + "\n}\n")

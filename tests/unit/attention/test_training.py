@@ -52,13 +52,10 @@ def test_recomputation_changes_no_bit(layers, recompute):
     assert not torch.equal(gradients(**layers, seed=1)["loss"], expected["loss"])
 
 
-@grid(
-    1,
-    {
-        "layers": {"mixed": MIXED, "dense": DENSE},
-        "dtype": [torch.bfloat16, torch.float32, torch.float16],
-    },
-)
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@grid(1, {"layers": {"mixed": MIXED, "dense": DENSE}, "dtype": DTYPES})
 def test_loss_goes_down(dtype, layers):
     """A few steps on one batch, with recomputation, as a user would start."""
     model = gpt_model(dtype=dtype, **layers, **SELECTIVE)

@@ -57,16 +57,11 @@ def expected(index: IndexVectors, spans: Spans, topk: int, relu: bool) -> Tensor
     return found
 
 
-@grid(
-    2,
-    {
-        "layout": [*LAYOUTS],
-        "topk": [1, 4, 30],
-        "elements": [1, 40, 2**24],
-        "relu": [False, True],
-        "ties": [False, True],
-    },
-)
+SWITCHES = {"relu": [False, True], "ties": [False, True]}
+SIZES = {"topk": [1, 4, 30], "elements": [1, 40, 2**24]}
+
+
+@grid(2, {"layout": [*LAYOUTS], **SIZES, **SWITCHES})
 def test_self_attention(layout, topk, relu, ties, elements):
     """Of every size of chunk; rows of padding choose nothing."""
     layout, batch = LAYOUTS[layout]

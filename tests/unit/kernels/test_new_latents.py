@@ -29,15 +29,11 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 ROWS = [1, 3, 2000] if torch.cuda.is_available() else [1, 3, 33]
 
 
-@grid(
-    1,
-    {
-        "count": ROWS,
-        "dtype": [torch.float32, torch.bfloat16],
-        "widths": [(48, 20, 8), (96, 64, 64), (7, 128, 2)],
-        "zero_centered": [False, True],
-    },
-)
+WIDTHS = [(48, 20, 8), (96, 64, 64), (7, 128, 2)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@grid(1, {"count": ROWS, "dtype": DTYPES, "widths": WIDTHS, "zero_centered": [False, True]})
 def test_is_norm_and_rotation(count, dtype, widths, zero_centered):
     """To the bit; of views, and of fewer queries than keys, and only the first keys are cached."""
     width, rank, rope = widths

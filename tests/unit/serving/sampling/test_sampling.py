@@ -180,14 +180,11 @@ def reference_biases(logits, output, logit_bias, allowed, words):
     return result
 
 
-@grid(
-    2,
-    {
-        "allowed": [None, [1, 3, 5, 2]],
-        "logit_bias": [{}, {0: -2.0, 3: 1.5, 4: 0.5}],
-        "words": [[], [[5], [0, 1]], [[2, 0, 3], [1, 3], [3, 2, 0, 1, 1, 2]]],
-    },
-)
+WORDS = [[], [[5], [0, 1]], [[2, 0, 3], [1, 3], [3, 2, 0, 1, 1, 2]]]
+BIASES = [{}, {0: -2.0, 3: 1.5, 4: 0.5}]
+
+
+@grid(2, {"allowed": [None, [1, 3, 5, 2]], "logit_bias": BIASES, "words": WORDS})
 def test_biases(allowed, logit_bias, words):
     """Behind [.., 2, 0]: of the words the first, the last, or none of its tokens come before."""
     history = {"tokens": [4, 0, 1], "generated": [5, 2], "drafts": (0,)}

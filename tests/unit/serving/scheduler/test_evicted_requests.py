@@ -72,10 +72,8 @@ def test_stop_tokens(engines):
     free = engines[1].generate(PROMPTS, SAMPLED)
     used = {token for result in free for token in result.tokens}
     [unused, *_] = sorted(set(range(64)) - used)
-    places = [(4, 14)[i % 2] for i in range(len(free) - 1)]
-    stops = [
-        SAMPLED.replace(stop_token_ids=(unused, one.tokens[place]))
-        for one, place in zip(free[1:], places)
-    ]
+    places = (4, 14)
+    stops = [(unused, one.tokens[place]) for one, place in zip(free[1:], places, strict=True)]
+    stops = [SAMPLED.replace(stop_token_ids=stop) for stop in stops]
     for result, place in zip(run(engines, [SAMPLED, *stops])[1:], places):
         assert result.finish == "stop" and len(result.tokens) <= place + 1

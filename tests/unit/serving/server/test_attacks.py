@@ -42,13 +42,9 @@ OBJECTS = b'{"messages":[' + b",".join([b"{}"] * 2_000_000) + b"]}"
 # What one connection sends, in pieces; the next one begins when it has been closed or answered.
 ATTACKS: dict[str, Callable[[], Iterator[bytes]]] = {
     "endless headers": lambda: endless(b"POST / HTTP/1.1\r\n", b"x-a: " + b"a" * 100_000 + b"\r\n"),
-    "endless header": lambda: endless(b"POST / HTTP/1.1\r\nx-a: ", b"a" * 100_000),
     "endless body": lambda: endless(head(COMPLETIONS, "content-length: 999999999"), b"a" * 100_000),
     "words": lambda: iter([request({"prompt": "lorem ipsum, " * (10 * MEGABYTE // 13)})]),
     "one long word": lambda: iter([request({"prompt": "x" * 10 * MEGABYTE})]),
-    "chat": lambda: iter(
-        [request({"messages": [{"role": "user", "content": "x " * 5 * MEGABYTE}]}, CHAT)]
-    ),
     "tokenize": lambda: iter([request({"prompt": "a b " * MEGABYTE}, "/tokenize")]),
     "token ids": lambda: iter([request({"prompt": [1] * 1_000_000})]),
     "stop strings": lambda: iter([request({"prompt": "a", "stop": ["@"] * 1_000_000})]),
