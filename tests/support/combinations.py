@@ -54,6 +54,11 @@ def thinned() -> bool:
     return not torch.cuda.is_available() and os.environ.get(VARIABLE) != "1"
 
 
+def without(names: Iterable[str], *left_out: str) -> list[str]:
+    """Names of cases, on a CPU without those that take the same way through the code as others."""
+    return [name for name in names if not (thinned() and name in left_out)]
+
+
 # For whole models and engines: more ranks run the same code.
 few_ranks = pytest.mark.skipif(
     thinned() and world.size() > 2, reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)"

@@ -108,7 +108,7 @@ def chunkings(count: int = TOKENS) -> dict[str, list[int]]:
     ways["random"] = []
     while left := count - sum(ways["random"]):
         ways["random"].append(min(left, rng.choice([1, 2, 3, 5, 17, 33])))
-    ways["decode"] = [count - 15] + [1] * 15
+    ways["decode"] = [count - 5] + [1] * 5
     return ways
 
 

@@ -78,10 +78,10 @@ absorbed_mla/core_attention/shared_prefix.py
   prefixes_without_a_gradient: total.add_(share) -> pass
   padding_sees_prefixes: upper.query_end != span.query_start -> False
 absorbed_mla/core_attention/sink.py
-  backward_beside_no_sink: return torch.logaddexp(lse, sink.to(lse.dtype)) -> return lse
+  backward_beside_no_sink: torch.logaddexp(lse, sink) -> lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()
-  sink_gradient_of_the_lse_over_keys: torch.exp(sink.to(lse.dtype) - lse) * delta
-    -> torch.sigmoid(sink.to(lse.dtype) - lse) * delta
+  sink_gradient_of_the_lse_over_keys: torch.exp(sink.to(lse.dtype) - lse) * _delta
+    -> torch.sigmoid(sink.to(lse.dtype) - lse) * _delta
 absorbed_mla/core_attention/tiled_reference.py
   rows_off_cache_lines: return F.pad(x, (0, missing)) if missing else x -> return x
 absorbed_mla/core_attention/window.py

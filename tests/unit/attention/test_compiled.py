@@ -10,6 +10,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from tests.support import needs, world
 from tests.support.cases import TINY, VARIANTS
+from tests.support.combinations import thinned
 from tests.support.harness import Setup, build_attention
 
 V3_HEADS = replace(TINY, heads=4, kv_lora_rank=128, nope=128, rope=64, v=128)
@@ -32,7 +33,9 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("form, mla", zip(FORMS, (TINY, VARIANTS["all_variants"])))
+@pytest.mark.parametrize(
+    "form, mla", [("expanded", VARIANTS["all_variants"])] + [("absorbed", TINY)] * (not thinned())
+)
 def test_compiled_layer(form, mla):
     """What the compiler cannot follow it leaves alone; nothing changes but rounding."""
     layer = build_attention(mla, Setup(form=form, dtype=torch.float32))

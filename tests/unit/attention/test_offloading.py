@@ -12,6 +12,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for
+from tests.support.combinations import grid
 from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.models import call, gpt_model, token_batch
 from tests.support.offloading import OffloadingOnACPU
@@ -57,8 +58,7 @@ def require_equal(model, plain, host: OffloadingOnACPU, steps: int = 3, rounding
             torch.testing.assert_close(found[name], gradient, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids="+".join)
-@pytest.mark.parametrize("kind", ["absorbed", "expanded", "sparse"])
+@grid(1, {"kind": ["sparse", "absorbed", "expanded"], "recompute": RECOMPUTE})
 def test_gradients(kind, recompute, host):
     """The sparse one's choice of keys, and what its indexer's loss keeps, stay on the device."""
     form, fields = kind, {}

@@ -13,6 +13,7 @@ from absorbed_mla.core_attention.forms import absorbed
 from absorbed_mla.recomputed_outputs import SameLayout
 from tests.support import world
 from tests.support.cases import TINY, VARIANTS
+from tests.support.combinations import grid
 from tests.support.harness import Setup, build_attention, random_attention, run
 from tests.support.layouts import dense
 from tests.support.models import MIXED, call, gpt_model, token_batch
@@ -51,8 +52,10 @@ def test_recomputation_changes_no_bit(layers, recompute):
     assert not torch.equal(gradients(**layers, seed=1)["loss"], expected["loss"])
 
 
-@pytest.mark.parametrize("layers", [DENSE, MIXED], ids=["dense", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@grid(1, {"layers": {"mixed": MIXED, "dense": DENSE}, "dtype": DTYPES})
 def test_loss_goes_down(dtype, layers):
     """A few steps on one batch, with recomputation, as a user would start."""
     model = gpt_model(dtype=dtype, **layers, **SELECTIVE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.support import needs, world
 from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.combinations import grid
 from tests.support.numerics import random
 
 with triton_interpreter():
@@ -36,8 +37,7 @@ DISTRIBUTIONS = {
     "alone": [9],
     "none": [0, 0, 0],
 }
-distributions = pytest.mark.parametrize("counts", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-dtypes = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
 def ends_of(counts: list[int]) -> Tensor:
@@ -58,8 +58,7 @@ class TestBits:
         for module in (kernel, reference):
             monkeypatch.setattr(module, "PART", SMALL_PART)
 
-    @dtypes
-    @distributions
+    @grid(1, {"counts": DISTRIBUTIONS, "dtype": DTYPES})
     def test_of_each_expert_alone(self, dtype, counts):
         rows = random(sum(counts), SUMMANDS, dtype=dtype)
         weights = random(len(counts), COLUMNS, SUMMANDS, dtype=dtype, seed=1)
@@ -67,8 +66,7 @@ class TestBits:
         assert found.dtype == dtype
         assert torch.equal(found, one_by_one(rows, weights, counts))
 
-    @pytest.mark.parametrize("tile", TILES, ids=str)
-    @distributions
+    @grid(1, {"counts": DISTRIBUTIONS, "tile": TILES})
     def test_of_all_tiles(self, tile, counts):
         """Also of rows that are taken from others, some of them several times."""
         x, weights = bf16(20, SUMMANDS), bf16(len(counts), COLUMNS, SUMMANDS, seed=1)

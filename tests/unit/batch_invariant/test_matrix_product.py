@@ -14,6 +14,7 @@ import torch
 
 from tests.support import needs
 from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.combinations import grid
 from tests.support.numerics import random, relative_error
 
 with triton_interpreter():
@@ -39,7 +40,6 @@ BOUNDS = {BF16: 4e-3, FP16: 5e-4, FP32: 5e-6}
 ROWS, SUMMANDS, COLUMNS = 70, 300, 130
 SMALL_PART = 128
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
-tiles = pytest.mark.parametrize("tile", [*TILES, *FP32_TILES], ids=str)
 
 
 @pytest.fixture
@@ -63,8 +63,7 @@ class TestBits:
             rows = slice(first, first + count)
             assert torch.equal(matrix_product(x[rows], w.T), whole[rows]), (first, count)
 
-    @tiles
-    @pytest.mark.parametrize("split", [False, True])
+    @grid(1, {"tile": [*TILES, *FP32_TILES], "split": [False, True]})
     def test_of_all_tiles(self, tile, split):
         """Parts in one program and in several, which a second kernel adds."""
         dtype = FP32 if tile in FP32_TILES else BF16
@@ -123,8 +122,7 @@ class TestValues:
         assert relative_error(found, x.double() @ w.double()) < BOUNDS[FP32]
 
     # Of 80 rows, which gradients of weights load in vectors, and of 70.
-    @pytest.mark.parametrize("rows", [70, 80])
-    @pytest.mark.parametrize("layout", ["rows", "columns", "slices", "expanded"])
+    @grid(1, {"layout": ["rows", "columns", "slices", "expanded"], "rows": [70, 80]})
     def test_of_strides(self, layout, rows):
         """Operands are read where they are."""
         x, w = bf16(rows, SUMMANDS), bf16(SUMMANDS, COLUMNS, seed=1)

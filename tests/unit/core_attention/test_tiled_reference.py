@@ -13,6 +13,7 @@ from absorbed_mla.core_attention.tiled_reference import TILE_KEYS, TiledReferenc
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
+from tests.support.combinations import thinned
 from tests.support.numerics import relative_error
 
 # Rows whose length in bytes is no multiple of 64, and such that are: heads, C, rope.
@@ -59,7 +60,7 @@ def agrees_to_the_bit(heads: int, c: int, rope: int, dtype: torch.dtype, first: 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_every_way_to_cut_a_sequence(widths, dtype):
     """Prefill of a suffix of any length: each token stands at another index."""
-    for first in (0, 1, 2, 33, TOKENS - 1):
+    for first in (1, 33, TOKENS - 1) if thinned() else (0, 1, 2, 33, TOKENS - 1):
         agrees_to_the_bit(*widths, dtype, first)
 
 

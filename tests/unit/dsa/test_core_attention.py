@@ -21,6 +21,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle_dsa import OracleLoss
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for
+from tests.support.combinations import grid
 from tests.support.dsa import TINY_DSA, VARIANTS, config_of, random_weights
 from tests.support.dsa_layer import BOUND, build, check, evaluate, named, truth
 from tests.support.harness import Setup
@@ -32,13 +33,11 @@ from tests.unit.inference.test_fp8_cache import FP8, WIDER, cached
 SETUP = Setup(form="auto")
 SPARSE, WARM_UP = OracleLoss(sparse=True), OracleLoss(sparse=False)
 TE = needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed")
-stages = pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+STAGES = {"sparse": SPARSE, "warm_up": WARM_UP}
+stages = pytest.mark.parametrize("loss", STAGES.values(), ids=STAGES)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "sum"])
-@stages
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@grid(1, {"variant": [*VARIANTS], "layout": LAYOUTS, "loss": STAGES, "per_token": [False, True]})
 def test_variants(variant, layout, loss, per_token):
     """Odd lengths, empty sequences; three heads of the indexer, so that many keys tie."""
     loss = replace(loss, coefficient=0.7, per_token=per_token)

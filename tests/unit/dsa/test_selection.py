@@ -16,6 +16,7 @@ from absorbed_mla.dsa.selection import best_keys, select
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
 from tests.support import needs, world
+from tests.support.combinations import grid
 from tests.support.memory import PeakMemory
 from tests.support.spans import visible
 
@@ -56,11 +57,11 @@ def expected(index: IndexVectors, spans: Spans, topk: int, relu: bool) -> Tensor
     return found
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("topk", [1, 4, 30])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("elements", [1, 40, 2**24])
+SWITCHES = {"relu": [False, True], "ties": [False, True]}
+SIZES = {"topk": [1, 4, 30], "elements": [1, 40, 2**24]}
+
+
+@grid(2, {"layout": [*LAYOUTS], **SIZES, **SWITCHES})
 def test_self_attention(layout, topk, relu, ties, elements):
     """Of every size of chunk; rows of padding choose nothing."""
     layout, batch = LAYOUTS[layout]

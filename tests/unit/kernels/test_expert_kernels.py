@@ -11,6 +11,7 @@ from absorbed_mla.deepseek_router import topk_routing
 from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
 from tests.support import world
 from tests.support.backends import triton_interpreter
+from tests.support.combinations import grid
 from tests.support.numerics import random, relative_error
 
 # Triton decides when a kernel is decorated.
@@ -26,18 +27,16 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 DEVICE = world.device()
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The rows behind the last one of each expert: of 4 experts, some without rows, and of other ranks.
 ENDS = {"some": [0, 7, 7, 40], "many": [33, 34, 36, 40], "others": [1, 2, 3, 20], "none": [0] * 4}
-ends_of = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 
 
 def table(ends: list[int]) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=DEVICE)
 
 
-@dtypes
-@ends_of
-@pytest.mark.parametrize("width", [96, 40])
+@grid(1, {"dtype": DTYPES, "ends": ENDS, "width": [96, 40]})
 def test_swiglu(dtype, ends, width):
     x, probs = random(40, 2 * width, dtype=dtype), random(20, 2).abs()
     x[ends[-1] :] = torch.nan
@@ -87,12 +86,10 @@ def test_sums_one_by_one(dtype, topk):
         assert not torch.equal(summed(x, rows.places, rows.ends), expected)
 
 
-@dtypes
-@ends_of
-@pytest.mark.parametrize(("columns", "summands"), [(128, 256), (72, 136)])
-@pytest.mark.parametrize("taken", [False, True])
-def test_few_rows(dtype, ends, columns, summands, taken):
+@grid(2, {"dtype": DTYPES, "ends": ENDS, "shape": [(128, 256), (72, 136)], "taken": [0, 1]})
+def test_few_rows(dtype, ends, shape, taken):
     """Also of rows that lie elsewhere, some of them several times."""
+    columns, summands = shape
     rows = random(40, summands, dtype=dtype)
     weights = random(4, columns, summands, dtype=dtype)
     if taken:
@@ -123,9 +120,7 @@ ROUTERS = {
 }
 
 
-softmaxes = pytest.mark.parametrize(
-    ("softmax", "biased"), [(True, False), (False, False), (False, True)]
-)
+SCORES = {"softmax": (True, False), "sigmoid": (False, False), "biased": (False, True)}
 
 
 def check_choice(judge, logits, parts, routing, ours=None, theirs=None):
@@ -151,12 +146,10 @@ def check_choice(judge, logits, parts, routing, ours=None, theirs=None):
     assert (expected != 0).sum() == len(logits) * topk
 
 
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@softmaxes
-@pytest.mark.parametrize(("parts", "scale"), [(1, None), (2, 2.5), (7, None)])
-def test_choice(router, softmax, biased, parts, scale):
+@grid(1, {"router": ROUTERS, "scores": SCORES, "summed": [(1, None), (2, 2.5), (7, None)]})
+def test_choice(router, scores, summed):
     """Megatron's, also by the sum of parts."""
-    experts, topk, *groups = router
+    (experts, topk, *groups), (softmax, biased), (parts, scale) = router, scores, summed
     given = random(parts, 7, experts)
     logits, given = given.sum(0), given if parts > 1 else given[0]
     judge = topk_routing_with_score_function
@@ -172,23 +165,22 @@ RANKED = {
 }
 
 
-@pytest.mark.parametrize("router", RANKED.values(), ids=RANKED)
-@softmaxes
-@pytest.mark.parametrize("normalized", [False, True])
-def test_choice_as_models_rank_and_normalise(router, softmax, biased, normalized):
+@grid(2, {"normalized": [False, True], "scores": SCORES, "router": RANKED})
+def test_choice_as_models_rank_and_normalise(router, scores, normalized):
     """That of ``topk_routing``, whose judge is float64."""
-    experts, topk, *groups, of_group = router
+    (experts, topk, *groups, of_group), (softmax, biased) = router, scores
     logits, ranked = random(33, experts), {"group_score_topk": of_group}
     ours, theirs = ranked | {"normalize": normalized}, ranked | {"norm_topk_prob": normalized}
     routing = topk, groups, softmax, biased, 2.5
     check_choice(topk_routing, logits, logits, routing, ours, theirs)
 
 
-@dtypes
-@pytest.mark.parametrize("tokens", [1, 3, 33, 140])
-@pytest.mark.parametrize(("experts", "width"), [(16, 1024), (6, 1000), (256, 2304)])
-def test_logits(dtype, tokens, experts, width):
+@grid(
+    1, {"dtype": DTYPES, "tokens": [1, 3, 33, 140], "sizes": [(16, 1024), (6, 1000), (256, 2304)]}
+)
+def test_logits(dtype, tokens, sizes):
     """Parts add up to the product in fp32, whatever lies beside the tokens."""
+    experts, width = sizes
     x = random(tokens, width + 8, dtype=dtype)[:, :width]
     weight = random(experts, width, dtype=dtype)
     parts = partial_logits(x, weight)
@@ -223,10 +215,10 @@ def test_choice_beside_a_nan(groups, group_topk):
     assert torch.equal(chosen, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 33, 400])
-@pytest.mark.parametrize(("count", "first"), [(16, None), (4, 4), (4, 12), (300, None)])
-def test_order(tokens, count, first):
+@grid(1, {"tokens": [1, 3, 33, 400], "own": [(16, None), (4, 4), (4, 12), (300, None)]})
+def test_order(tokens, own):
     """The rows that sorting gives, also on a rank with some of the experts."""
+    count, first = own
     experts = count if first is None else 16
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.randint(experts, (tokens, 3), generator=generator)

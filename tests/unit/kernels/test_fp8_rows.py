@@ -19,6 +19,7 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
+from tests.support.combinations import thinned, without
 from tests.support.paged import PagedCase, call_of, fp8_inputs
 from tests.unit.kernels.paged import (
     DEVICE,
@@ -28,6 +29,7 @@ from tests.unit.kernels.paged import (
     decoded,
 )
 from tests.unit.kernels.test_paged_hopper import (
+    ALONE,
     BF16,
     FP16,
     IN_PIECES,
@@ -96,7 +98,12 @@ def check(case: PagedCase, **how) -> None:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    without(
+        CASES, "block_48", "block_64", "heads_12", "more_tokens_than_keys", "window", "one_key"
+    ),
+)
 def test_equals_the_reference(name, rows):
     """Amid NaN, and blocks that are not there."""
     check(CASES[name])
@@ -155,18 +162,20 @@ def test_any_order(case):
     """Roles and copies may go on in any order, from tile to tile, too: the bits are the same."""
     inputs = fp8_inputs(replace(case, query_lengths=(1,) * 3, kv_lengths=(1, 350, 64)), DEVICE)
     expected = attend(inputs, num_splits=1)
-    for seed in range(1, 7):
+    for seed in range(1, 3 if thinned() else 7):
         assert_same_bits(attend(inputs, num_splits=1, seed=seed), expected)
 
 
-ASKED_FOR = ("few_block_64", "few_many_rows", "few_long_and_short", "few_window")
+NAMES = ("few_block_64", "few_many_rows", "few_window", "few_long_and_short")
+ASKED_FOR = [(name, (64, 128)[i % 2]) for i, name in enumerate(NAMES)]
+ASKED_FOR += [(name, (128, 64)[i % 2]) for i, name in enumerate(NAMES) if not thinned()]
 
 
 @pytest.mark.parametrize(
     "case",
     [PagedCase((1,), (90,), 8, 64, 128, 32)]
-    + [replace(CASES[name], block_size=size) for name in ASKED_FOR for size in (64, 128)],
-    ids=["rows_of_64", *(f"{name}-{size}" for name in ASKED_FOR for size in (64, 128))],
+    + [replace(CASES[name], block_size=size) for name, size in ASKED_FOR],
+    ids=["rows_of_64", *(f"{name}-{size}" for name, size in ASKED_FOR)],
 )
 def test_rows_together_and_apart(case):
     """Where nothing lies between rows they are asked for ahead; the result has the same bits.
@@ -210,7 +219,7 @@ class TestPieces:
         inputs = fp8_inputs(IN_PIECES, DEVICE)
         expected = attend(decoded(inputs, BF16), batch_invariant=True)
         assert_same_bits(attend(inputs, batch_invariant=True), expected)
-        for number in range(len(IN_PIECES.kv_lengths)):
+        for number in ALONE:
             one, tokens = alone(inputs, number)
             assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in expected])
 

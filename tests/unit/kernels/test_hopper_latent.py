@@ -17,6 +17,7 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionOutput
 from tests.support import needs
 from tests.support.backends import determinism
+from tests.support.combinations import grid
 from tests.support.gluon_emulation import Emulation, emulated
 from tests.support.hostile import Case, named, poisoned_memory
 from tests.unit.kernels.test_latent_kernels import CASES, HOPPER, check, expected
@@ -114,8 +115,7 @@ def test_adding(emulated_backward, name):
         check(gradients(BACKWARD[name]), BACKWARD[name])
 
 
-@pytest.mark.parametrize("name", BACKWARD)
-@pytest.mark.parametrize("tokens", [1, None])
+@grid(1, {"name": [*BACKWARD], "tokens": [1, None]})
 def test_storing(emulated_backward, name, tokens, monkeypatch):
     """P and dS of all tokens at once, or of as few as may be."""
     if tokens:

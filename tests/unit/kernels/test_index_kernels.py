@@ -156,7 +156,7 @@ def test_selection(elements):
 
 @pytest.mark.no_cover
 @grid(
-    2,
+    1,
     {
         "kind": ("visible", "chosen", "in_order", "wide"),
         "dtype": (torch.bfloat16, torch.float32),

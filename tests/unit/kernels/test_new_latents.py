@@ -10,6 +10,7 @@ from absorbed_mla import norm as norm_module
 from tests.support import world
 from tests.support.backends import triton_interpreter
 from tests.support.cases import TINY
+from tests.support.combinations import grid
 from tests.support.harness import Setup, build_attention
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
@@ -28,12 +29,14 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 ROWS = [1, 3, 2000] if torch.cuda.is_available() else [1, 3, 33]
 
 
-@pytest.mark.parametrize("count", ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "rank", "rope"), [(48, 20, 8), (96, 64, 64), (7, 128, 2)])
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_is_norm_and_rotation(count, dtype, width, rank, rope, zero_centered):
+WIDTHS = [(48, 20, 8), (96, 64, 64), (7, 128, 2)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@grid(1, {"count": ROWS, "dtype": DTYPES, "widths": WIDTHS, "zero_centered": [False, True]})
+def test_is_norm_and_rotation(count, dtype, widths, zero_centered):
     """To the bit; of views, and of fewer queries than keys, and only the first keys are cached."""
+    width, rank, rope = widths
     down = random(count, width + rank + rope, dtype=dtype)
     q_down, kv_down = down.split((width, rank + rope), dim=-1)
     q_down = q_down[: max(1, count - 2)]
@@ -126,8 +129,9 @@ def test_in_a_static_context(request):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", ["q_layernorm", "kv_layernorm"])
-@pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward", "class"])
+@grid(
+    1, {"kind": ["hook", "pre-hook", "forward", "class"], "norm": ["q_layernorm", "kv_layernorm"]}
+)
 def test_norms_that_are_more(at_once, norm, kind):
     """Somebody waits for their call."""
     attention, seen = layer(), []

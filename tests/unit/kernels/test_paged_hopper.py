@@ -22,6 +22,7 @@ from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support import needs
 from tests.support.backends import triton_interpreter
+from tests.support.combinations import thinned
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
 from tests.support.paged import PagedCase, call_of, fp8_inputs
@@ -128,8 +129,8 @@ def test_equals_the_reference(name):
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("name", "num_splits"),
-    [(name, num_splits) for name in ("block_64", "heads_12", "window") for num_splits in (1, 2, 4)]
-    + [("prefixes", 4), ("heads_128", 2)],  # takes seconds where it is emulated
+    [("block_64", 1), ("block_64", 4), ("heads_12", 2), ("window", 4), ("prefixes", 4)]
+    + [("heads_128", 2)] * ON_GPU,  # takes seconds where it is emulated
 )
 def test_splits(name, num_splits):
     """Of requests of one key, too: most of their splits are empty."""
@@ -140,7 +141,7 @@ def test_any_order():
     """Roles and copies may go on in any order: the result has the same bits."""
     inputs = replace(MIXED, query_lengths=(2,), kv_lengths=(350,)).inputs(DEVICE)
     expected = attend(inputs, num_splits=1)
-    for seed in range(1, 13):
+    for seed in range(1, 4 if thinned() else 13):
         found = attend(inputs, num_splits=1, seed=seed)
         assert_same_bits(found, expected)
 
@@ -150,7 +151,7 @@ def test_any_order_of_several_tiles():
     case = replace(MIXED, query_lengths=(1,) * 9, kv_lengths=(1, 1, 70, 1, 130, 1, 64, 200, 3))
     inputs = case.inputs(DEVICE)
     expected = attend(inputs)
-    for seed in range(1, 4):
+    for seed in range(1, 2 if thinned() else 4):
         assert_same_bits(attend(inputs, seed=seed), expected)
 
 
@@ -252,6 +253,7 @@ def test_pieces_are_combined_in_order():
 # Tokens of a tile lie on both sides of the ends of the first and the second piece.
 _LENGTHS = (4300, 2 * PIECE + 1, PIECE, PIECE + 2, 70)
 IN_PIECES = PagedCase((1, 3, 1, 4, 2), _LENGTHS, 16, 64, 128, 32, padding=1)
+ALONE = (1, 3) if thinned() else range(5)
 
 
 def alone(inputs, number: int):
@@ -271,12 +273,12 @@ class TestPieces:
         inputs = IN_PIECES.inputs(DEVICE)
         whole = attend(inputs, batch_invariant=True)
         assert_equals_reference(whole, inputs)
-        for number in range(len(IN_PIECES.kv_lengths)):
+        for number in ALONE:
             one, tokens = alone(inputs, number)
             assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in whole])
 
     @over
-    @pytest.mark.parametrize("seed", [1, 2])
+    @pytest.mark.parametrize("seed", [1] if thinned() else [1, 2])
     def test_any_order(self, seed, inputs_of):
         """Roles may go on in any order, with several tiles of a program."""
         inputs = inputs_of(replace(IN_PIECES, query_lengths=(1,) * 5), DEVICE)

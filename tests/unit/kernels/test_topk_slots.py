@@ -19,6 +19,7 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support import needs
 from tests.support.backends import triton_interpreter
+from tests.support.combinations import grid
 from tests.support.gpu_calls import capture
 from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
@@ -106,8 +107,7 @@ def places_of(cached: CachedRows, rows: Rows) -> module.Places:
     return module.Places(*lists, cached.block_size, cached.of_block, cached.of_position)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", CASES)
+@grid(1, {"name": [*CASES], "splits": [4, 1]})
 def test_slots_and_counts(name, splits):
     """Exactly those of PyTorch, and of the lists of a selection; loose tokens have none."""
     case = CASES[name]
@@ -148,8 +148,7 @@ def test_nothing_to_do(tokens, topk, requests):
     assert found.counts.shape == (tokens, 1) and not found.counts.any()
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", CASES)
+@grid(1, {"name": [*CASES], "splits": [1, 4]})
 def test_attention(name, splits, monkeypatch):
     """The package's path, in splits and not, beside plain PyTorch's."""
     monkeypatch.setattr(splits_module, "_LEAST_KEYS", TOPK // splits)

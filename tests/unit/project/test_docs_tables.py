@@ -66,7 +66,6 @@ def test_a_table_that_differs_is_found_and_written(copied, capsys):
     recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
     line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
     assert line in (copied / "attention.md").read_text()
-    assert docs_tables.main([*docs, "--check"]) == 0
 
 
 def test_an_unknown_table(copied):

@@ -14,7 +14,7 @@ def made(**fields):
 
 @pytest.fixture(scope="module")
 def model():
-    return made()
+    return made(num_layers=1)
 
 
 @pytest.fixture(scope="module")

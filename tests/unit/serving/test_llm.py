@@ -49,14 +49,14 @@ LETTERS = Letters()
 
 @pytest.fixture(scope="module")
 def model():
-    return generating_model()
+    return generating_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
 def llm():
     """Awake all the time, so its model is not that of tests that train."""
     with LLM.from_model(
-        generating_model(), tokenizer=LETTERS, max_model_len=256, max_num_seqs=8
+        generating_model(num_layers=1), tokenizer=LETTERS, max_model_len=256, max_num_seqs=8
     ) as made:
         made.wake()
         yield made
@@ -449,7 +449,7 @@ def test_starts_of_requests_and_prefix_queries():
     """A prompt in chunks begins with the first, another when there is room; known at once."""
     options = {"max_model_len": 256, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     long, short = prompt(150, seed=3), prompt(20, seed=4)
-    with LLM.from_model(generating_model(), tokenizer=LETTERS, **options) as own:
+    with LLM.from_model(generating_model(num_layers=1), tokenizer=LETTERS, **options) as own:
         own.wake()
         names = [own.add_request(text, GREEDY) for text in (long, short)]
         begins, ends, seen = [], {}, {}
@@ -474,7 +474,7 @@ def test_starts_of_requests_and_prefix_queries():
 def test_prompt_longer_than_the_device_cache():
     """Of 192 tokens, three blocks of which are in host memory."""
     with LLM.from_model(
-        generating_model(),
+        generating_model(num_layers=1),
         max_model_len=400,
         max_num_seqs=1,
         max_num_batched_tokens=63,
@@ -490,7 +490,7 @@ def test_prompt_longer_than_the_device_cache():
 def test_prefixes_outlive_the_cache(tmp_path):
     """``sleep`` frees the cache, and the next call finds its blocks in the folder."""
     options = {"max_model_len": 256, "prefix_cache_dir": str(tmp_path), "prefix_cache_bytes": 10**6}
-    with LLM.from_model(generating_model(), **options) as own:
+    with LLM.from_model(generating_model(num_layers=1), **options) as own:
         found = []
         for _ in range(2):
             own.wake()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from absorbed_mla import AbsorbedMLAOptions
+from tests.support.combinations import grid
 from tests.support.engine import KEPT, Request, engine_of, generate, generating_model
 from tests.support.generation import by_dynamic_context, by_static_context, prompts_of
 from tests.support.models import MIXED
@@ -32,16 +33,14 @@ BALANCED = {
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
-contexts = pytest.mark.parametrize(
-    "generated", [by_static_context, by_dynamic_context], ids=["static", "dynamic"]
-)
+CONTEXTS = {"static": by_static_context, "dynamic": by_dynamic_context}
 PROMPTS = prompts_of((5, 70, 12))
 
 
 def evaluated(generated, model):
     """Generate as a rollout does, in evaluation mode."""
     model.eval()
-    return generated(model, PROMPTS, 6)
+    return generated(model, PROMPTS, 4)
 
 
 class TestTraining:
@@ -59,26 +58,26 @@ class TestTraining:
     )
     def test_goes_on_as_if_nothing_had_been_generated(self, changes, generated):
         through = Training(generating_model(**changes))
-        expected = through.steps(6)
+        expected = through.steps(2)
         training = Training(generating_model(**changes))
-        losses = training.steps(3)
+        losses = training.steps(1)
         evaluated(generated, training.model)
-        assert losses + training.steps(3) == expected
+        assert losses + training.steps(1) == expected
         assert not differing(training.state(), through.state())
 
     def test_needs_no_switch_of_modes(self):
         """Generating in training mode; there is nothing random in this model."""
-        through, training = (Training(generating_model()) for _ in range(2))
-        expected = through.steps(4)
-        losses = training.steps(2)
+        through, training = (Training(generating_model(num_layers=1)) for _ in range(2))
+        expected = through.steps(2)
+        losses = training.steps(1)
         training.model.train()
-        in_training = by_static_context(training.model, PROMPTS, 6)
+        in_training = by_static_context(training.model, PROMPTS, 4)
         evaluating = evaluated(by_static_context, training.model)
         for one, other in zip(in_training, evaluating, strict=True):
             assert one.tokens == other.tokens
             # A GPU's norms of few rows have a kernel of their own in evaluation mode.
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-        assert losses + training.steps(2) == expected
+        assert losses + training.steps(1) == expected
         assert not differing(training.state(), through.state())
 
     def test_survives_tables_made_by_a_rollout(self, tmp_path):
@@ -119,11 +118,10 @@ def everything(model: nn.Module) -> dict[str, object]:
     return found
 
 
-@contexts
-@pytest.mark.parametrize("form", ["auto", "expanded"])
+@grid(1, {"generated": CONTEXTS, "form": ["auto", "expanded"]})
 def test_nothing_is_kept_or_lost(generated, form):
     """No attribute, parameter or buffer is added, renamed, replaced or moved."""
-    model = generating_model(options=AbsorbedMLAOptions(form=form))
+    model = generating_model(AbsorbedMLAOptions(form=form), num_layers=1)
     Training(model).steps(1)
     model.eval()
     before = everything(model)
@@ -138,7 +136,7 @@ def update(model) -> None:
 
 
 def load_others(model) -> None:
-    model.load_state_dict(generating_model(seed=3).state_dict())
+    model.load_state_dict(generating_model(num_layers=1, seed=3).state_dict())
 
 
 def scale(name: str):
@@ -146,7 +144,7 @@ def scale(name: str):
 
     def change(model) -> None:
         with torch.no_grad():
-            getattr(model.decoder.layers[1].self_attention, name).weight.mul_(1.5)
+            getattr(model.decoder.layers[0].self_attention, name).weight.mul_(1.5)
 
     return change
 
@@ -162,21 +160,20 @@ CHANGES = {
 class TestWeights:
     """The next token sees the parameters as they are."""
 
-    @contexts
-    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    @grid(1, {"generated": CONTEXTS, "change": CHANGES})
     def test_after_a_change(self, generated, change):
-        model = generating_model()
+        model = generating_model(num_layers=1)
         before = evaluated(generated, model)
         change(model)
         after = evaluated(generated, model)
-        fresh = generating_model(seed=4)
+        fresh = generating_model(num_layers=1, seed=4)
         fresh.load_state_dict(model.state_dict())
         assert after == evaluated(generated, fresh) != before
 
     @pytest.mark.parametrize("prefix_caching", [False, True])
     def test_in_an_engine_that_is_kept(self, prefix_caching):
         """Latents of the old weights are forgotten; the engine stays."""
-        training = Training(generating_model())
+        training = Training(generating_model(num_layers=1))
         requests = [Request(prompt, 8) for prompt in PROMPTS]
         options = {**KEPT, "prefix_caching": prefix_caching}
         engine = engine_of(training.model, **options)

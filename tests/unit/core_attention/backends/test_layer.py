@@ -22,6 +22,7 @@ from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import fake_packages, needs
 from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED, WIDE
+from tests.support.combinations import grid
 from tests.support.execution import execute
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.gluon_emulation import emulated
@@ -88,8 +89,7 @@ def case(request, monkeypatch):
         yield case
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@grid(1, {"layout": LAYOUTS, "recomputes": [False, True]})
 def test_layer(case, recomputes, layout):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
     setup = replace(case, recomputes=recomputes).setup()

@@ -14,6 +14,7 @@ from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from tests.support import world
 from tests.support.cases import TINY
+from tests.support.combinations import grid
 from tests.support.differentiable import attention as differentiable_attention
 from tests.support.harness import Setup, named_tensors, random_attention, run
 from tests.support.layouts import LAYOUTS, dense, grid_layout
@@ -87,9 +88,7 @@ def test_the_default_generator_is_left_alone():
     assert moved == ["model-parallel-rng"]
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE[1:], ids="+".join)
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("form", FORMS)
+@grid(1, {"form": FORMS, "layout_name": LAYOUTS, "recompute": RECOMPUTE[1:]})
 def test_recomputation_repeats_the_pattern(form, layout_name, recompute):
     """Another pattern in backward would be the gradient of another function."""
     layout = grid_layout(layout_name, divisible=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.masks import parts as query_parts
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import SEES_ALL, key_tiles, query_tiles
+from tests.support.combinations import grid, thinned
 from tests.support.spans import visible
 
 QUERIES, KEYS = 45, 61
@@ -73,14 +74,12 @@ def tiles(kind: str, spans, tokens: int, total: int | None = None, window: int |
         yield (own, others, offset) if kind == "query" else (others, own, offset)
 
 
-SIZES = (1, 4, 7, 64)
-# The chosen spans with every size of tiles, random ones with one of them each.
-POINTS = {f"{name}-{tokens}": (CASES[name], tokens) for name in CASES for tokens in SIZES}
-POINTS |= {f"random {i}": (random_spans(i), SIZES[i % len(SIZES)]) for i in range(20)}
+SIZES = (1, 7, 64)
+SPANS = CASES | {f"random {i}": random_spans(i) for i in range(5 if thinned() else 20)}
 kinds = pytest.mark.parametrize(("kind", "total"), [("query", QUERIES), ("key", KEYS)])
 
 
-@pytest.mark.parametrize(("spans", "tokens"), POINTS.values(), ids=POINTS)
+@grid(1, {"spans": SPANS, "tokens": SIZES})
 class TestVisibility:
     @kinds
     @pytest.mark.parametrize("covering", [False, True])

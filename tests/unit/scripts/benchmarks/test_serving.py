@@ -113,7 +113,7 @@ def test_ours_beside_a_fake_vllm(tmp_path, capsys, monkeypatch):
     vllm, file = fake_vllm(tmp_path / "vllm"), tmp_path / "serving.json"
     names = "ours,ours-parity,vllm,vllm-server"
     options = ["--vllm", str(vllm), "--implementations", names]
-    options += ["--rows", "2x64/8,1x70/8,2x40/6*3"]
+    options += ["--rows", "2x64/8,1x70/8,2x40/3*2"]
     code, report, out = run(capsys, *options, "--json", str(file))
     assert code == 0
     assert started == names.split(","), "once each: none again when it has ended before others"
@@ -133,8 +133,8 @@ def test_ours_beside_a_fake_vllm(tmp_path, capsys, monkeypatch):
         assert row["decode_tokens_per_second"] == pytest.approx(of_step)
     assert report["environment"]["versions"]["vllm"] == "0.24.0"
     assert "| ours | 2 x 64/8 |" in out and "| vllm-server | 1 x 70/8 |" in out
-    assert "| ours | 2 x 40/6 * 3 |" in out and "| vllm-server | 2 x 40/6 * 3 |" in out
-    assert "| 1 x 70/8 |" in out and "| 2 x 40/6 * 3 |" in out and "| ours-parity |" not in out
+    assert "| ours | 2 x 40/3 * 2 |" in out and "| vllm-server | 2 x 40/3 * 2 |" in out
+    assert "| 1 x 70/8 |" in out and "| 2 x 40/3 * 2 |" in out and "| ours-parity |" not in out
     for row in json.loads(file.read_text())["rows"]:
         size, rates = row["case"]["size"], row["decode_rates"]
         assert len(rates) == (0 if size["rounds"] > 1 else 5 if size["requests"] == 1 else 1)

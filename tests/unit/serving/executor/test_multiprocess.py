@@ -73,7 +73,7 @@ def run_script(folder: Path, processes: int, tokens: int = 8) -> subprocess.Pope
 
 def test_heartbeat_of_a_busy_process(tmp_path):
     """It beats while Python computes, as during a long prefill: nobody takes it for hung."""
-    busy = f"worker._end_with_parent({str(tmp_path)!r})\nend = time.time() + 2.5\n"
+    busy = f"worker._end_with_parent({str(tmp_path)!r})\nend = time.time() + 2\n"
     busy += "while time.time() < end: sum(range(10**6))"
     code = f"import time\nfrom absorbed_mla.serving.executor import worker\n{busy}"
     log, silence = tmp_path / "log", []
@@ -145,10 +145,10 @@ def test_killed_rank(folder):
 
 
 def test_killed_parent(folder):
-    """Nobody is there to end the ranks, or to remove their files."""
-    script = run_script(folder, 2, tokens=400)
+    """Nobody is there to end its rank, or to remove its files."""
+    script = run_script(folder, 1, tokens=400)
     ranks = [psutil.Process(int(pid)) for pid in script.stdout.readline().split()]
-    assert len(ranks) == 2
+    assert len(ranks) == 1
     time.sleep(0.5)
     script.send_signal(signal.SIGKILL)
     script.communicate()

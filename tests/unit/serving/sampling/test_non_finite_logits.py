@@ -60,7 +60,7 @@ def run(model, params: SamplingParams, **options) -> list[Result]:
 def test_tokens_until_the_failure(engine, params):
     """A token's embedding is NaN: what reads it fails, with the tokens up to it."""
     drafts = engine == "drafts"
-    model = generating_model(mtp_num_layers=1 if drafts else None)
+    model = generating_model(num_layers=1, mtp_num_layers=1 if drafts else None)
     options, sampling = ENGINES[engine], PARAMS[params]
     right = run(model, sampling, **options)
     # Of some requests only, in the middle of their tokens.
@@ -88,7 +88,7 @@ def test_tokens_until_the_failure(engine, params):
 
 def test_progress_is_the_result():
     """Step by step, nothing is reported that is taken back; the engine has all of its blocks."""
-    with engine_of(with_nan(generating_model(), BAD)) as engine:
+    with engine_of(with_nan(generating_model(num_layers=1), BAD)) as engine:
         for tokens in PROMPTS:
             engine.add_request(tokens, PARAMS["greedy"])
         reported = {number: [] for number in range(len(PROMPTS))}
@@ -125,7 +125,7 @@ def test_a_failure_in_the_first_step(changes, ahead):
     """The sampler draws that step, while tokens of the one before are on their way."""
     # Top log-probabilities would be a reason not to launch it before that one has ended.
     sampling = SamplingParams(max_tokens=24, temperature=0)
-    model = with_nan(generating_model(), BAD)
+    model = with_nan(generating_model(num_layers=1), BAD)
     [right] = engine_of(model).generate(PROMPTS[:1], sampling)
     assert BAD not in right.tokens
     engine = engine_of(model)
@@ -159,7 +159,7 @@ def test_flags_that_the_scheduler_asks_for(monkeypatch):
 
 def test_an_engine_goes_on():
     """Also with what it has cached of a request that failed."""
-    model = generating_model()
+    model = generating_model(num_layers=1)
     right = engine_of(model).generate(PROMPTS, PARAMS["greedy"])
     weight = model.embedding.word_embeddings.weight
     with engine_of(model, prefix_caching=True, blocks=6) as engine:

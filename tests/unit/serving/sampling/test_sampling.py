@@ -18,11 +18,12 @@ from absorbed_mla.serving.sampling.device_sampler import (
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row, draw
 from tests.support import world
+from tests.support.combinations import grid
 from tests.support.drawing import drawn, table_of
 from tests.support.engine import CHUNKED, KEPT, engine_of, generating_model, prompt
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
-DRAWS = 20_000
+DRAWS = 5_000
 # Of a share estimated from that many draws: five standard deviations.
 TOLERANCE = 5 * 0.5 / DRAWS**0.5
 
@@ -179,9 +180,11 @@ def reference_biases(logits, output, logit_bias, allowed, words):
     return result
 
 
-@pytest.mark.parametrize("allowed", [None, [1, 3, 5, 2]])
-@pytest.mark.parametrize("logit_bias", [{}, {0: -2.0, 3: 1.5, 4: 0.5}])
-@pytest.mark.parametrize("words", [[], [[5], [0, 1]], [[2, 0, 3], [1, 3], [3, 2, 0, 1, 1, 2]]])
+WORDS = [[], [[5], [0, 1]], [[2, 0, 3], [1, 3], [3, 2, 0, 1, 1, 2]]]
+BIASES = [{}, {0: -2.0, 3: 1.5, 4: 0.5}]
+
+
+@grid(2, {"allowed": [None, [1, 3, 5, 2]], "logit_bias": BIASES, "words": WORDS})
 def test_biases(allowed, logit_bias, words):
     """Behind [.., 2, 0]: of the words the first, the last, or none of its tokens come before."""
     history = {"tokens": [4, 0, 1], "generated": [5, 2], "drafts": (0,)}
@@ -325,7 +328,7 @@ class TestInTheEngine:
 
     @pytest.fixture(scope="class")
     def drafting(self):
-        return generating_model(mtp_num_layers=1)
+        return generating_model(num_layers=1, mtp_num_layers=1)
 
     PROMPTS = tuple(prompt(length, seed) for seed, length in enumerate((5, 70, 33, 64, 9, 20)))
     PARAMS = tuple(

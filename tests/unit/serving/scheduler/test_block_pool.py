@@ -41,7 +41,7 @@ def refer(allocator):
     ],
 )
 def test_leak(damage, error):
-    engine = engine_of(generating_model(), blocks=12, prefix_caching=damage is refer)
+    engine = engine_of(generating_model(num_layers=1), blocks=12, prefix_caching=damage is refer)
     engine.require_no_leak()
     damage(engine.host.context.kv_block_allocator)
     with pytest.raises(RuntimeError, match=error):
@@ -68,7 +68,7 @@ def test_blocks_are_evicted_together(lacking, evicted):
 
 def test_every_cached_block_can_be_evicted():
     """Also the parent of one that a prompt has found there, but computes again in two chunks."""
-    engine = engine_of(generating_model(), blocks=4, max_requests=2, **CHUNKED, **KEPT)
+    engine = engine_of(generating_model(num_layers=1), blocks=4, max_requests=2, **CHUNKED, **KEPT)
     # Two whole blocks; the last one is computed, or there would be no logits. Beside the other
     # prompt, there is room for 24 of its tokens.
     twice, other = Request(prompt(128, 1), 1), Request(prompt(40, 2), 4)

@@ -67,12 +67,13 @@ def test_changed_logits_and_least_length(engines):
     run(engines, SAMPLED.replace(min_tokens=15, stop_token_ids=range(0, 64, 4), **asked))
 
 
-@pytest.mark.parametrize("index", [4, 14])
-def test_stop_tokens(engines, index):
+def test_stop_tokens(engines):
     """Others than the first one, also in the step that takes a request's blocks away."""
     free = engines[1].generate(PROMPTS, SAMPLED)
     used = {token for result in free for token in result.tokens}
     [unused, *_] = sorted(set(range(64)) - used)
-    stops = [SAMPLED.replace(stop_token_ids=(unused, one.tokens[index])) for one in free[1:]]
-    for result in run(engines, [SAMPLED, *stops])[1:]:
-        assert result.finish == "stop" and len(result.tokens) <= index + 1
+    places = (4, 14)
+    stops = [(unused, one.tokens[place]) for one, place in zip(free[1:], places, strict=True)]
+    stops = [SAMPLED.replace(stop_token_ids=stop) for stop in stops]
+    for result, place in zip(run(engines, [SAMPLED, *stops])[1:], places):
+        assert result.finish == "stop" and len(result.tokens) <= place + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from contextlib import closing
 
@@ -10,6 +11,7 @@ import pytest
 from absorbed_mla import LLM
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from tests.support.combinations import grid, thinned
 from tests.support.engine import (
     CHUNKED,
     KEPT,
@@ -33,21 +35,24 @@ def tokens_without_sharing(model, requests) -> list[list[int]]:
     return generate(engine, requests).tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"decode_loop": False},
-        CHUNKED,
-        {"num_speculative_tokens": 2},
-        {"num_cuda_graphs": 4},
-        {"paused_blocks": 1, "blocks": 7},
-        {"host_cache_tokens": 128, "blocks": 5, **CHUNKED, "max_requests": 2},
-        {"prefix_cache_dir": "prefixes"},
-    ],
-    ids=lambda options: "-".join(options) or "default",
+@functools.cache
+def crossing(model) -> list[list[int]]:
+    return tokens_without_sharing(model, CROSSING)
+
+
+WAYS = (
+    {},
+    {"decode_loop": False},
+    CHUNKED,
+    {"num_speculative_tokens": 2},
+    {"num_cuda_graphs": 4},
+    {"paused_blocks": 1, "blocks": 7},
+    {"host_cache_tokens": 128, "blocks": 5, **CHUNKED, "max_requests": 2},
+    {"prefix_cache_dir": "prefixes"},
 )
-@pytest.mark.parametrize("together", [1, 2])
+
+
+@grid(1, {"together": [2, 1], "options": {"-".join(way) or "default": way for way in WAYS}})
 def test_blocks_of_ended_requests_are_given_up(model, drafting, options, together, tmp_path):
     """All of them before a request that runs, in a cache with room for two requests."""
     if "num_speculative_tokens" in options:
@@ -58,19 +63,19 @@ def test_blocks_of_ended_requests_are_given_up(model, drafting, options, togethe
         for first in range(0, len(CROSSING), 3):
             part = CROSSING[first : first + 3]
             run = generate(engine, part)
-            assert run.tokens == tokens_without_sharing(model, part)
+            assert run.tokens == crossing(model)[first : first + 3]
             assert not run.statistics.evicted and not run.statistics.most_paused
         assert len(engine.host.context.kv_block_allocator.kv_hash_to_block_id) < len(CROSSING)
         again = generate(engine, CROSSING[-1:])
         assert again.statistics.prefix_blocks == 1
-        assert again.tokens == tokens_without_sharing(model, CROSSING[-1:])
+        assert again.tokens == crossing(model)[-1:]
 
 
 def test_latents_in_fp8():
     model = generating_model(FP8, num_layers=1)
     with engine_of(model, blocks=3, max_requests=1, **KEPT) as engine:
         run = generate(engine, CROSSING)
-    assert run.tokens == tokens_without_sharing(model, CROSSING)
+    assert run.tokens == crossing(model)
 
 
 def test_llm(model):
@@ -83,7 +88,7 @@ def test_llm(model):
         for _ in range(2):
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             found = [output.outputs[0].token_ids for output in outputs]
-            assert found == tokens_without_sharing(model, CROSSING)
+            assert found == crossing(model)
         found = llm.statistics().prefix_blocks
         llm.generate(prompts[-1:], sampling, use_tqdm=False)
         assert llm.statistics().prefix_blocks == found + 1
@@ -98,7 +103,7 @@ def test_the_overlap_scheduler_goes_on(model):
         finished = count_calls(engine)
         run = generate(engine, CROSSING[3:4])
         assert finished and not any(finished)
-    assert run.tokens == tokens_without_sharing(model, CROSSING[3:4])
+    assert run.tokens == crossing(model)[3:4]
 
 
 class TestSharedBlocks:
@@ -147,7 +152,7 @@ def random_case(seed: int) -> tuple[dict, list[Request]]:
     return options, requests
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4) if thinned() else range(10))
 def test_random_traces(model, drafting, seed):
     """The same requests by Megatron's scheduler, by the overlap scheduler, and ahead of it."""
     options, requests = random_case(seed)

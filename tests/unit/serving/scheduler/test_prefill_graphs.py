@@ -135,7 +135,7 @@ def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> 
 @pytest.mark.parametrize("options", [{}, CHUNKS, {"prefix_caching": True}])
 def test_same_tokens(graphs, options):
     """Of steps of many lengths from few graphs, none of which reads anything on the host."""
-    engine = check(generating_model(), graphs, **options)
+    engine = check(generating_model(num_layers=1), graphs, **options)
     sizes = {size for size, _ in graphs[0]._graphs}
     assert sizes <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
     assert graphs[0].larger == {MOST / size.token_count for size in sizes}
@@ -153,11 +153,10 @@ def tiles(graphs, monkeypatch) -> TileReference:
     return backend
 
 
-@pytest.mark.parametrize("chunks", [{}, CHUNKS])
-@pytest.mark.parametrize("latents", ["model", "fp8"])
+@pytest.mark.parametrize(("chunks", "latents"), [({}, "model"), (CHUNKS, "fp8")])
 def test_whole_prompts(graphs, tiles, chunks, latents):
     """Expanded over the step's own tokens, beside rows that decode over the cache."""
-    model = generating_model(AbsorbedMLAOptions(latent_cache_dtype=latents))
+    model = generating_model(AbsorbedMLAOptions(latent_cache_dtype=latents), num_layers=1)
     engine = check(model, graphs, **chunks, error=5e-5 if latents == "model" else 2e-3)
     assert not engine.host.context.reads_whole_prompts, "nor do graphs of decode steps"
     kinds = {whole for _, whole in graphs[0]._graphs}
@@ -165,14 +164,14 @@ def test_whole_prompts(graphs, tiles, chunks, latents):
 
 
 def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     engine._prefill_graphs._most_pairs = 0
     assert in_graphs(engine, [100, 20]) == [True, True]
 
 
 def test_captured_before_traffic(graphs, tiles, monkeypatch):
     """All sizes, the largest first; then only those of other rows than whole prompts."""
-    engine, runs = engine_of(generating_model(), **OPTIONS), []
+    engine, runs = engine_of(generating_model(num_layers=1), **OPTIONS), []
     context, run_step = engine.host.context, FullCudaGraphs.run
     with engine:
         with monkeypatch.context() as patch:
@@ -200,7 +199,7 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
         assert {whole for _, whole in more} == {False}, "six prompts"
     with pytest.raises(RuntimeError, match="started engine"):
         engine.capture()
-    plain = engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0})
+    plain = engine_of(generating_model(num_layers=1), **{**OPTIONS, "prefill_graph_tokens": 0})
     prompts = [*(prompt(10, i) for i in range(6)), prompt(60, 7)]
     assert found == [one.tokens for one in plain.generate(prompts, [GREEDY] * 7)]
     with plain:
@@ -210,7 +209,7 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
 @pytest.mark.parametrize("longest", [5, 20, 30, 40])
 def test_sizes_that_few_prompts_do_not_fill_are_not_captured(graphs, tiles, longest):
     """Four prompts of the greatest length, and rows that decode."""
-    engine = engine_of(generating_model(), **OPTIONS, max_sequence_length=longest)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS, max_sequence_length=longest)
     with engine:
         engine.capture()
         found = {size.token_count for size, _ in graphs[0]._graphs}
@@ -221,7 +220,7 @@ def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
     def refuse(*_):
         raise RuntimeError("no memory")
 
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     with engine:
         monkeypatch.setattr(FullCudaGraphs, "run", refuse)
         with pytest.raises(RuntimeError, match="no memory"):
@@ -232,9 +231,9 @@ def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
 def test_larger_steps_of_other_rows_attend_expanded(graphs, tiles, monkeypatch):
     """Without a graph, where whole prompts have one."""
     monkeypatch.setattr(prefill_graphs, "_MOST_ABSORBED", 70)
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     assert in_graphs(engine, [100]) == [True]
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     with engine:
         for i in range(6):
             engine.add_request(prompt(15, i), GREEDY)
@@ -258,7 +257,9 @@ def test_grouped_experts(graphs, monkeypatch):
 
 
 def test_larger_steps_run_without(graphs):
-    check(generating_model(), graphs, batches=[(140,), (129,)], prefill_graph_tokens=128)
+    check(
+        generating_model(num_layers=1), graphs, batches=[(140,), (129,)], prefill_graph_tokens=128
+    )
     assert not graphs[0]._graphs
 
 
@@ -378,7 +379,7 @@ def in_graphs(engine: Engine, lengths) -> list[bool]:
 
 @pytest.mark.parametrize(("most", "taken"), [(5000, True), (4999, False)])
 def test_steps_with_more_pairs_run_without(graphs, most, taken):
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     engine._prefill_graphs._most_pairs = most
     assert in_graphs(engine, [100, 20]) == [taken, True]
     assert len(graphs[0]._graphs) == 1 + taken
@@ -387,13 +388,13 @@ def test_steps_with_more_pairs_run_without(graphs, most, taken):
 def test_same_tokens_with_and_without_graphs(graphs, monkeypatch):
     """In turns, as the pairs of a step decide."""
     monkeypatch.setattr(PrefillGraphs.__init__, "__defaults__", (3000,))
-    engine = check(generating_model(), graphs)
+    engine = check(generating_model(num_layers=1), graphs)
     assert len(graphs[0]._graphs) == 2 and engine.statistics.steps > engine.statistics.graph_steps
 
 
 def test_sizes_of_decode_steps_stay(graphs):
     """Also where a step that reads prompts cannot be prepared."""
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine = engine_of(generating_model(num_layers=1), **OPTIONS)
     context, controller = engine.host.context, engine.host.controller
     sizes = list(context.cuda_graph_batch_dimensions_list)
     assert sizes and not any(size.prefill_req_count for size in sizes)
@@ -517,7 +518,7 @@ def test_why_none(captures, monkeypatch, reason, made):
     ],
 )
 def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs):
-    host = engine_of(generating_model(), **OPTIONS).host
+    host = engine_of(generating_model(num_layers=1), **OPTIONS).host
     model = captures(AbsorbedMLAOptions(**options))
     graphs = FullCudaGraphs(model)
     assert prefill_graphs.prefill_graphs(host, model, None, MOST) is None

@@ -25,7 +25,7 @@ _PROMPTS = [
     torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (30, 7)
 ]
-_NEW = 12
+_NEW = 4
 _GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16}
 # Of float32 logits that were summed in another order.
 _TOLERANCE = 1e-4
