@@ -5,7 +5,8 @@ This module imports them once for all ranks of a job, and with ``--serve`` once 
 
     python -m tests.support.forked 4 -m pytest tests/distributed
 
-Only for machines without a GPU. Ranks import the modules whose coverage is measured themselves.
+Ranks of pytest are forked when the tests are collected, which takes longer than those imports.
+Only for machines without a GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from console.parent import ends_with_this_process
+from tests.support import report
 from tests.support.gloo import share_one_device
 
 IMPORTS = (
@@ -77,28 +82,20 @@ def run(job: Job) -> list[int | None]:
         running.append(store)
     try:
         ranks = [_fork(_rank_main, job, rank, port) for rank in range(job.ranks or 1)]
-        running += ranks
-        codes = _wait(ranks, job.grace, job.timeout)
-        del running[-len(ranks) :]
-        return codes
+        return _wait(ranks, job.grace, job.timeout)
     finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        _kill(running)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _rank_main(job: Job, rank: int, port: int) -> None:
     if job.ranks:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(job.ranks),
-            LOCAL_WORLD_SIZE=str(job.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="forked",
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
+        os.environ.update(_of_the_job(job.ranks, port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(job.folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in enumerate(job.outputs[rank] if job.outputs else (), start=1):
@@ -110,6 +107,18 @@ def _rank_main(job: Job, rank: int, port: int) -> None:
         sys.argv = list(job.argv)
         sys.path[0] = str(Path(job.argv[0]).parent)
         runpy.run_path(job.argv[0], run_name="__main__")
+
+
+def _of_the_job(ranks: int, port: int) -> dict[str, str]:
+    """Torchrun's variables that all ranks have in common."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _start_store() -> tuple[int, int]:
@@ -159,23 +168,65 @@ def leave(main, *arguments) -> NoReturn:
 
 
 def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
+    """Exit codes, when all have ended; they are killed if this is interrupted."""
     codes: dict[int, int | None] = {}
     late: set[int] = set()
     deadline = time.monotonic() + timeout
-    while len(codes) < len(pids):
-        for pid in set(pids) - set(codes):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = None if pid in late else os.waitstatus_to_exitcode(status)
-                if codes[pid]:
-                    deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
-            late = set(pids) - set(codes)
-            for pid in late:
-                os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(_POLL)
+    try:
+        while len(codes) < len(pids):
+            for pid in set(pids) - set(codes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = None if pid in late else os.waitstatus_to_exitcode(status)
+                    if codes[pid]:
+                        deadline = min(deadline, time.monotonic() + grace)
+            if time.monotonic() > deadline:
+                late = set(pids) - set(codes)
+                for pid in late:
+                    os.kill(pid, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(_POLL)
+    finally:
+        _kill(set(pids) - set(codes))
     return [codes[pid] for pid in pids]
+
+
+class _Ranks:
+    """A pytest plugin that makes this process the ranks of a job once the tests are collected.
+
+    They go on with the tests, and this process waits for them and ends.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        _, port = _start_store()
+        os.environ.update(_of_the_job(ranks, port))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if not session.items or session.testsfailed or session.config.option.collectonly:
+            return
+        pids: list[int] = []
+        while len(pids) < self._ranks:
+            bind = ends_with_this_process()
+            pids.append(os.fork())
+            if not pids[-1]:
+                bind()
+                _become_rank(len(pids) - 1, session.config)
+                return
+        leave(lambda: sys.exit(_exit_code(_wait(pids, Job.grace, Job.timeout))))
+
+
+def _become_rank(rank: int, config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    # Into a file that it does not share with the others.
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    if rank:
+        report.only_failures(config)
 
 
 def serve() -> None:
@@ -208,7 +259,13 @@ def main(arguments: list[str]) -> int:
     if serving:
         return serve() or 0
     ranks, *argv = arguments
-    codes = run(Job(argv=argv, ranks=int(ranks)))
+    if argv[:2] == ["-m", "pytest"]:
+        leave(lambda: sys.exit(pytest.main(argv[2:], plugins=[_Ranks(int(ranks))])))
+    return _exit_code(run(Job(argv=argv, ranks=int(ranks))))
+
+
+def _exit_code(codes: list[int | None]) -> int:
+    """Of all ranks; says which ones were ended."""
     for rank, code in enumerate(codes):
         if code is None or code < 0:
             print(f"[rank {rank}] {_end_of(code)}", file=sys.stderr)
