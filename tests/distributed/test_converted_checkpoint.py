@@ -39,8 +39,10 @@ from tests.conversion.support import (
 from tests.distributed.test_distributed_checkpoint import model as standard_or_absorbed
 from tests.distributed.whole import on_one_rank, whole_tensors
 from tests.support import needs, world
-from tests.support.combinations import grid, two_ranks
+from tests.support.combinations import few_ranks, grid, two_ranks
 from tests.support.models import MIXED
+
+pytestmark = few_ranks
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},

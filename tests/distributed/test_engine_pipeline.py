@@ -179,13 +179,12 @@ def test_parity_of_replicas():
 @pytest.mark.parametrize(
     "fields, sizes, options",
     [
-        ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {}),
         ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {"decode_context_parallel": True}),
         (ALLTOALL, {**EXPERTS, **STAGES}, {}),
         # Experts' ranks are the tensor-parallel ones, so replicas need not wait for each other.
         ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}, {}),
     ],
-    ids=["tp-pp", "tp-pp-shared-cache", "ep-pp", "ep-in-tp"],
+    ids=["tp-pp-shared-cache", "ep-pp", "ep-in-tp"],
 )
 def test_together(fields, sizes, options):
     with world.parallel(**sizes):
