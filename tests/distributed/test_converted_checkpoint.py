@@ -66,7 +66,7 @@ def check(model, tensors, config) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@grid(2, {"name": [*MODELS], "to": ("megatron", "absorbed"), "kind": KINDS})
+@grid(1, {"name": [*MODELS], "to": ("megatron", "absorbed"), "kind": KINDS})
 def test_ranks_load_their_shares(name, to, kind, folder):
     """With Megatron alone, which finds all it asks for and nothing else."""
     config = tiny_config(**SAME, **MODELS[name])

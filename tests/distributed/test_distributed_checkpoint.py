@@ -24,7 +24,7 @@ from tests.distributed.whole import optimizer_states, whole_tensors
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, VARIANTS
-from tests.support.combinations import few_ranks
+from tests.support.combinations import few_ranks, grid
 from tests.support.models import MIXED, gpt_model, logits, with_own_norms
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
@@ -90,8 +90,7 @@ def other_sizes(size: int) -> list[int]:
     return [other for other in SIZES if other != size] or [size]
 
 
-@at_every_size
-@pytest.mark.parametrize("kind", ["absorbed", pytest.param("standard", marks=few_ranks)])
+@grid(1, {"size": {f"TP{size}": size for size in SIZES[::-1]}, "kind": ("absorbed", "standard")})
 def test_every_size_and_attention_reads_it(kind, size, folder):
     """Save with one, load with both."""
     with world.parallel(tp=size):
@@ -147,8 +146,7 @@ def test_norms_under_the_names_of_the_reader(names, folder):
 
 
 @few_ranks
-@at_every_size
-@pytest.mark.parametrize("kind", ["absorbed", "standard"])
+@grid(1, {"size": {f"TP{size}": size for size in SIZES}, "kind": ("absorbed", "standard")})
 def test_stacked_layers(kind, size, folder):
     """Models of equal layers may be saved with the layers as an axis of each tensor."""
     with world.parallel(tp=size):

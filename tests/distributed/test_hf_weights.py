@@ -31,7 +31,7 @@ from tests.conversion.support import (
 )
 from tests.distributed.whole import on_one_rank
 from tests.support import needs, world
-from tests.support.combinations import few_ranks
+from tests.support.combinations import few_ranks, grid, thinned
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
 
@@ -105,7 +105,7 @@ def test_every_rank_gets_whole_tensors(name, size, folder):
 
 
 @few_ranks
-@pytest.mark.parametrize("size", SIZES)
+@grid(1, {"size": [*SIZES][: 2 if thinned() else None]})
 def test_sender(size, folder):
     """Rank 0 sends what all ranks hold; where a receiver refuses, all of them raise."""
     config = four_layers()

@@ -54,6 +54,8 @@ def thinned() -> bool:
     return not torch.cuda.is_available() and os.environ.get(VARIABLE) != "1"
 
 
+# For what is costly, and made of what other tests have.
+all_combinations = pytest.mark.skipif(thinned(), reason=f"needs {VARIABLE}=1")
 # For whole models and engines: more ranks run the same code.
 few_ranks = pytest.mark.skipif(
     thinned() and world.size() > 2, reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)"
