@@ -28,12 +28,9 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-import pytest
-
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from console.parent import ends_with_this_process
-from tests.support import report
 from tests.support.gloo import share_one_device
 
 IMPORTS = (
@@ -78,11 +75,11 @@ def run(job: Job) -> list[int | None]:
     running = []
     port = 0
     if job.ranks:
-        store, port = _start_store()
+        store, port = start_store()
         running.append(store)
     try:
         ranks = [_fork(_rank_main, job, rank, port) for rank in range(job.ranks or 1)]
-        return _wait(ranks, job.grace, job.timeout)
+        return wait(ranks, job.grace, job.timeout)
     finally:
         _kill(running)
 
@@ -95,7 +92,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 def _rank_main(job: Job, rank: int, port: int) -> None:
     if job.ranks:
-        os.environ.update(_of_the_job(job.ranks, port), RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(of_the_job(job.ranks, port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(job.folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in enumerate(job.outputs[rank] if job.outputs else (), start=1):
@@ -109,7 +106,7 @@ def _rank_main(job: Job, rank: int, port: int) -> None:
         runpy.run_path(job.argv[0], run_name="__main__")
 
 
-def _of_the_job(ranks: int, port: int) -> dict[str, str]:
+def of_the_job(ranks: int, port: int) -> dict[str, str]:
     """Torchrun's variables that all ranks have in common."""
     return {
         "WORLD_SIZE": str(ranks),
@@ -121,7 +118,7 @@ def _of_the_job(ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _start_store() -> tuple[int, int]:
+def start_store() -> tuple[int, int]:
     """Start the TCPStore of the ranks in a process of its own; returns its process id and port."""
     ours, its = socket.socketpair()
     pid = _fork(_store_main, its)
@@ -167,7 +164,7 @@ def leave(main, *arguments) -> NoReturn:
         os._exit(code)
 
 
-def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
+def wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
     """Exit codes, when all have ended; they are killed if this is interrupted."""
     codes: dict[int, int | None] = {}
     late: set[int] = set()
@@ -189,44 +186,6 @@ def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
     finally:
         _kill(set(pids) - set(codes))
     return [codes[pid] for pid in pids]
-
-
-class _Ranks:
-    """A pytest plugin that makes this process the ranks of a job once the tests are collected.
-
-    They go on with the tests, and this process waits for them and ends.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        _, port = _start_store()
-        os.environ.update(_of_the_job(ranks, port))
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        if not session.items or session.testsfailed or session.config.option.collectonly:
-            return
-        pids: list[int] = []
-        while len(pids) < self._ranks:
-            bind = ends_with_this_process()
-            pids.append(os.fork())
-            if not pids[-1]:
-                bind()
-                _become_rank(len(pids) - 1, session.config)
-                return
-        leave(lambda: sys.exit(_exit_code(_wait(pids, Job.grace, Job.timeout))))
-
-
-def _become_rank(rank: int, config: pytest.Config) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    # Into a file that it does not share with the others.
-    capture = config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()
-    capture.start_global_capturing()
-    capture.suspend_global_capture()
-    if rank:
-        report.only_failures(config)
 
 
 def serve() -> None:
@@ -260,11 +219,14 @@ def main(arguments: list[str]) -> int:
         return serve() or 0
     ranks, *argv = arguments
     if argv[:2] == ["-m", "pytest"]:
-        leave(lambda: sys.exit(pytest.main(argv[2:], plugins=[_Ranks(int(ranks))])))
-    return _exit_code(run(Job(argv=argv, ranks=int(ranks))))
+        # Programs that are forked have not imported pytest.
+        from tests.support.ranks import run_tests
+
+        leave(run_tests, argv[2:], int(ranks))
+    return exit_code(run(Job(argv=argv, ranks=int(ranks))))
 
 
-def _exit_code(codes: list[int | None]) -> int:
+def exit_code(codes: list[int | None]) -> int:
     """Of all ranks; says which ones were ended."""
     for rank, code in enumerate(codes):
         if code is None or code < 0:
