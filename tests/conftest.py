@@ -46,16 +46,8 @@ from tests.support.error_table import ErrorTable  # noqa: E402
 from tests.support.forked_python import ForkedPopen, fork_server  # noqa: E402
 
 # Torchrun's, of the tests themselves.
-_VARIABLES = launcher_variables()
+_VARIABLES: dict[str, str] = {}
 _TABLE = pytest.StashKey[ErrorTable]()
-
-
-class _FailuresOnly:
-    """What ranks other than 0 print: the tests that failed there."""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            print(f"[rank {world.rank()}] {report.nodeid} {report.when}\n{report.longreprtext}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,8 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = cache.mkdir("absorbed_mla_errors") if cache else Path(tempfile.gettempdir())
     config.stash[_TABLE] = ErrorTable(folder / "errors.jsonl")
     if world.rank():
-        config.pluginmanager.unregister(name="terminalreporter")
-        config.pluginmanager.register(_FailuresOnly())
+        report.only_failures(config)
     else:
         report.record(config)
     # Under torchrun every process would otherwise take all cores.
@@ -98,6 +89,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 def _processes():
     """One process group for the session; tests take what they need from ``world``."""
     world.start()
+    _VARIABLES.update(launcher_variables())
     yield
     world.stop()
 

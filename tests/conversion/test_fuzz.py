@@ -87,7 +87,7 @@ SAME_SIZE = [
     ["F32", "I32", "U32"],
 ]
 fuzzed = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "50")),
     # Of the clock; a busy disk can take any time. Original.load watches the processor's.
     deadline=None,
     database=None,

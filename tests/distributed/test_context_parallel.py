@@ -24,9 +24,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from absorbed_mla import sequences
 from benchmarks.kit.traffic import count_traffic
 from tests import oracle
-from tests.distributed.test_oracle_grid import form, layout
+from tests.distributed.test_oracle_grid import FORM, form
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
+from tests.support.combinations import few_ranks, grid
 from tests.support.execution import execute
 from tests.support.harness import (
     Setup,
@@ -37,15 +38,14 @@ from tests.support.harness import (
     run,
     worst_over_ranks,
 )
-from tests.support.layouts import cut_layout, cut_tokens, dense, packed
+from tests.support.layouts import LAYOUTS, cut_layout, cut_tokens, dense, packed
 from tests.support.models import BATCH, TOKENS, gpt_model, token_batch
 from tests.support.numerics import compare, relative_error
 from tests.support.refusal import refusal
 
 pytestmark = needs.processes(2, 4)
-# The oracle grid sees to the rest of the sizes.
-two_processes_suffice = needs.processes(2)
-cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
+EXCHANGES = ("all_gather", "p2p")
+cp_comm_type = pytest.mark.parametrize("cp_comm_type", EXCHANGES)
 
 
 @pytest.fixture
@@ -64,12 +64,18 @@ MASK_TYPES = [
 ]
 
 
-@two_processes_suffice
-@form
-@cp_comm_type
-@pytest.mark.parametrize("mask_type, kind", MASK_TYPES, ids=lambda x: getattr(x, "name", x))
-def test_masks(whole_world_cp, mask_type, kind, cp_comm_type, form):
+@few_ranks
+@grid(
+    2,
+    {
+        "form": FORM,
+        "cp_comm_type": EXCHANGES,
+        "mask": {f"{mask_type.name}-{kind}": (mask_type, kind) for mask_type, kind in MASK_TYPES},
+    },
+)
+def test_masks(whole_world_cp, mask, cp_comm_type, form):
     """A rank brings the mask of its own queries over all keys."""
+    mask_type, kind = mask
     plain = cut_layout("sbhd", world.cp_size())
     length, generator = plain.tokens, torch.Generator().manual_seed(5)
     hidden = torch.zeros(plain.batch, 1, length, length, dtype=torch.bool)
@@ -94,9 +100,8 @@ def test_a_mask_of_the_wrong_rows(whole_world_cp):
         attention(x, mask)
 
 
-@layout
-@form
-@cp_comm_type
+@few_ranks
+@grid(2, {"layout": LAYOUTS, "form": FORM, "cp_comm_type": EXCHANGES})
 def test_dropout_drops_the_same_pairs(layout, form, cp_comm_type):
     """Which probabilities are dropped does not depend on who computes them."""
     tokens = cut_layout(layout, world.size())
@@ -119,9 +124,8 @@ def test_dropout_drops_the_same_pairs(layout, form, cp_comm_type):
 class TestDynamic:
     """Groups that come with the call (Megatron's hybrid context parallelism)."""
 
-    @layout
-    @form
-    @pytest.mark.parametrize("given", ["group", "size", "both"])
+    @few_ranks
+    @grid(2, {"layout": LAYOUTS, "form": FORM, "given": ("group", "size", "both")})
     def test_group_of_the_call(self, whole_world_dp, layout, form, given):
         """The layer was built without context parallelism."""
         group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=world.size())
@@ -189,10 +193,15 @@ class TestTraffic:
             found.append({operation: num_bytes / per for operation, num_bytes in sent.items()})
         return found
 
-    @form
-    @cp_comm_type
-    @pytest.mark.parametrize("heads", [4, 20])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @grid(
+        2,
+        {
+            "form": FORM,
+            "cp_comm_type": EXCHANGES,
+            "heads": (4, 20),
+            "dtype": (torch.bfloat16, torch.float32),
+        },
+    )
     def test_sent(self, whole_world_cp, heads, cp_comm_type, form, dtype):
         """The latent and k_rope, once for all heads; backward their gradient in fp32.
 
@@ -276,7 +285,7 @@ FULL_RECOMPUTE = {
 }
 
 
-@two_processes_suffice
+@few_ranks
 class TestModel:
     """A model under Megatron's DDP: the reduction over dp-cp ranks is part of the gradient."""
 
@@ -301,13 +310,18 @@ class TestModel:
             finalize_model_grads([model], num_tokens=count)
             return {n: p.main_grad.clone() for n, p in model.named_parameters()}
 
-    @form
-    @pytest.mark.parametrize(
-        "cp_comm_type",
-        ["all_gather", "p2p", ["p2p", "all_gather"]],
-        ids=["all_gather", "p2p", "per_layer"],
+    @grid(
+        2,
+        {
+            "form": FORM,
+            "cp_comm_type": {
+                "all_gather": "all_gather",
+                "p2p": "p2p",
+                "per_layer": list(EXCHANGES),
+            },
+            "full": {"": False, "full_recompute": True},
+        },
     )
-    @pytest.mark.parametrize("full", [False, True], ids=["", "full_recompute"])
     def test_gradients(self, form, cp_comm_type, full):
         """Neither scaled twice nor left partial: those of the same model without it."""
         changes = {"num_layers": 2, **(FULL_RECOMPUTE if full else {})}
@@ -333,7 +347,7 @@ def layer_and_input(form: str, cp_comm_type: str, recompute: tuple[str, ...] = (
     return build_attention(TINY, setup), x
 
 
-@two_processes_suffice
+@few_ranks
 @form
 @cp_comm_type
 def test_backward_twice(whole_world_cp, form, cp_comm_type):
@@ -347,10 +361,15 @@ def test_backward_twice(whole_world_cp, form, cp_comm_type):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@two_processes_suffice
-@form
-@cp_comm_type
-@pytest.mark.parametrize("recompute", [(), ("mla_up_proj",), ("core_attn",)])
+@few_ranks
+@grid(
+    2,
+    {
+        "form": FORM,
+        "cp_comm_type": EXCHANGES,
+        "recompute": {"none": (), "mla_up_proj": ("mla_up_proj",), "core_attn": ("core_attn",)},
+    },
+)
 def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
     """Training the query alone: latents get no gradient, and no rank waits for one."""
     attention, x = layer_and_input(form, cp_comm_type, recompute)
@@ -361,7 +380,7 @@ def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
     assert grads == {"linear_q_up_proj.weight"}
 
 
-@two_processes_suffice
+@few_ranks
 @form
 @cp_comm_type
 def test_evaluation(whole_world_cp, form, cp_comm_type):

@@ -39,8 +39,10 @@ from tests.conversion.support import (
 from tests.distributed.test_distributed_checkpoint import model as standard_or_absorbed
 from tests.distributed.whole import on_one_rank, whole_tensors
 from tests.support import needs, world
-from tests.support.combinations import grid, two_ranks
+from tests.support.combinations import few_ranks, grid, two_ranks
 from tests.support.models import MIXED
+
+pytestmark = few_ranks
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},
@@ -64,7 +66,7 @@ def check(model, tensors, config) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@grid(2, {"name": [*MODELS], "to": ("megatron", "absorbed"), "kind": KINDS})
+@grid(1, {"name": [*MODELS], "to": ("megatron", "absorbed"), "kind": KINDS})
 def test_ranks_load_their_shares(name, to, kind, folder):
     """With Megatron alone, which finds all it asks for and nothing else."""
     config = tiny_config(**SAME, **MODELS[name])

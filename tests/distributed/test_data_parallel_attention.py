@@ -21,6 +21,7 @@ from tests.distributed.engines import CROWDED, REQUESTS, alone, assert_crowded, 
 from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
 from tests.support.cases import WIDE
+from tests.support.combinations import few_ranks
 from tests.support.decode_graphs import FEW_GRAPHS, decode_graphs  # noqa: F401
 from tests.support.divided import divided_model, divided_world
 from tests.support.engine import engine_of, generate
@@ -46,8 +47,15 @@ EVEN = [[0, 4, 8], [1, 5], [2, 6], [3, 7]]
 UNEVEN = [[], [0, 1, 2, 3, 4, 5, 6], [7], [8]]
 
 
-@pytest.mark.parametrize("loads", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 1), ("experts", 2)])
+@pytest.mark.parametrize(
+    "name, experts, loads",
+    [
+        pytest.param("dense", 1, EVEN, marks=few_ranks),
+        pytest.param("experts", 1, UNEVEN, marks=few_ranks),
+        pytest.param("experts", 2, EVEN, marks=few_ranks),
+        ("experts", 2, UNEVEN),
+    ],
+)
 def test_crowded(name, experts, loads):
     """Chunks, shared prefixes and a cache that is too small, on ranks of different loads."""
     with divided_world(experts):
@@ -59,6 +67,7 @@ def test_crowded(name, experts, loads):
         assert_crowded(done)
 
 
+@few_ranks
 @pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 2)])
 def test_sizes_of_graphs(name, experts, monkeypatch):
     """All ranks take a graph, for equally many tokens, or none does."""
@@ -98,6 +107,7 @@ def test_captured():
     assert results[0] == results[1]
 
 
+@few_ranks
 def test_llm_of_a_live_model():
     """Each rank has prompts of its own, and waits for the others at the end."""
     with divided_world():
@@ -133,6 +143,7 @@ def test_counts_of_a_step_in_a_graph(monkeypatch):
         assert exchange.counts(5) == [5] * exchange.size
 
 
+@few_ranks
 def test_refused():
     with divided_world():
         model = divided_model()

@@ -24,6 +24,7 @@ from tests.distributed.whole import optimizer_states, whole_tensors
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, VARIANTS
+from tests.support.combinations import few_ranks, grid
 from tests.support.models import MIXED, gpt_model, logits, with_own_norms
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
@@ -89,8 +90,7 @@ def other_sizes(size: int) -> list[int]:
     return [other for other in SIZES if other != size] or [size]
 
 
-@at_every_size
-@pytest.mark.parametrize("kind", ["absorbed", "standard"])
+@grid(1, {"size": {f"TP{size}": size for size in SIZES[::-1]}, "kind": ("absorbed", "standard")})
 def test_every_size_and_attention_reads_it(kind, size, folder):
     """Save with one, load with both."""
     with world.parallel(tp=size):
@@ -106,6 +106,7 @@ def test_every_size_and_attention_reads_it(kind, size, folder):
             expected.check(target)
 
 
+@few_ranks
 @at_every_size
 def test_parameters_that_the_standard_lacks(size, folder):
     """A gate, and the norm of k_rope, under the names that they have in the layer."""
@@ -124,6 +125,7 @@ def test_parameters_that_the_standard_lacks(size, folder):
             expected.check(target)
 
 
+@few_ranks
 @pytest.mark.parametrize("names", NORMS)
 def test_norms_under_the_names_of_the_reader(names, folder):
     """Megatron's own loading, which knows one set of names, finds what it looks for."""
@@ -143,8 +145,8 @@ def test_norms_under_the_names_of_the_reader(names, folder):
         expected.check(target)
 
 
-@at_every_size
-@pytest.mark.parametrize("kind", ["absorbed", "standard"])
+@few_ranks
+@grid(1, {"size": {f"TP{size}": size for size in SIZES}, "kind": ("absorbed", "standard")})
 def test_stacked_layers(kind, size, folder):
     """Models of equal layers may be saved with the layers as an axis of each tensor."""
     with world.parallel(tp=size):
@@ -161,6 +163,7 @@ def test_stacked_layers(kind, size, folder):
             expected.check(target)
 
 
+@few_ranks
 @at_every_size
 def test_optimizer_states(size, folder):
     """Megatron's optimizer applies a parameter's entry to its states, under a key of their own."""
@@ -176,6 +179,7 @@ def test_optimizer_states(size, folder):
                     assert torch.equal(loaded[name], 3 * parameter.detach() + 1), name
 
 
+@few_ranks
 class TestRefused:
     def test_checkpoint_for_other_dimensions(self, folder):
         """All that is wrong at once, before anything is read into the model."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from absorbed_mla.lora import LoRAConfig, add_lora
 from tests.support import needs, world
+from tests.support.combinations import grid
 from tests.support.models import MIXED, gpt_model, token_batch
 from tests.support.training import OPTIONS, Training
 
@@ -43,14 +43,20 @@ def train(dtype: torch.dtype, sharding: dict, lora: bool = False, **ddp: bool):
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("overlapped", "lora"),
-    [(False, False), (True, False), (True, True)],
-    ids=["plain", "overlapped", "overlapped-lora"],
+@grid(
+    1,
+    {
+        "how": {
+            "plain": (False, False),
+            "overlapped": (True, False),
+            "overlapped-lora": (True, True),
+        },
+        "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16},
+    },
 )
-def test_equal_to_the_whole_optimizer(overlapped, lora, dtype):
+def test_equal_to_the_whole_optimizer(how, dtype):
     """To the bit: sharding moves numbers, and adds none."""
+    overlapped, lora = how
     with world.parallel():
         sharding = GATHERED if overlapped else DISTRIBUTED
         losses, weights = train(dtype, sharding, lora, overlap_grad_reduce=overlapped)

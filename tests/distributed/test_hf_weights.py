@@ -31,6 +31,7 @@ from tests.conversion.support import (
 )
 from tests.distributed.whole import on_one_rank
 from tests.support import needs, world
+from tests.support.combinations import few_ranks, grid, thinned
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
 
@@ -103,7 +104,8 @@ def test_every_rank_gets_whole_tensors(name, size, folder):
     assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 
 
-@pytest.mark.parametrize("size", SIZES)
+@few_ranks
+@grid(1, {"size": [*SIZES][: 2 if thinned() else None]})
 def test_sender(size, folder):
     """Rank 0 sends what all ranks hold; where a receiver refuses, all of them raise."""
     config = four_layers()
@@ -163,6 +165,7 @@ def test_from_rank_to_rank():
             assert_equal(found, tensors)
 
 
+@few_ranks
 def test_equal_to_saving_and_converting(folder):
     config = four_layers()
     tensors = random_tensors(config, torch.float32, seed=1)
@@ -174,6 +177,7 @@ def test_equal_to_saving_and_converting(folder):
         assert_equal(dict(hf_weights(model)), read_torch_dist(folder / "saved"))
 
 
+@few_ranks
 def test_fp8(folder):
     """Blocks and scales are those of the whole tensors."""
     config = four_layers()
@@ -186,6 +190,7 @@ def test_fp8(folder):
     assert_equal(found, expected)
 
 
+@few_ranks
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_memory(sizes):
     """A tensor and the largest message it is made of; the backend drops the last one late."""
@@ -236,6 +241,7 @@ def test_chunks_of_a_virtual_pipeline(folder):
     assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 
 
+@few_ranks
 class TestLeaving:
     """All ranks end, whatever one of them does."""
 
@@ -249,7 +255,7 @@ class TestLeaving:
         """So that this model has some."""
         monkeypatch.setattr("checkpoint_conversion.planning._SMALLEST_PART", 1 << 12)
 
-    @pytest.mark.parametrize("after", [0, 1, 7, 60])
+    @pytest.mark.parametrize("after", [0, 7, 60])
     def test_one_rank_leaves(self, after, model):
         """The others hear of it."""
         weights = hf_weights(model)
@@ -294,7 +300,7 @@ class TestLeaving:
         assert names == [*hugging_face_shapes(four_layers())]
 
 
-@needs.processes(2, 4)
+@needs.processes(2)
 def test_a_device_without_messages_is_refused():
     """As a model on the CPU is whose ranks have NCCL only."""
     with world.parallel(**SIZES[ONE]):
@@ -303,7 +309,7 @@ def test_a_device_without_messages_is_refused():
             hf_weights(model)
 
 
-@needs.processes(2, 4)
+@needs.processes(2)
 def test_different_options_are_refused_everywhere():
     dtypes = [torch.bfloat16, torch.float16]
     with world.parallel(tp=world.size()):
@@ -312,7 +318,7 @@ def test_different_options_are_refused_everywhere():
             hf_weights(model, dtype=dtypes[world.rank() % 2])
 
 
-@needs.processes(2, 4)
+@needs.processes(2)
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -113,7 +113,7 @@ def test_structured_outputs(model, over):
 @needs.processes(2, 4)
 @pytest.mark.parametrize(
     "name, groups",
-    [("experts", 1), ("experts", 2), ("tied", 1), ("v3.2", 2), ("odd-vocabulary", 1)],
+    [("experts", 2), ("v3.2", 2), ("odd-vocabulary", 1)],
 )
 def test_data_parallel_attention(model, name, groups):
     """A front gives requests to the ranks, which have whole attention."""
@@ -170,10 +170,9 @@ def test_update_weights(model, name):
             llm.update_weights(weights)
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_drafts_change_nothing(drafting, drafts):
+def test_drafts_change_nothing(drafting):
     """One MTP layer drafts several tokens, one after the other."""
-    assert sampled(drafting, num_speculative_tokens=drafts) == sampled(drafting)
+    assert sampled(drafting, num_speculative_tokens=3) == sampled(drafting)
 
 
 def test_drafts_need_a_layer(model):

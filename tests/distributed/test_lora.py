@@ -72,7 +72,9 @@ def test_a_base_is_loaded_beside_it():
         assert torch.equal(logits(other), expected)
 
 
-@pytest.mark.parametrize("generated", [by_static_context, by_dynamic_context])
+@pytest.mark.parametrize(
+    "generated", [pytest.param(by_static_context, marks=needs.processes(1)), by_dynamic_context]
+)
 def test_a_live_model_generates_with_it(generated):
     """Both contexts say what forwards of the whole text say; merged, nearly the same."""
     made = generating_model(**MIXED, **world.tp_fields()).eval()

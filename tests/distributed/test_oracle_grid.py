@@ -89,6 +89,7 @@ def test_fp64_shapes(shape, layout, sequence_parallel, down_projection, form, er
     check_fp64(shapes(world.size())[shape], setup, layout, error_table, shape)
 
 
+@few_ranks
 @grid(
     2,
     {
@@ -148,6 +149,7 @@ def precision_cases() -> dict[str, tuple]:
     return {**cases, "float16-sbhd-none": (torch.float16, "sbhd", "none")}
 
 
+@few_ranks
 @grid(
     2,
     {

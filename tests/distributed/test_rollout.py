@@ -18,7 +18,7 @@ from rollout.run import build_trainer
 from tests.distributed.whole import of_all_ranks, shared_folder, whole_tensors
 from tests.support import needs, world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
-from tests.support.combinations import two_ranks
+from tests.support.combinations import grid, two_ranks
 from training import megatron_loop
 from training.saving import save_checkpoint
 
@@ -58,8 +58,7 @@ def test_shared_prefixes():
     assert shared[4] < 2e-5
 
 
-@pytest.mark.parametrize("parity", [False, True], ids=["default", "parity"])
-@pytest.mark.parametrize("layout", ["tp", "sp", "dp"])
+@grid(1, {"layout": ("dp", "sp", "tp"), "parity": {"default": False, "parity": True}})
 def test_rollout_and_trainer_agree(layout, parity):
     """Ranks that sampled other texts, or trained on other ones, would measure a large gap."""
     size, device = world.size(), world.device().type

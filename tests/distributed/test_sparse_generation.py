@@ -26,7 +26,7 @@ from tests.support.parity import differences, parity_model
 @two_ranks
 @pytest.mark.parametrize(
     ("sequence_parallel", "cache"),
-    [(False, "model"), (True, "model"), pytest.param(True, "fp8", marks=needs.processes(2))],
+    [(False, "model"), pytest.param(True, "fp8", marks=needs.processes(2))],
 )
 def test_everything_at_once(sequence_parallel, cache):
     """Chunks, shared prefixes, preemption and the sizes of graphs; every rank schedules alike."""

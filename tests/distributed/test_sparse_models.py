@@ -11,6 +11,7 @@ from tests.distributed.test_pipeline import PIPELINES
 from tests.distributed.test_pipeline import check as check_cut
 from tests.oracle_dsa import OracleLoss
 from tests.support import needs, world
+from tests.support.combinations import grid
 from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.dsa_layer import check
 from tests.support.harness import Setup
@@ -37,22 +38,22 @@ FULL = {
     "recompute_num_layers": 1,
 }
 
+RECOMPUTE = {"": {}, "recompute": FULL}
+
 
 def model_with(**changes) -> Model:
     return Model(dtype=torch.float64, fields=tuple({**SHARED, **changes}.items()))
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("layout", ["sbhd", "thd"])
-@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
+@grid(1, {"recompute": RECOMPUTE, "layout": ("sbhd", "thd")})
 def test_pipeline(recompute, layout):
     """Four microbatches, two of them in flight on the first stage; gradients of indexers, too."""
     check_cut(model_with(**recompute), layout, exact=True, **PIPELINES["pp"])
 
 
 @needs.processes(2)
-@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@grid(1, {"pipeline": [*PIPELINES], "recompute": RECOMPUTE})
 def test_stages_that_begin_with_a_shared_layer(pipeline, recompute):
     """Layers 2, 3 and 4 share what layer 1 chooses; virtual stages pass it on and back again."""
     model = model_with(dsa_indexer_topk_freq=4, **recompute)

@@ -5,11 +5,9 @@ If these fail, ranks sample from weights of another update, or a rollout leaves 
 
 from __future__ import annotations
 
-import pytest
-
 from tests.distributed.whole import of_all_ranks
 from tests.support import world
-from tests.support.combinations import two_ranks
+from tests.support.combinations import grid, two_ranks
 from tests.support.engine import generating_model
 from tests.support.generation import (
     by_dynamic_context,
@@ -25,10 +23,13 @@ pytestmark = two_ranks
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PROMPTS = prompts_of((5, 9, 7))
 
-contexts = pytest.mark.parametrize(
-    "generated", [by_static_context, by_dynamic_context], ids=["static", "dynamic"]
+every_way = grid(
+    1,
+    {
+        "sequence_parallel": {"tp": False, "sp": True},
+        "generated": {"static": by_static_context, "dynamic": by_dynamic_context},
+    },
 )
-layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 
 
 def live_model(sequence_parallel: bool, **changes):
@@ -43,8 +44,7 @@ def evaluated(generated, model):
     return texts
 
 
-@contexts
-@layouts
+@every_way
 def test_training_goes_on_as_if_nothing_had_been_generated(sequence_parallel, generated):
     # Megatron trains mixtures of experts under TP only with sequence parallelism.
     changes = MIXED if sequence_parallel else DROPOUT
@@ -58,8 +58,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(sequence_parallel, ge
     assert not differing(training.state(), through.state())
 
 
-@contexts
-@layouts
+@every_way
 def test_the_next_token_sees_the_update(sequence_parallel, generated):
     training = Training(live_model(sequence_parallel))
     before = evaluated(generated, training.model)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import pages
+from tests.support.combinations import thinned
+from tests.support.forked_environment import forks_programs
 
 # Enough for checkpoints and losses; the text of the model is not looked at.
 _FEW_ITERATIONS = "bash scripts/quickstart.sh --train-iters 10 "
@@ -26,13 +30,14 @@ def page() -> list[pages.Block]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Iterator[Path]:
     """A fresh checkout, whose environment lacks the project."""
     if reason := pages.missing_requirement():
         pytest.skip(reason)
     folder = pages.checkout(tmp_path_factory.mktemp("a new user") / "absorbed_mla")
     pages.lend_packages(folder)
-    return folder
+    with forks_programs(folder / ".venv") if thinned() else contextlib.nullcontext():
+        yield folder
 
 
 def run(folder: Path, script: str) -> str:

@@ -5,7 +5,8 @@ This module imports them once for all ranks of a job, and with ``--serve`` once 
 
     python -m tests.support.forked 4 -m pytest tests/distributed
 
-Only for machines without a GPU. Ranks import the modules whose coverage is measured themselves.
+Ranks of pytest are forked when the tests are collected, which takes longer than those imports.
+Only for machines without a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -73,32 +75,24 @@ def run(job: Job) -> list[int | None]:
     running = []
     port = 0
     if job.ranks:
-        store, port = _start_store()
+        store, port = start_store()
         running.append(store)
     try:
         ranks = [_fork(_rank_main, job, rank, port) for rank in range(job.ranks or 1)]
-        running += ranks
-        codes = _wait(ranks, job.grace, job.timeout)
-        del running[-len(ranks) :]
-        return codes
+        return wait(ranks, job.grace, job.timeout)
     finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        _kill(running)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _rank_main(job: Job, rank: int, port: int) -> None:
     if job.ranks:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(job.ranks),
-            LOCAL_WORLD_SIZE=str(job.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="forked",
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
+        os.environ.update(of_the_job(job.ranks, port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(job.folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in enumerate(job.outputs[rank] if job.outputs else (), start=1):
@@ -112,7 +106,19 @@ def _rank_main(job: Job, rank: int, port: int) -> None:
         runpy.run_path(job.argv[0], run_name="__main__")
 
 
-def _start_store() -> tuple[int, int]:
+def of_the_job(ranks: int, port: int) -> dict[str, str]:
+    """Torchrun's variables that all ranks have in common."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def start_store() -> tuple[int, int]:
     """Start the TCPStore of the ranks in a process of its own; returns its process id and port."""
     ours, its = socket.socketpair()
     pid = _fork(_store_main, its)
@@ -158,23 +164,27 @@ def leave(main, *arguments) -> NoReturn:
         os._exit(code)
 
 
-def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
+def wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
+    """Exit codes, when all have ended; they are killed if this is interrupted."""
     codes: dict[int, int | None] = {}
     late: set[int] = set()
     deadline = time.monotonic() + timeout
-    while len(codes) < len(pids):
-        for pid in set(pids) - set(codes):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = None if pid in late else os.waitstatus_to_exitcode(status)
-                if codes[pid]:
-                    deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
-            late = set(pids) - set(codes)
-            for pid in late:
-                os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(_POLL)
+    try:
+        while len(codes) < len(pids):
+            for pid in set(pids) - set(codes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = None if pid in late else os.waitstatus_to_exitcode(status)
+                    if codes[pid]:
+                        deadline = min(deadline, time.monotonic() + grace)
+            if time.monotonic() > deadline:
+                late = set(pids) - set(codes)
+                for pid in late:
+                    os.kill(pid, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(_POLL)
+    finally:
+        _kill(set(pids) - set(codes))
     return [codes[pid] for pid in pids]
 
 
@@ -208,7 +218,16 @@ def main(arguments: list[str]) -> int:
     if serving:
         return serve() or 0
     ranks, *argv = arguments
-    codes = run(Job(argv=argv, ranks=int(ranks)))
+    if argv[:2] == ["-m", "pytest"]:
+        # Programs that are forked have not imported pytest.
+        from tests.support.ranks import run_tests
+
+        leave(run_tests, argv[2:], int(ranks))
+    return exit_code(run(Job(argv=argv, ranks=int(ranks))))
+
+
+def exit_code(codes: list[int | None]) -> int:
+    """Of all ranks; says which ones were ended."""
     for rank, code in enumerate(codes):
         if code is None or code < 0:
             print(f"[rank {rank}] {_end_of(code)}", file=sys.stderr)

@@ -175,6 +175,17 @@ def _run(
         os.setsid()
     connection.sendall(str(os.getpid()).encode())
     connection.close()
+    become(request, descriptors, base_path)
+
+
+def become(request: dict, descriptors: list[int], base_path: list[str]) -> None:
+    """Run a program in this process, which is a forked one, as if it had started it.
+
+    Args:
+        request: As of :class:`ForkedPopen`.
+        descriptors: Open files: its streams, then those of the request.
+        base_path: Its search path without the program's own folder.
+    """
     _take(descriptors, [0, 1, 2, *request["descriptors"]])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -217,15 +228,18 @@ def _open_streams() -> None:
 
 def _run_program(kind: str, words: list[str], safe_path: bool, base_path: list[str]) -> None:
     more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    first = {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(words[0]).parent))
+    first = (
+        "" if kind in ("-c", "-") else os.getcwd() if kind == "-m" else str(Path(words[0]).parent)
+    )
     # An interpreter removes what stands twice: .pth files may name a folder of the variable.
     paths = dict.fromkeys(map(os.path.abspath, [*more, *base_path]))
     sys.path[:] = [*([] if safe_path else [first]), *paths]
-    if kind == "-c":
-        sys.argv = ["-c", *words[1:]]
+    if kind in ("-c", "-"):
+        sys.argv = [kind, *words[1:]]
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
-        exec(compile(words[0], "<string>", "exec"), vars(main))
+        text = words[0] if kind == "-c" else sys.stdin.read()
+        exec(compile(text, "<string>", "exec"), vars(main))
     elif kind == "-m":
         sys.argv = words
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -75,6 +75,24 @@ def record(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(Path(os.environ[VARIABLE])))
 
 
+class _FailuresOnly:
+    """What ranks other than 0 print: the tests that failed there."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            rank = os.environ.get("RANK")
+            print(f"[rank {rank}] {report.nodeid} {report.when}\n{report.longreprtext}")
+
+
+def only_failures(config: pytest.Config) -> None:
+    """Report as ranks other than 0 do."""
+    for plugin in config.pluginmanager.get_plugins():
+        if isinstance(plugin, Recorder):
+            config.pluginmanager.unregister(plugin)
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(_FailuresOnly())
+
+
 def summary(paths: Iterable[Path]) -> list[str]:
     """The lines to print; each file has the name of its layer."""
     slow, failed, skips = [], [], Counter()

@@ -14,7 +14,7 @@ import pytest
 from counting import count_from
 from training.metrics import read_metrics, series
 
-ITERATIONS = 50
+ITERATIONS = 12
 FEW = 6
 # Of the loss; a wrong factor or token shows in the first iteration, at 1e-3 or above.
 LOSS_TOLERANCE = 1e-6
@@ -58,7 +58,7 @@ def folder(tmp_path_factory, train) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "exchange"), [("sbhd", "all_gather"), ("packed", "p2p")])
-def test_fifty_iterations_are_those_of_one_process(folder, train, kind, exchange):
+def test_iterations_are_those_of_one_process(folder, train, kind, exchange):
     options = f"{RUN} {KINDS[kind]} --context-parallel-size 2 --cp-comm-type {exchange}"
     train(folder, f"{options} --train-iters {ITERATIONS} --metrics {kind}-cp2.jsonl", processes=2)
     assert_same_run(folder, f"{kind}-cp2", kind, range(1, ITERATIONS + 1))
@@ -68,10 +68,10 @@ def test_resumed_at_another_context_parallel_size(folder, train):
     """A checkpoint does not depend on the parallel sizes of the run that saved it."""
     run = f"{RUN} {KINDS['sbhd']} --metrics resumed.jsonl --save resumed --train-iters"
     train(folder, f"{run} {FEW} --context-parallel-size 2 --cp-comm-type p2p", processes=2)
-    output = train(folder, f"{run} {2 * FEW} --load resumed")
+    output = train(folder, f"{run} {ITERATIONS} --load resumed")
     assert f"resumed at iteration {FEW}" in output
     assert "CP 1, DP 1" in output
-    assert_same_run(folder, "resumed", "sbhd", range(1, 2 * FEW + 1))
+    assert_same_run(folder, "resumed", "sbhd", range(1, ITERATIONS + 1))
 
 
 def test_packed_with_tensor_and_sequence_parallelism(folder, train):

@@ -15,7 +15,7 @@ from pathlib import Path
 from counting import count_from
 from training.metrics import read_metrics, series
 
-ITERATIONS = 12
+ITERATIONS = 8
 RUN = (
     "--preset tiny --num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 "
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.1 "
@@ -54,17 +54,16 @@ def iterations_logged(path: Path) -> int:
     return len(series(read_metrics(path), "train_loss")) if path.exists() else 0
 
 
-def test_resumed_after_kills_is_bitwise_the_same(torchrun, train, tmp_path):
+def test_resumed_after_a_kill_is_bitwise_the_same(torchrun, train, tmp_path):
     (tmp_path / "text.txt").write_text(count_from(0, 700))
     train(tmp_path, f"{RUN} --data text.txt --metrics whole.jsonl --save whole", processes=2)
     run = f"{RUN} --data text.txt --metrics killed.jsonl --save killed"
     metrics = tmp_path / "killed.jsonl"
-    for load, killed_after in (("", 2), ("--load killed", 5)):
-        process = torchrun(f"{run} {load}", 2, cwd=tmp_path, stderr=subprocess.STDOUT)
-        while iterations_logged(metrics) < killed_after and process.poll() is None:
-            time.sleep(0.05)
-        assert process.poll() is None, "it finished before it was killed"
-        kill(process)
+    process = torchrun(run, 2, cwd=tmp_path, stderr=subprocess.STDOUT)
+    while iterations_logged(metrics) < 3 and process.poll() is None:
+        time.sleep(0.05)
+    assert process.poll() is None, "it finished before it was killed"
+    kill(process)
     assert "resumed at iteration" in train(tmp_path, f"{run} --load killed", processes=2)
     whole, parts = (read_metrics(tmp_path / f"{n}.jsonl") for n in ("whole", "killed"))
     for key in ("train_loss", "grad_norm"):

@@ -45,11 +45,6 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted, train)
     output = train(folder, f"{run} --load parts")
     assert "resumed at iteration 4" in output
     assert _losses(folder, "parts.jsonl") == _losses(folder, "whole.jsonl")
-    # And one that saved before its first step.
-    run = f"{_RUN} --data text.txt --metrics early.jsonl --save early"
-    train(folder, f"{run} --train-iters 0")
-    train(folder, f"{run} --load early")
-    assert _losses(folder, "early.jsonl") == _losses(folder, "whole.jsonl")
 
 
 def test_bf16_is_resumed_as_exactly(uninterrupted, train):
@@ -88,10 +83,10 @@ def test_a_checkpoint_says_what_its_model_is(uninterrupted, train):
     """A run is resumed without options of the model; the converter reads the model, too."""
     folder = uninterrupted
     data = "--data text.txt --metrics said.jsonl --save said"
-    train(folder, f"{_RUN} {data} --exit-interval 4")
+    # Saved before its first step.
+    train(folder, f"{_RUN} {data} --train-iters 0")
     output = train(folder, f"{_RUN.removeprefix(_SMALL)} --seq-length 32 {data} {_FROM_ARGS} said")
     assert "model      of said" in output
-    assert "resumed at iteration 4" in output
     assert _losses(folder, "said.jsonl") == _losses(folder, "whole.jsonl")
     common = dist_checkpointing.load_common_state_dict(str(folder / "said" / "iter_0000006"))
     config = from_megatron_args(common["args"])

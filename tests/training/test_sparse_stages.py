@@ -58,7 +58,6 @@ def losses(folder: Path, train, stage: str, name: str, options: str, processes: 
 @pytest.mark.parametrize(
     ("stage", "ranks"),
     [
-        ("warm_up", "tensor"),
         ("warm_up", "pipeline"),
         ("warm_up", "context"),
         ("sparse", "tensor"),

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import subprocess
 
-import pytest
 
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--lrr 3", "unrecognized arguments: --lrr (--help lists all options)"),
-        ("--save /dev/null", "--save /dev/null cannot be written: not a folder"),
-    ],
-)
-def test_a_mistake(torchrun, words, message):
-    process = torchrun(words, 3, stderr=subprocess.PIPE)
+def test_a_mistake(torchrun):
+    message = "--save /dev/null cannot be written: not a folder"
+    process = torchrun("--save /dev/null", 2, stderr=subprocess.PIPE)
     output, error = process.communicate(timeout=300)
     assert (process.returncode, output) == (1, "")
     lines = error.splitlines()
