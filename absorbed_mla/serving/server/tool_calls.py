@@ -33,8 +33,8 @@ class ToolFormat:
             holds, by its name: ``content`` text of the message; ``name`` the header of a call;
             ``arguments`` their JSON; ``key`` the name of an argument, and ``text``, ``json`` or
             ``value`` the argument itself: characters as they are, JSON, or whichever of them the
-            tool's schema says. Other states hold nothing. The text begins as content; ``content`` and ``calls`` are outside
-            of any call.
+            tool's schema says. Other states hold nothing. The text begins as content; ``content``
+            and ``calls`` are outside of any call.
         marks: Parts of every chat template with this format.
         not_marks: Parts of none.
         id_and_name: Of a call by its header.

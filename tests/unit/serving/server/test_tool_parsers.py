@@ -253,7 +253,9 @@ def test_arguments_of_deepseek_say_whether_they_are_json(string, text, value):
     """As deepseek-ai/DeepSeek-V3.2 decodes them (encoding_dsv32.py), whatever the tool's schema."""
     call = dsml("weather", ("city", string, text))
     for pieces in splits(f"<｜DSML｜function_calls>{call}</｜DSML｜function_calls>"):
-        assert calls_of(read(pieces, of_format("deepseek_v32"))[0]) == [("weather", {"city": value})]
+        assert calls_of(read(pieces, of_format("deepseek_v32"))[0]) == [
+            ("weather", {"city": value})
+        ]
 
 
 THOUGHTS = [
