@@ -24,7 +24,7 @@ from absorbed_mla.serving.outputs import CompletionOutput, RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
-    from absorbed_mla.serving.server.service import RequestStream, Snapshot, Update
+    from absorbed_mla.serving.server.request_stream import RequestStream, Snapshot, Update
 
 
 class AsyncLLM(EngineControl):

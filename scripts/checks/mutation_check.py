@@ -68,6 +68,9 @@ def _check() -> int:
     if unknown:
         near = get_close_matches(unknown[0], MUTATIONS, 3, 0.3)
         parser.error(f"unknown mutation {unknown[0]}; known are {', '.join(near)}, ..., see --help")
+    for test in arguments.tests or []:
+        if not (REPO / test.partition("::")[0]).exists():
+            parser.error(f"--tests must be of this repository, which has no {test}")
     chosen = {"the chosen files": pytest(arguments.tests or [], arguments.processes)}
     suites = chosen if arguments.tests else SUITES
     if first_failure("(nothing broken)", None, suites):

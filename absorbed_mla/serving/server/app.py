@@ -24,7 +24,8 @@ from absorbed_mla import __version__
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.server.chat_answer import ChatAnswer
 from absorbed_mla.serving.server.chat_request import ChatRequest
-from absorbed_mla.serving.server.limits import MAX_BODY_BYTES, Bodies
+from absorbed_mla.serving.server.failures import ModelFailed, ServiceStopped
+from absorbed_mla.serving.server.limits import MAX_BODY_BYTES
 from absorbed_mla.serving.server.metrics import CountAnswers, Metrics
 from absorbed_mla.serving.server.output_parsers import OutputParsers
 from absorbed_mla.serving.server.protocol import (
@@ -34,18 +35,12 @@ from absorbed_mla.serving.server.protocol import (
     Pieces,
     error_body,
 )
-from absorbed_mla.serving.server.request_fields import read_body
+from absorbed_mla.serving.server.request_fields import Bodies, read_body
+from absorbed_mla.serving.server.request_stream import RequestStream, Update, require_no_failure
 from absorbed_mla.serving.server.responses_answer import ResponsesAnswer, ResponsesEvents
 from absorbed_mla.serving.server.responses_request import ResponsesRequest
 from absorbed_mla.serving.server.rl_endpoints import rl_routes
-from absorbed_mla.serving.server.service import (
-    ModelFailed,
-    RequestStream,
-    Service,
-    ServiceStopped,
-    Update,
-    require_no_failure,
-)
+from absorbed_mla.serving.server.service import Service
 from absorbed_mla.serving.server.token_requests import DetokenizeRequest, TokenizeRequest
 
 _REQUEST_ID = "X-Request-Id"

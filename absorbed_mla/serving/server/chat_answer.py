@@ -9,7 +9,7 @@ from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.logprobs import chat_logprobs
 from absorbed_mla.serving.server.message_parts import CallPiece, MessageParser, Piece
 from absorbed_mla.serving.server.protocol import Answer
-from absorbed_mla.serving.server.service import Snapshot
+from absorbed_mla.serving.server.request_stream import Snapshot
 
 Json = dict[str, Any]
 

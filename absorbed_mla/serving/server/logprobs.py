@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from absorbed_mla.serving.outputs import Logprob, PositionLogprobs
-from absorbed_mla.serving.server.service import ModelFailed
+from absorbed_mla.serving.server.failures import ModelFailed
 
 Json = dict[str, Any]
 # In place of minus infinity, which JSON lacks: that of a token that cannot be drawn.

@@ -37,8 +37,9 @@ from absorbed_mla.serving.outputs import PositionLogprobs, RequestOutput
 from absorbed_mla.serving.prompts import required
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server.logprobs import Json, TextOffsets, prompt_position, text_logprobs
+from absorbed_mla.serving.server.request_stream import Snapshot, Update
 from absorbed_mla.serving.server.response_format import FORMAT_FIELDS, structured_outputs_of
-from absorbed_mla.serving.server.service import MakePrompt, Snapshot, Update
+from absorbed_mla.serving.server.service import MakePrompt
 from absorbed_mla.serving.server.unsupported import FIELDS_OF_BOTH, FIELDS_OF_COMPLETIONS
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 

@@ -11,8 +11,8 @@ from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.server.chat_answer import ChatAnswer
 from absorbed_mla.serving.server.message_parts import Piece
 from absorbed_mla.serving.server.protocol import error_body
+from absorbed_mla.serving.server.request_stream import Snapshot, Update
 from absorbed_mla.serving.server.responses_request import ResponsesRequest
-from absorbed_mla.serving.server.service import Snapshot, Update
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 
 Json = dict[str, Any]

@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from absorbed_mla.serving.engine_control import EngineControl
+from absorbed_mla.serving.server.failures import ModelFailed, ServiceStopped
 from absorbed_mla.serving.server.protocol import KnownFields
 from absorbed_mla.serving.server.request_fields import read_body, read_query
-from absorbed_mla.serving.server.service import ModelFailed, Service, ServiceStopped
+from absorbed_mla.serving.server.service import Service
 
 _Handler = Callable[[Request], Awaitable[Response]]
 

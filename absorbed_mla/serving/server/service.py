@@ -13,14 +13,22 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.llm import LLM
-from absorbed_mla.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.prompts import EncodedPrompt, Prompt
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.server.failures import (
+    NotReady,
+    ServerBusy,
+    ServiceStopped,
+    ShuttingDown,
+    as_refusal,
+)
 from absorbed_mla.serving.server.metrics import Metrics
+from absorbed_mla.serving.server.request_stream import RequestStream, Update, deliver, fail
 from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
@@ -41,153 +49,6 @@ _logger = logging.getLogger(__name__)
 # Makes a prompt; called in a thread of its own.
 MakePrompt = Callable[[LLM], Prompt]
 _Result = TypeVar("_Result")
-
-
-class ServiceStopped(RuntimeError):
-    """The model has stopped: its processes have ended, or the server is shutting down.
-
-    Attributes:
-        finish_reason: Of the outputs that ran.
-    """
-
-    finish_reason = "error"
-
-
-class ShuttingDown(ServiceStopped):
-    """The server is shutting down."""
-
-    finish_reason = "abort"
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
-
-
-class ServerBusy(ServiceStopped):
-    """Too many large requests wait already."""
-
-    def __init__(self) -> None:
-        super().__init__("too many large requests wait; try again later")
-
-
-class NotReady(ServiceStopped):
-    """The model is asleep, or lacks weights; it takes no requests until that has changed."""
-
-
-class ModelFailed(RuntimeError):
-    """The model has failed at a request, whose client is not to blame; others go on."""
-
-
-class Snapshot(NamedTuple):
-    """An output at one moment; the lists are the growing ones, cut by ``num_tokens`` when read.
-
-    Attributes:
-        text: So far.
-        num_tokens: Generated so far.
-        logprobs: Of at least these tokens; None unless asked for.
-        finish_reason, stop_reason, token_ids: As in ``CompletionOutput``.
-    """
-
-    text: str
-    num_tokens: int
-    logprobs: list[PositionLogprobs] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-    token_ids: list[int]
-
-    @classmethod
-    def of(cls, one: CompletionOutput) -> Snapshot:
-        """An output as it is."""
-        count, ends = len(one.token_ids), (one.finish_reason, one.stop_reason)
-        return cls(one.text, count, one.logprobs, *ends, one.token_ids)
-
-
-class Update(NamedTuple):
-    """All outputs of a request at one moment."""
-
-    request: RequestOutput
-    outputs: list[Snapshot]
-    finished: bool
-
-
-class RequestStream:
-    """The prompts of one call, and what they have so far. All methods are for the loop's thread.
-
-    The newest update of a prompt replaces one that was not read, so that a slow reader costs no
-    memory.
-
-    Args:
-        names: Of the requests, one for each prompt.
-        abort: Called with the names of the requests that still run when the caller leaves.
-
-    Attributes:
-        loop: That it was made in.
-        is_aborted: Whether its requests are to end as soon as they have begun.
-        error: Why all prompts have failed, or None.
-        latest: The newest update of each prompt that has any.
-        began, first_token: When it was made, and when the first token came or None; of
-            ``time.monotonic``.
-    """
-
-    def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._names, self._abort = names, abort
-        self.is_aborted = False
-        self._running = set(range(len(names)))
-        self._updates: dict[int, Update] = {}
-        self.error: Exception | None = None
-        self.latest: dict[int, Update] = {}
-        self.began = time.monotonic()
-        self.first_token: float | None = None
-        # Of the caller, while there is nothing to read.
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last update of every prompt has been read."""
-        return not self._running
-
-    def put(self, i: int, update: Update) -> None:
-        """Prompt ``i`` has grown."""
-        self._updates[i] = self.latest[i] = update
-        if self.first_token is None and any(one.num_tokens for one in update.outputs):
-            self.first_token = time.monotonic()
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """All prompts have failed."""
-        self.error = error
-        self._wake()
-
-    async def next(self) -> dict[int, Update]:
-        """Wait for news of some prompts; for one caller at a time, who ends when it ``is_over``.
-
-        Raises:
-            ValueError: If one of the prompts cannot run.
-            ServiceStopped: If the model has stopped.
-        """
-        if not self._updates and self.error is None:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        if self.error is not None:
-            raise self.error
-        found, self._updates = self._updates, {}
-        self._running.difference_update(i for i, one in found.items() if one.finished)
-        return found
-
-    def abort(self) -> None:
-        """Abort what runs, or is to run; its last updates say so."""
-        self.is_aborted = True
-        if self._running:
-            self._abort([self._names[i] for i in self._running])
-
-    def close(self) -> None:
-        """The caller leaves: abort what runs. May be called twice."""
-        self.abort()
-        self._running.clear()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -322,9 +183,9 @@ class Service:
                 made = [encoded(make(self.llm)) for make in prompts]
                 self._queue(_Submit(dict(zip(names, made)), params, stream))
             except ServiceStopped as error:
-                _fail(stream, error)
+                fail(stream, error)
             except Exception as error:
-                _fail(stream, as_refusal(error))
+                fail(stream, as_refusal(error))
 
         self._in_thread(size, encode)
         return stream
@@ -395,7 +256,7 @@ class Service:
         self._sample()
         self.llm.sleep(level)
         for stream, _ in self._streams.values():
-            _fail(stream, NotReady(_ASLEEP))
+            fail(stream, NotReady(_ASLEEP))
         self._streams.clear()
         self._metrics.stop("abort")
 
@@ -499,9 +360,9 @@ class Service:
                 raise NotReady(_ASLEEP if self.llm.is_sleeping else "the model lacks weights")
             self._add_all(command)
         except NotReady as error:
-            _fail(command.stream, error)
+            fail(command.stream, error)
         except Exception as error:
-            _fail(command.stream, as_refusal(error))
+            fail(command.stream, as_refusal(error))
         else:
             for i, name in enumerate(command.prompts):
                 self._streams[name] = command.stream, i
@@ -524,16 +385,13 @@ class Service:
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
         """Give the callers what a step has made, all of it at once."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, int, Update]]] = {}
+        news = []
         for output in outputs:
             name, finished = output.request_id, output.finished
             found = self._streams.pop(name, None) if finished else self._streams.get(name)
-            if found is None:
-                continue
-            snapshots = list(map(Snapshot.of, output.outputs))
-            news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
-        for loop, its in news.items():
-            _call(loop, _put_all, its)
+            if found is not None:
+                news.append((*found, Update.of(output)))
+        deliver(news)
 
     def _end(self, reason: ServiceStopped) -> None:
         """Tell every caller, also those whose requests were never taken."""
@@ -543,53 +401,17 @@ class Service:
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
-                    _fail(command.stream, reason)
+                    fail(command.stream, reason)
                 elif isinstance(command, _Call) and command.future.set_running_or_notify_cancel():
                     command.future.set_exception(reason)
         for stream in (one.stream for one in self._held):
-            _fail(stream, reason)
+            fail(stream, reason)
         for stream, _ in self._streams.values():
-            _fail(stream, reason)
+            fail(stream, reason)
         self._streams.clear()
         self._metrics.stop(reason.finish_reason)
-
-
-def require_no_failure(updates: Iterable[Update]) -> None:
-    """Check that no output has ended because the model failed.
-
-    Raises:
-        ModelFailed: If one has.
-    """
-    for update in updates:
-        # Outputs may have grown since the update.
-        for output, then in zip(update.request.outputs, update.outputs):
-            if then.finish_reason == "error":
-                raise ModelFailed(output.error)
-
-
-def as_refusal(error: Exception) -> ValueError:
-    """What is wrong with a prompt at which tokenizer or template fail."""
-    if isinstance(error, ValueError):
-        return error
-    return ValueError(f"the prompt cannot be tokenized: {type(error).__name__}: {error}")
 
 
 def _abort_all(llm: LLM, names: Iterable[str]) -> None:
     for name in names:
         llm.abort(name)
-
-
-def _put_all(news: Sequence[tuple[RequestStream, int, Update]]) -> None:
-    for stream, i, update in news:
-        stream.put(i, update)
-
-
-def _fail(stream: RequestStream, error: Exception) -> None:
-    _call(stream.loop, stream.fail, error)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Call a function in a loop's thread."""
-    # The loop is closed when the server has ended before its model.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *args)

@@ -31,10 +31,10 @@ class ToolFormat:
         name, summary: See :class:`absorbed_mla.registry.Described`.
         states: State -> marks that end it -> the state that each of them begins. What a state
             holds, by its name: ``content`` text of the message; ``name`` the header of a call;
-            ``arguments`` their JSON; ``key`` the name of an argument, and ``text`` or ``value`` the
-            argument itself: characters as they are, or JSON, or what the tool's schema says. Other
-            states hold nothing. The text begins as content; ``content`` and ``calls`` are outside
-            of any call.
+            ``arguments`` their JSON; ``key`` the name of an argument, and ``text``, ``json`` or
+            ``value`` the argument itself: characters as they are, JSON, or whichever of them the
+            tool's schema says. Other states hold nothing. The text begins as content; ``content``
+            and ``calls`` are outside of any call.
         marks: Parts of every chat template with this format.
         not_marks: Parts of none.
         id_and_name: Of a call by its header.
@@ -118,7 +118,7 @@ class ToolCallParser:
                 found.content += shown
             else:
                 self._add(shown, found)
-        elif self._state in ("text", "value") and self._is_text:
+        elif self._is_text and self._state in ("text", "value"):
             self._add(_dumped(text)[1:-1], found)
         else:
             self._held += text
@@ -137,10 +137,10 @@ class ToolCallParser:
                 self._spaces = ""
             case "key":
                 self._key = held.strip()
-            case "text" | "value":
-                value = converted(held, self._schema())
+            case "text" | "json" | "value":
+                value = converted(held, {} if before == "json" else self._schema())
                 self._add('"' if self._is_text else _dumped(value), found)
-        if self._state in ("text", "value"):
+        if self._state in ("text", "json", "value"):
             self._begin_argument(found)
         elif self._state in ("content", "calls"):
             self._end_call(found)
@@ -160,7 +160,8 @@ class ToolCallParser:
     def _begin_argument(self, found: Piece) -> None:
         text = ("," if self._num_arguments else "{") + f"{_dumped(self._key)}:"
         self._num_arguments = (self._num_arguments or 0) + 1
-        self._is_text = self._state == "text" or _types(self._schema()) == {"string"}
+        of_strings = self._state == "value" and _types(self._schema()) == {"string"}
+        self._is_text = self._state == "text" or of_strings
         self._add(text + '"' * self._is_text, found)
 
     def _end_call(self, found: Piece) -> None:

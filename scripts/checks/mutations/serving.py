@@ -429,6 +429,12 @@ absorbed_mla/serving/server/response_format.py
   two_formats_together: if len(asked) > 1: -> if False:
   a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
     -> if False:
+absorbed_mla/serving/server/request_stream.py
+  disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
+  caller_aborts_twice: self._running.clear() ->
+  server_wakes_for_every_request: _call(loop, _put_all, its)
+    -> for one in its:
+    |            _call(loop, _put_all, [one])
 absorbed_mla/serving/server/responses_answer.py
   an_items_end_is_not_told: yield from self._end("completed") -> self._open = None
   a_cut_response_is_complete: if now.finish_reason == "stop" else "incomplete" -> if True else ""
@@ -438,11 +444,6 @@ absorbed_mla/serving/server/responses_request.py
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends: partial(_abort_all, names=names)
     -> lambda llm: [(llm.abort(name), self._streams.pop(name, None)) for name in names]
-  disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
-  caller_aborts_twice: self._running.clear() ->
-  server_wakes_for_every_request: _call(loop, _put_all, its)
-    -> for one in its:
-    |                _call(loop, _put_all, [one])
   nobody_hears_of_the_death: self._on_death() ->
   paused_requests_run: self.llm.is_ready and not self._frozen -> self.llm.is_ready
 absorbed_mla/serving/server/tool_calls.py
@@ -451,7 +452,7 @@ absorbed_mla/serving/server/tool_calls.py
   what_is_no_call_is_lost: found.content += self._spaces + self._raw -> pass
   texts_are_not_escaped: self._add(_dumped(text)[1:-1], found) -> self._add(text, found)
   calls_without_arguments_have_none: self._add("{}" * self._is_empty, found) -> pass
-  schemas_types_are_not_looked_at: or _types(self._schema()) == {"string"} -> or False
+  schemas_types_are_not_looked_at: and _types(self._schema()) == {"string"} -> and False
   deep_json_stops_the_server: SyntaxError, MemoryError, RecursionError -> SyntaxError
 absorbed_mla/serving/server/tool_parsers/kimi_k2.py
   kimis_calls_get_other_ids: return header, name -> return new_call_id(), name

@@ -23,8 +23,8 @@ ENTRY = ToolFormat(
         "calls": {'<｜DSML｜invoke name="': "name", "</｜DSML｜function_calls>": "content"},
         "name": {'">': "parameters"},
         "parameters": {'<｜DSML｜parameter name="': "key", "</｜DSML｜invoke>": "calls"},
-        "key": {'" string="true">': "text", '" string="false">': "value"},
+        "key": {'" string="true">': "text", '" string="false">': "json"},
         "text": _END,
-        "value": _END,
+        "json": _END,
     },
 )

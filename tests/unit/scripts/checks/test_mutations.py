@@ -31,6 +31,13 @@ def test_a_stale_line_is_an_error(tmp_path):
         mutation_check.mutate(target, Mutation("module.py", "value = 1", "value = 2"))
 
 
+def test_tests_that_are_not_there(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["mutation_check.py", "--tests", "tests", "tests/no.py::test"])
+    assert mutation_check.main() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "which has no tests/no.py::test" in error
+
+
 def test_ways_to_write_a_mutation():
     of_f = "f.py\n  a: x = 1 ->\n  b: y\n    -> z\n  c:\n    - u\n    |  v\n    -> w\n"
     table = read(of_f + "g.py\n  d: x -> y")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from absorbed_mla.serving.server import limits
+from absorbed_mla.serving.server import limits, request_fields
 from tests.support.llm import serving, until
 from tests.unit.serving.server.test_refusals import COMPLETIONS, head, require_error, send
 
@@ -239,8 +239,8 @@ def test_upgrades_are_ignored(served, cut):
 
 def test_large_bodies_are_paced(monkeypatch):
     """All of them together, beyond what is free for each and a burst; none is refused for it."""
-    monkeypatch.setattr(limits, "_BYTES_OF_ALL", 1 << 20)
-    monkeypatch.setattr(limits, "_BURST_SECONDS", 0.0)
+    monkeypatch.setattr(request_fields, "_BYTES_OF_ALL", 1 << 20)
+    monkeypatch.setattr(request_fields, "_BURST_SECONDS", 0.0)
     content = b'{"prompt": "a"}' + b" " * (1 << 19)
     with serving() as served:
         for size, least in ((1 << 15, 0.0), (1 << 19, 0.4)):

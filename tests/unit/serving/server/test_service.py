@@ -12,8 +12,9 @@ import pytest
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.server import tokenizing
+from absorbed_mla.serving.server.failures import ServerBusy, ServiceStopped
 from absorbed_mla.serving.server.metrics import Metrics
-from absorbed_mla.serving.server.service import ServerBusy, Service, ServiceStopped
+from absorbed_mla.serving.server.service import Service
 from absorbed_mla.serving.statistics import Statistics
 from tests.support.llm import until
 

@@ -237,6 +237,27 @@ def test_arguments_by_their_schemas(text, schema, value):
     assert converted(text, schema) == value
 
 
+@pytest.mark.parametrize(
+    ("string", "text", "value"),
+    [
+        ("false", '"Oslo"', "Oslo"),
+        ("false", "3", 3),
+        ("false", '["a", {"b": null}]', ["a", {"b": None}]),
+        ("false", "Oslo", "Oslo"),
+        ("false", "NaN", "NaN"),
+        ("true", '"Oslo"', '"Oslo"'),
+        ("true", "3", "3"),
+    ],
+)
+def test_arguments_of_deepseek_say_whether_they_are_json(string, text, value):
+    """As deepseek-ai/DeepSeek-V3.2 decodes them (encoding_dsv32.py), whatever the tool's schema."""
+    call = dsml("weather", ("city", string, text))
+    for pieces in splits(f"<｜DSML｜function_calls>{call}</｜DSML｜function_calls>"):
+        assert calls_of(read(pieces, of_format("deepseek_v32"))[0]) == [
+            ("weather", {"city": value})
+        ]
+
+
 THOUGHTS = [
     # Format, end of the prompt, chat_template_kwargs, text, reasoning and content.
     ("deepseek_r1", "", {}, "why</think>\n\nso", "why", "\n\nso"),
