@@ -13,7 +13,7 @@ from torch import nn
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.checkpoint.distributed import load_model_weights, save_model_weights
-from absorbed_mla.checkpoint.hybrid_names import KDA_SYMBOL
+from absorbed_mla.checkpoint.hybrid_names import KDA_SYMBOL, MLA_SYMBOL
 from absorbed_mla.serving.llm import LLM
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_hybrid_specs import get_absorbed_mla_hybrid_stack_spec
@@ -115,11 +115,17 @@ def test_packs_over_ranks(parallel, folder):
         torch.testing.assert_close(found[name], expected[name], atol=1e-4, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("symbol", ["K", "M"])
+def test_generation_is_refused(symbol):
+    size = {"tensor_model_parallel_size": world.tp_size()}
+    model = hybrid_model("+-", cache_mla_latents=True, **size).eval()
+    model.hybrid_layer_pattern = pattern = f"{MLA_SYMBOL}-{symbol}-"
+    with refusal(f"hybrid_layer_pattern={pattern!r}", f"no state of {symbol}"):
+        LLM.from_model(model, max_model_len=16)
+
+
 @needs_kda
-def test_refused():
-    model = hybrid(cache_mla_latents=True)
-    with refusal(f"hybrid_layer_pattern={PATTERN!r}", "no state of K"):
-        LLM.from_model(model.eval(), max_model_len=16)
+def test_a_gpt_model_is_refused():
     with refusal("experimental_attention_variant='kda'", "is_hybrid_model=True, got False"):
         hybrid(is_hybrid_model=False, linear_attention_freq=2)
 
@@ -128,7 +134,7 @@ def test_refused():
 def test_missing_in_megatron():
     """The refusal says what of it is missing."""
     with refusal("experimental_attention_variant='kda'", "Symbols.KDA", "branch dev", "6556"):
-        variant = {"experimental_attention_variant": "kda"}
-        get_absorbed_mla_hybrid_stack_spec(config_for(TINY, **variant))
-    with refusal("'K' is not one of"):
+        config = config_for(TINY, experimental_attention_variant="kda")
+        get_absorbed_mla_hybrid_stack_spec(config)
+    with refusal("'K' is not a valid layer symbol"):
         hybrid_model(PATTERN)
