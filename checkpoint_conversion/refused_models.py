@@ -49,8 +49,8 @@ REFUSED = (
     ),
     Refused(
         name="bailing_hybrid",
-        lacking="linear attention in most layers (KDA, Lightning)",
-        unmapped="output gates",
+        lacking="Lightning attention (2.5, 2.6), and in releases KDA (3.0; branch dev has it)",
+        unmapped="KDA's layers and output gates",
         released=("Ling-2.5", "2.6", "3.0", "Ring"),
     ),
     Refused(
@@ -74,7 +74,7 @@ REFUSED = (
     ),
     Refused(
         name="glm5_next",
-        lacking="KDA in most layers, hyper-connections, index scores of pooled keys",
+        lacking="KDA with low-rank gates, hyper-connections, index scores of pooled keys",
         unmapped="latent attention without rotary channels, clamped SwiGLU",
         also=("glm5_next_text",),
         released=("GLM-5.3-Flash",),
@@ -88,7 +88,7 @@ REFUSED = (
     ),
     Refused(
         name="kimi_linear",
-        lacking="KDA in most layers; in Kimi-K3, attention residuals and SiTU",
+        lacking="KDA with low-rank gates (dev's are full); in Kimi-K3, AttnRes and SiTU",
         unmapped="unrotated rope channels, in Kimi-K3 output gates and latent experts",
         also=("kimi_k3",),
         released=("Kimi-Linear", "Kimi-K3"),

@@ -71,6 +71,26 @@ def trained(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return losses.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_stand_in_is_transformers_layer(safe):
+    """The recurrence that the tests below run, where flash-linear-attention has a kernel."""
+    modeling = pytest.importorskip("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
+    fields = {"num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
+    config = modeling.BailingHybridConfig(**fields, kda_safe_gate=safe)
+    gate = modeling.BailingHybridForgetGate(config)
+    with torch.no_grad():
+        for weight in gate.parameters():
+            weight.normal_()
+    x, beta = torch.randn(2, 16, 32), torch.rand(2, 16, 4)
+    qkv = [torch.randn(2, 16, 4, 8) for _ in range(3)]
+    whole = {"output_final_state": False, "initial_state": None, "use_qk_l2norm_in_kernel": True}
+    expected, _ = modeling.chunk_kimi_delta_attention(*qkv, gate(x), beta, **whole)
+    q, k = map(kda.l2norm, qkv[:2])
+    raw, bound = gate.f_proj(x).unflatten(-1, (4, 8)), {"safe_gate": safe, "lower_bound": -5.0}
+    found, _ = kda.chunk_kda(q, k, qkv[2], raw, beta, gate.A_log, gate.dt_bias, **bound)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 @needs_kda
 def test_losses_and_gradients_of_megatrons_mla():
     with world.parallel():
