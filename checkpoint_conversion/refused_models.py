@@ -49,8 +49,8 @@ REFUSED = (
     ),
     Refused(
         name="bailing_hybrid",
-        lacking="Lightning attention (2.5, 2.6), and in releases KDA (3.0; branch dev has it)",
-        unmapped="KDA's layers and output gates",
+        lacking="Lightning attention (2.5, 2.6); in releases KDA (3.0)",
+        unmapped="KDA's layers, as branch dev has them, and output gates",
         released=("Ling-2.5", "2.6", "3.0", "Ring"),
     ),
     Refused(
@@ -88,8 +88,11 @@ REFUSED = (
     ),
     Refused(
         name="kimi_linear",
-        lacking="KDA with low-rank gates (dev's are full); in Kimi-K3, AttnRes and SiTU",
-        unmapped="unrotated rope channels, in Kimi-K3 output gates and latent experts",
+        lacking="KDA with low-rank gates; in Kimi-K3, AttnRes and SiTU",
+        unmapped=(
+            "KDA's layers (branch dev's have gates of full rank), unrotated rope channels, in "
+            "Kimi-K3 output gates and latent experts"
+        ),
         also=("kimi_k3",),
         released=("Kimi-Linear", "Kimi-K3"),
     ),

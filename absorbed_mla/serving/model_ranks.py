@@ -117,9 +117,8 @@ def _require_cached_layers(pattern: str) -> None:
     others = set(pattern) - {MLA_SYMBOL, *"-E|/"}
     if others:
         raise ValueError(
-            f"hybrid_layer_pattern={pattern!r} has layers that cannot generate: Megatron's contexts "
-            f"hold no state of {', '.join(sorted(others))} beside the latents of MLA; it may have "
-            f"{MLA_SYMBOL}, - and E"
+            f"hybrid_layer_pattern must have {MLA_SYMBOL}, - and E to generate, got {pattern!r}: "
+            f"Megatron's contexts hold no state of {', '.join(sorted(others))} beside latents"
         )
 
 
