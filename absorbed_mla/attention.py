@@ -59,6 +59,7 @@ from absorbed_mla.unsupported import (
     refuse_unsupported_config,
     refuse_unsupported_inference,
     refuse_unsupported_input,
+    variant_of_mla,
 )
 
 
@@ -130,7 +131,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         self.options = options
         self.down_layers = down
         window = window_of(config, layer_number, causal=attn_mask_type in CAUSAL_MASKS)
-        whole = config.experimental_attention_variant is not None or window is not None
+        whole = variant_of_mla(config) is not None or window is not None
         cp_group = getattr(pg_collection, "cp", None)
         self.context_parallel = ContextParallel(cp_group, cp_comm_type, dims, whole)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1

@@ -19,7 +19,7 @@ _CAPTURED: dict[str, tuple[object, str]] = {
     "attention_dropout": (0.0, "every step's seed is drawn on the host"),
     "qk_clip": (False, "the host resets the largest scores between steps"),
     "log_max_attention_logit": (False, "the host resets the largest scores between steps"),
-    "experimental_attention_variant": (None, "sparse attention was not tried in such graphs"),
+    "experimental_attention_variant": (None, "sparse attention and KDA were not tried in graphs"),
     "context_parallel_size": (1, "exchanges between ranks were not tried in such graphs"),
     "fp8": (None, "FP8 was not tried in such graphs"),
     "fine_grained_activation_offloading": (False, "copies to the host were not tried in graphs"),

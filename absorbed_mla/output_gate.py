@@ -25,7 +25,8 @@ def gate_width(
 
     Args:
         options: Read for ``attention_output_gate``.
-        config: Likewise, which is True for a head-wise gate (Megatron's branch ``dev``).
+        config: Likewise, a bool, and for ``gated_attention_proj_granularity`` (branch ``dev``; a
+            config without that field means a head-wise gate).
         dims: Of the layer.
 
     Raises:
@@ -33,12 +34,13 @@ def gate_width(
     """
     kind = options.attention_output_gate
     if getattr(config, "attention_output_gate", False):
-        if kind == "elementwise":
+        of_config = getattr(config, "gated_attention_proj_granularity", "headwise")
+        if kind not in (None, of_config):
             raise ValueError(
-                "attention_output_gate=True in the config is a head-wise gate, got "
-                "attention_output_gate='elementwise' in the options; set one of them"
+                f"attention_output_gate=True in the config is a gate {of_config!r}, got "
+                f"attention_output_gate={kind!r} in the options; set one of them"
             )
-        kind = "headwise"
+        kind = of_config
     if kind is None:
         return None
     width_of_head = {"headwise": 1, "elementwise": dims.v_head_dim}[kind]

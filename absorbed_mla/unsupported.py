@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.checkpoint.hybrid_names import KDA_SYMBOL
 from absorbed_mla.dims import MLADims
 
 # Config field -> (supported values, what holds or what to do instead).
@@ -66,6 +67,9 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
         ValueError: Naming the field, what it is and what is supported.
     """
     fields = dict(_CONFIG_FIELDS)
+    if config.experimental_attention_variant == "kda":
+        _require_kda_layers(config)
+        del fields["experimental_attention_variant"]
     if getattr(config, "batch_invariant_mode", False):
         del fields["attention_backend"]  # Megatron demands attention_backend=flash in that mode
     refuse_fields("AbsorbedMLASelfAttention", config, fields)
@@ -123,13 +127,34 @@ def refuse_tied_embeddings_beside_mtp(config: MLATransformerConfig, tied: bool) 
         )
 
 
+def _require_kda_layers(config: MLATransformerConfig) -> None:
+    """Refuse KDA where Megatron has no such layers, or would build none."""
+    if KDA_SYMBOL is None:
+        raise ValueError(
+            "experimental_attention_variant='kda' needs a Megatron-Core with layers of Kimi Delta "
+            "Attention (Symbols.KDA, KimiDeltaAttention), which releases up to 0.19.2 lack and "
+            "branch dev has since pull request 6556; set it to None or 'dsa'"
+        )
+    if not config.is_hybrid_model:
+        raise ValueError(
+            "experimental_attention_variant='kda' needs is_hybrid_model=True, got False: the "
+            "hybrid_layer_pattern of a HybridModel says which layers are KDA"
+        )
+
+
+def variant_of_mla(config: MLATransformerConfig) -> str | None:
+    """What MLA layers compute of ``experimental_attention_variant``; KDA is other layers'."""
+    variant = config.experimental_attention_variant
+    return None if variant == "kda" else variant
+
+
 def refuse_other_variant(config: MLATransformerConfig, core_attention: Any) -> None:
     """Refuse a core attention that was made for another ``experimental_attention_variant``.
 
     Raises:
         ValueError: If the config asks for another.
     """
-    asked, made = config.experimental_attention_variant, core_attention.variant
+    asked, made = variant_of_mla(config), core_attention.variant
     if asked != made:
         raise ValueError(
             f"experimental_attention_variant={asked!r}, but the spec's core_attention "

@@ -49,8 +49,8 @@ REFUSED = (
     ),
     Refused(
         name="bailing_hybrid",
-        lacking="linear attention in most layers (KDA, Lightning)",
-        unmapped="output gates",
+        lacking="Lightning attention (2.5, 2.6); in releases KDA (3.0)",
+        unmapped="KDA's layers, as branch dev has them, and output gates",
         released=("Ling-2.5", "2.6", "3.0", "Ring"),
     ),
     Refused(
@@ -74,7 +74,7 @@ REFUSED = (
     ),
     Refused(
         name="glm5_next",
-        lacking="KDA in most layers, hyper-connections, index scores of pooled keys",
+        lacking="KDA with low-rank gates, hyper-connections, index scores of pooled keys",
         unmapped="latent attention without rotary channels, clamped SwiGLU",
         also=("glm5_next_text",),
         released=("GLM-5.3-Flash",),
@@ -88,8 +88,11 @@ REFUSED = (
     ),
     Refused(
         name="kimi_linear",
-        lacking="KDA in most layers; in Kimi-K3, attention residuals and SiTU",
-        unmapped="unrotated rope channels, in Kimi-K3 output gates and latent experts",
+        lacking="KDA with low-rank gates; in Kimi-K3, AttnRes and SiTU",
+        unmapped=(
+            "KDA's layers (branch dev's have gates of full rank), unrotated rope channels, in "
+            "Kimi-K3 output gates and latent experts"
+        ),
         also=("kimi_k3",),
         released=("Kimi-Linear", "Kimi-K3"),
     ),

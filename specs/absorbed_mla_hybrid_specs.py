@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL
+from absorbed_mla.checkpoint.hybrid_names import KDA_SYMBOL, MLA_SYMBOL
 from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import require_packed_roll
@@ -32,7 +32,7 @@ from specs.absorbed_mla_parts import LayerParts
 
 _MLA_LAYER = "mla_layer" if hasattr(Symbols, "MLA") else "attention_layer"
 # What there are layers for without TransformerEngine; Megatron's own all need it.
-_LOCAL = (MLA_SYMBOL, Symbols.MLP, Symbols.MOE)
+_LOCAL = (MLA_SYMBOL, Symbols.MLP, Symbols.MOE, *filter(None, [KDA_SYMBOL]))
 
 
 class AbsorbedMLAHybridStack(HybridStack):
@@ -87,7 +87,8 @@ def get_absorbed_mla_hybrid_stack_spec(
 
     Also those of its multi-token prediction. With TransformerEngine all other kinds of layers are
     Megatron's own; without it there are dense (``-``) and MoE (``E``) layers, which are those of
-    :func:`~specs.absorbed_mla_layer_specs.get_absorbed_mla_decoder_block_spec`.
+    :func:`~specs.absorbed_mla_layer_specs.get_absorbed_mla_decoder_block_spec`, and, where Megatron
+    has it, Kimi Delta Attention (``K``).
 
     Args:
         config: Megatron's MLA config; ``num_layers`` counts the symbols of the pattern.
@@ -141,8 +142,10 @@ def _moe_layer(parts: LayerParts) -> dict[str, ModuleSpec]:
 def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:
     """The fields of ``HybridStackSubmodules`` that work without TransformerEngine."""
     mtp = MultiTokenPredictionBlockSubmodules([parts.mtp_layer(None)])
+    kda = {"kda_layer": _local_kda_layer(parts)} if KDA_SYMBOL else {}
     others = {f.name for f in fields(HybridStackSubmodules) if f.name.endswith("_layer")}
     return dict.fromkeys(others - {_MLA_LAYER}, NeedsTransformerEngine) | {
+        **kda,
         "mlp_layer": ModuleSpec(
             module=MLPLayer, submodules=TransformerLayerSubmodules(**parts.mlp(moe=False))
         ),
@@ -151,6 +154,17 @@ def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:
         ),
         "mtp_block_spec": ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp),
     }
+
+
+def _local_kda_layer(parts: LayerParts) -> ModuleSpec:
+    """Megatron's layer of Kimi Delta Attention with the norms and linear layers of ``parts``."""
+    layer = hybrid_stack_spec.submodules.kda_layer
+    kda, column = layer.submodules.self_attention, parts.provider.column_parallel_linear()
+    linear = {"in_proj": column, "beta_proj": column, "out_norm": parts.norm}
+    linear["out_proj"] = parts.provider.row_parallel_linear()
+    kda = replace(kda, submodules=replace(kda.submodules, **linear))
+    own = replace(layer.submodules, input_layernorm=parts.norm, self_attention=kda)
+    return replace(layer, submodules=own)
 
 
 def _refuse_layers_of_their_own(config: MLATransformerConfig) -> None:

@@ -40,7 +40,7 @@ _FIELDS_OF_PARTS: dict[str, tuple[tuple, str]] = {
     "cross_entropy_loss_fusion": ((False,), "it has sums of its own"),
     "moe_shared_expert_gate": ((False,), "sums of its gradient are not covered"),
     "moe_router_fusion": ((False,), "it has sums of its own"),
-    "experimental_attention_variant": ((None,), "its indexer's loss sums over heads"),
+    "experimental_attention_variant": ((None,), "sums of an indexer's loss, or of KDA"),
 }
 
 

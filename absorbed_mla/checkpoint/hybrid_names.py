@@ -15,8 +15,10 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from absorbed_mla.checkpoint.names import ATTENTION
 
-# Megatron's branch dev has no symbol of its own for MLA: there it is the attention layer, ``*``.
+# Megatron's branch dev had no symbol for MLA before KDA: there it is the attention layer, ``*``.
 MLA_SYMBOL: str = getattr(Symbols, "MLA", Symbols.ATTENTION)
+# Kimi Delta Attention, which releases up to 0.19.2 lack; the config's variant is "kda" with it.
+KDA_SYMBOL: str | None = getattr(Symbols, "KDA", None)
 # What of a GPTModel's layer goes into the first and into the second layer of a HybridModel.
 _HALVES = (("input_layernorm.", ATTENTION), ("pre_mlp_layernorm.", "mlp."))
 _LAYER = re.compile(r"(?P<block>(?:.*\.)?decoder\.layers\.)(?P<index>\d+)\.(?P<rest>.+)")

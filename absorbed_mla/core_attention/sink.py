@@ -56,7 +56,7 @@ def _on(config: MLATransformerConfig) -> str | int:
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE beside the sink, in their own memory; the sink has a value of 0.
+    """Output, in its own memory, and LSE beside the sink, which has a value of 0.
 
     Args:
         out: Attention over all keys, [..., N, V]; 0 for a token that sees none.
@@ -66,10 +66,12 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     sink = sink.to(lse.dtype)
     if out.is_cuda and lse.dtype == torch.float32:
         # One pass over the output, where PyTorch's product of two dtypes takes four times as long.
-        batched = (out, lse) if out.ndim == 4 else (out.unsqueeze(1), lse.unsqueeze(1))
-        nothing = out.new_zeros(out.shape[-1]).expand_as(batched[0])
-        merge_into(*batched, batched, (nothing, sink.expand_as(batched[1])))
-        return out, lse
+        # Not over the LSE: several threads read it, and one writes.
+        total = torch.empty_like(lse)
+        values, old, new = (x if out.ndim == 4 else x.unsqueeze(1) for x in (out, lse, total))
+        nothing = out.new_zeros(out.shape[-1]).expand_as(values)
+        merge_into(values, new, (values, old), (nothing, sink.expand_as(old)))
+        return out, total
     # Not sigmoid: on a CPU its bits depend on a number's place in the tensor.
     share = 1 / (1 + torch.exp(sink - lse))
     return out.mul_(share[..., None]), torch.logaddexp(lse, sink)

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable, require_shares
 from absorbed_mla.serving.data_parallel_attention.model import exchange_of
 from absorbed_mla.serving.engine_options import EngineOptions
@@ -59,6 +60,7 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
     Raises:
         ValueError: Naming the option that does not fit, and what it got.
     """
+    _require_cached_layers(getattr(model, "hybrid_layer_pattern", None) or "")
     config = model.config
     virtual = config.virtual_pipeline_model_parallel_size or 1
     if virtual > 1:
@@ -108,6 +110,16 @@ def agree(tokens: Tensor) -> Tensor:
     if group.size() > 1:
         dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
     return tokens
+
+
+def _require_cached_layers(pattern: str) -> None:
+    """Refuse a HybridModel with layers whose state no inference context holds beside latents."""
+    others = set(pattern) - {MLA_SYMBOL, *"-E|/"}
+    if others:
+        raise ValueError(
+            f"hybrid_layer_pattern must have {MLA_SYMBOL}, - and E to generate, got {pattern!r}: "
+            f"Megatron's contexts hold no state of {', '.join(sorted(others))} beside latents"
+        )
 
 
 def require_shared_cache(model: GPTModel, num_drafts: int) -> None:

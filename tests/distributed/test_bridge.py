@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -23,7 +23,7 @@ from absorbed_mla.serving.export import hf_weights
 from tests.conversion.megatron_models import SAME
 from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
 from tests.distributed.whole import on_one_rank
-from tests.support import world
+from tests.support import needs, world
 from tests.support.models import call, logits, token_batch
 
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -35,6 +35,7 @@ import_bridge()
 
 import yaml  # noqa: E402
 from megatron.bridge import AutoBridge  # noqa: E402
+from megatron.bridge.peft.lora import LoRA  # noqa: E402
 from megatron.bridge.utils.instantiate_utils import instantiate  # noqa: E402
 from megatron.bridge.utils.yaml_utils import safe_yaml_representers  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -103,6 +104,12 @@ def exported(bridge: AutoBridge, model: GPTModel) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in bridge.export_hf_weights([model], show_progress=False)}
 
 
+def write_exported(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Weights of a model that was loaded from ``before`` beside it, as ``after``."""
+    fields = json.loads((folder / "before/config.json").read_text())
+    write_hugging_face(folder / "after", tiny_config(**fields), tensors)
+
+
 def difference(model: GPTModel, folder: Path) -> float:
     """Largest difference of logits to those of transformers, relative to the largest."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -144,10 +151,59 @@ def test_load_train_export(name, folder):
     own = dict(hf_weights(model, hf_config=fields))
     assert set(own) == set(after)
     assert all(torch.equal(own[name], tensor) for name, tensor in after.items())
-    config = tiny_config(**fields)
-    write_hugging_face(folder / "after", config, after)
+    write_exported(folder, after)
     assert difference(model, folder / "after") < 1e-5
     assert difference(model, folder / "before") > 1e-2
+
+
+class TestLoRA:
+    """Bridge's own adapters. Column-parallel down-projections are layers of a class it knows."""
+
+    @pytest.fixture
+    def adapted(self, folder):
+        """A bridge, the model's tensors, and functions that build and that adapt it."""
+        tensors = written(folder / "before")
+        bridge = AutoBridge.from_hf_pretrained(folder / "before")
+        options = AbsorbedMLAOptions(latent_norm_eps=1e-6, down_projection="column_parallel")
+        spec = partial(absorbed_mla_layer_spec, options=options)
+
+        def build(*targets: str) -> GPTModel:
+            model = built(bridge, transformer_layer_spec=spec)
+            return LoRA(target_modules=[*targets], dim=4, alpha=8)(model, training=True)
+
+        return bridge, tensors, build
+
+    @needs.processes(1)
+    def test_train_save_merge(self, adapted, folder):
+        """Every layer but the two up-projections; merged on export, where nothing else changed."""
+        bridge, tensors, build = adapted
+        layers = ("q_down", "q_up", "kv_down")
+        targets = [*(f"linear_{layer}_proj" for layer in layers), "linear_proj", "linear_fc1"]
+        model = build(*targets)
+        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert all(".adapter." in name for name in trainable)
+        assert {name.split(".adapter.")[0].split(".")[-1] for name in trainable} == {*targets}
+        train(model, 2)
+        after = exported(bridge, model)
+        changed = {name for name in after if not torch.equal(after[name], tensors[name])}
+        assert changed and not [name for name in changed if "kv_b_proj" in name or "norm" in name]
+        assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj"} <= {
+            name.split(".")[-2] for name in changed
+        }
+        write_exported(folder, after)
+        assert difference(model, folder / "after") < 1e-5
+        saved = {k: v for k, v in model.sharded_state_dict().items() if ".adapter." in k}
+        (folder / "adapters").mkdir()
+        dist_checkpointing.save(saved, str(folder / "adapters"))
+        again = build(*targets)
+        asked = {k: v for k, v in again.sharded_state_dict().items() if ".adapter." in k}
+        again.load_state_dict(dist_checkpointing.load(asked, str(folder / "adapters")), False)
+        assert torch.equal(logits(again.eval()), logits(model))
+
+    def test_refused(self, adapted):
+        """By Bridge, which names the class: their weights are handed out, not multiplied."""
+        with pytest.raises(NotImplementedError, match="HeadwiseUpProjection"):
+            adapted[-1]("linear_k_up_proj")
 
 
 @pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])

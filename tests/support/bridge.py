@@ -13,6 +13,8 @@ from packaging.version import Version
 _NAMES = ("transformer_engine", "transformer_engine.pytorch")
 # Bridge imports the second when it makes a provider.
 _NEED_IT = ("megatron.bridge", "megatron.core.models.hybrid.hybrid_layer_specs")
+# Which looks for TransformerEngine's classes among those of a model.
+_PEFT = "megatron.bridge.peft.utils"
 
 
 def import_bridge() -> None:
@@ -30,6 +32,7 @@ def import_bridge() -> None:
         with version:
             for name in _NEED_IT:
                 importlib.import_module(name)
+            importlib.import_module(_PEFT).HAVE_TE = False
     finally:
         for name, module in before.items():
             if module is None:

@@ -211,8 +211,8 @@ VARIANTS_REFUSED = {
     ),
     "attention_output_gate": (
         "elementwise",
-        {"attention_output_gate": True},
-        ("head-wise", "'elementwise'", "set one"),
+        {"attention_output_gate": True, "gated_attention_proj_granularity": "headwise"},
+        ("gate 'headwise'", "'elementwise'", "set one"),
     ),
 }
 
@@ -238,10 +238,12 @@ class TestVariants:
         with refusal("no linear_gate", "same config and options"):
             AbsorbedMLASelfAttention(config, submodules, 1, options=options)
 
-    def test_gate_of_the_config(self):
-        """Megatron's branch dev has a field for the head-wise one."""
-        built = build(config_with(attention_output_gate=True))
-        assert built.linear_gate.weight.shape == (TINY.heads, TINY.hidden)
+    @pytest.mark.parametrize("kind, width", [("headwise", 1), ("elementwise", TINY.v)])
+    def test_gate_of_the_config(self, kind, width):
+        """Megatron's branch dev has fields for it."""
+        fields = {"attention_output_gate": True, "gated_attention_proj_granularity": kind}
+        built = build(config_with(**fields))
+        assert built.linear_gate.weight.shape == (TINY.heads * width, TINY.hidden)
 
     def test_layers_that_do_not_rotate(self):
         """By their numbers in the model."""

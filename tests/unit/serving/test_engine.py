@@ -83,7 +83,7 @@ def expected(model):
 PREFIXED = {**CHUNKED, **PREFIX}
 DECODE_GRAPHS = {"use_cuda_graphs_for_non_decode_steps": False}
 # Megatron's branch dev captures no graphs of steps that have prompts and decode.
-ON_DEV = not hasattr(Symbols, "MLA")
+ON_DEV = hasattr(Symbols, "CSA")
 EVERYTHING = {"blocks": 11, "paused_blocks": 2, **PREFIXED, **GRAPHS}
 # Requests, options, and what must have happened.
 CASES = {

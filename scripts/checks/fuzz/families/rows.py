@@ -131,7 +131,7 @@ def merged_attention(config: Config, draw: Draw, compare: Comparison) -> None:
         from absorbed_mla.core_attention.sink import add_sink
 
         # A set of keys without values, written where the other one is.
-        dtype, part, sink = config.part, torch.zeros_like(part), lse[1][0, 0]
+        dtype, part, sink = config.part, torch.zeros_like(part), draw.normal(shape[-1])
         lse[1] = sink.expand(shape)
         out = out.to(dtype)
         merged, total = add_sink(out.clone(), lse[0].clone(), sink)
