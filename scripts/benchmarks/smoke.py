@@ -81,6 +81,11 @@ SMOKES = (
         "--json {out}/a.json",
     ),
     Smoke(
+        "long contexts",
+        "long_context",
+        "--sizes 4k --cp 8 --heads 16 --topk 512 --json {out}/a.json",
+    ),
+    Smoke(
         "shared prefixes",
         "shared_prefix",
         "{out} --heads 16 --prompt 256 --answers 4 --answer 128 --rounds 1 --ffn-hidden-size 1024",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -131,6 +132,7 @@ def layer_config(
     recompute: str | None,
     cp_comm_type: str | None = None,
     fp8_recipe: str | None = None,
+    **fields: Any,
 ) -> MLATransformerConfig:
     """Megatron's config of one layer: TransformerEngine's on a GPU, a local one on a CPU.
 
@@ -141,6 +143,7 @@ def layer_config(
         recompute: Module that is recomputed in backward, or None.
         cp_comm_type: How ranks exchange keys under context parallelism.
         fp8_recipe: Scales of linear layers in FP8; None for none.
+        fields: Others of the config.
 
     Raises:
         Refused: If there is no FP8 here.
@@ -180,6 +183,7 @@ def layer_config(
         context_parallel_size=processes.size,
         cp_comm_type=cp_comm_type,
         **fp8,
+        **fields,
     )
 
 

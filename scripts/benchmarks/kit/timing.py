@@ -82,7 +82,7 @@ class Repeated:
         """Seconds of forward, backward and both, of the marks of every :meth:`step`."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        return [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in marks]
+        return [(between(a, b), between(b, c), between(a, c)) for a, b, c in marks]
 
     def step(self) -> tuple[Any, Any, Any]:
         """Queue one repetition; returns marks of its beginning, its middle and its end."""
@@ -179,7 +179,7 @@ def _host_seconds(work: Repeated) -> float:
     return time.perf_counter() - begin
 
 
-def _between(begin: Any, end: Any) -> float:
+def between(begin: Any, end: Any) -> float:
     """Seconds."""
     if isinstance(begin, float):
         return end - begin

@@ -15,6 +15,7 @@ from benchmarks.context_parallel import CPReport
 from benchmarks.decode import DecodeReport
 from benchmarks.dsa import DSAReport
 from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks.long_context import LongReport
 from benchmarks.served import report as serving
 from benchmarks.served.report import ServingReport
 from benchmarks.shared_prefix import PrefixReport
@@ -411,6 +412,26 @@ def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[
     return made
 
 
+def long_table(docs: Path) -> str:
+    """One rank's step at long contexts, with the settings; what was not measured says why."""
+    path = docs / "long-context" / "long.json"
+    if not path.exists():
+        return NONE
+    numbers = ("step", "select", "attention_forward", "attention_backward", "loss", "other")
+    numbers = tuple(f"{name}_ms" for name in (*numbers, "exposed", "total", "exchange"))
+    lines = []
+    for row in LongReport.read(path).rows:
+        case, more = row.case, row.more
+        figures = [f"{more[name]:.0f}" if name in more else "-" for name in numbers]
+        received = (f"{more[f'{way}_bytes'] / 2**20:.0f}" for way in ("forward", "backward"))
+        case = case.work, tokens_text(case.tokens), str(case.cp), str(case.heads)
+        gib, parts = (str(more.get(name, "-")) for name in ("peak_gib", "parts"))
+        lines.append([*case, *figures, *received, gib, parts, row.error or more["settings"]])
+    head = [one.removesuffix("_ms").replace("_", " ") for one in numbers]
+    head = ["attention", "S", "CP", "heads", *head, "MiB forward", "MiB backward", "GiB", "parts"]
+    return markdown_table([*head, "settings"], lines, ["attention", "settings"])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "layers": layer_table,
     "layer ranges": layer_ranges,
@@ -419,6 +440,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shared prefixes": shared_prefix_table,
     "features": features_table,
     "training steps": training_step_table,
+    "long contexts": long_table,
     "accuracy": accuracy_table,
     "beside transformers": llm_table,
     "sparse forward": sparse_forward_table,

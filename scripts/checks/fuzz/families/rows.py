@@ -11,6 +11,8 @@ from checks.fuzz.family import Config, family
 from checks.fuzz.references import Exact
 
 _NORM = "kernels.invariant.rms_norm"
+# Noise of numbers that a kernel may take for 0: fp32's below 2^-126.
+_FLUSHED = 1e-33
 
 
 def _configure_norm(config: Config) -> None:
@@ -147,7 +149,7 @@ def merged_attention(config: Config, draw: Draw, compare: Comparison) -> None:
     terms = weights * torch.stack([out.double(), part.double()])
     value, noise = terms.sum(0), terms.square().sum(0).sqrt()
     # The weights' errors grow with the LSE that they are computed from.
-    noise = noise * (1 + both.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)[..., None] / 30)
+    noise = noise * (1 + both.abs().nan_to_num(0.0, 0.0, 0.0).amax(0)[..., None] / 30) + _FLUSHED
     compare.rows("merged", merged, value, noise, dtype)
     compare.lse(total, expected, FP32)
 
@@ -171,11 +173,11 @@ def output_gate(config: Config, draw: Draw, compare: Comparison) -> None:
     logits = draw.normal(*shape, dtype=config.logits, magnitude=draw.often(1.0, 30.0))
     share, exact, dy = logits.double().sigmoid()[..., None], x.double(), grad.double()
     rows = x.flatten(-2), grad.flatten(-2)
-    compare.rows(
-        "out", gate_forward(rows[0], logits).view_as(x), exact * share, exact * share, config.dtype
-    )
+    found = {"out": (gate_forward(rows[0], logits), exact * share)}
     dx, d_logits = gate_backward(rows[1], rows[0], logits)
-    compare.rows("dx", dx.view_as(x), dy * share, dy * share, config.dtype)
+    found["dx"] = dx, dy * share
+    for name, (one, value) in found.items():
+        compare.rows(name, one.view_as(x), value, value.abs() + _FLUSHED, config.dtype)
     products, slope = exact * dy, (share * (-logits.double()).sigmoid()[..., None]).squeeze(-1)
-    noise = products.square().sum(-1).sqrt() * slope
+    noise = products.square().sum(-1).sqrt() * slope + _FLUSHED
     compare.rows("d_logits", d_logits, products.sum(-1) * slope, noise, config.logits)

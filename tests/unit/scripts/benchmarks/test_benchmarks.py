@@ -28,6 +28,7 @@ from benchmarks.kit.arguments import KNOWN, Option
 from benchmarks.shared_prefix import WORKS, PrefixReport
 from checks.tables.measured import (
     features_table,
+    long_table,
     shared_prefix_table,
     training_step_table,
 )
@@ -71,6 +72,7 @@ MISTAKES = {
         ("--kv 64 --query-lengths 1 --shared-prefix 64", "at most 63 keys, of requests of equal"),
     ],
     "dsa": [("--topk 9999", "--topk must be at most the keys of --kv and --indexer")],
+    "long_context": [("--sizes 4k --cp 6", "divide into 2 --cp chunks, at least 2 of --cp: got 4")],
     "serving": [
         ("--rows 32", "expected rows such as 32x1k/256 or 64x1k/256*4, got '32'"),
         ("--rows 64x1k/256*1", "expected at least 2 rounds after *, got '64x1k/256*1'"),
@@ -150,6 +152,7 @@ PUBLISHED = {
         *("decode/[bdlo]*.json", "decode/flash*.json", "decode/fp8.json", "decode/fp8-p*.json"),
     ),
     "dsa": ("dsa/kernels.json",),
+    "long_context": ("long-context/*.json",),
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
     "weight_updates": ("inference/weight-updates*.json",),
     "shared_prefix": ("shared-prefix/*.json",),
@@ -168,7 +171,7 @@ def test_published_results_are_shown_again(name, tmp_path, capsys, monkeypatch):
     if name in MANY_PANELS:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = [str(file) for files in PUBLISHED[name] for file in sorted(DOCS.glob(files))]
-    if not found and name == "training_step":
+    if not found and name in ("training_step", "long_context"):
         pytest.skip("not measured yet")
     assert found
     folder = [str(tmp_path)] if benchmark.files else []
@@ -300,6 +303,22 @@ def dsa(rows: Rows, out: str, folder: Path) -> None:
     assert "- it needs compute capability 9.0: forward n=2" in out
 
 
+def long_context(rows: Rows, out: str, folder: Path) -> None:
+    """Messages of half of 64 tokens: [latent | k_rope] of 32 + 16 numbers, index keys of 32."""
+    settings = ["reference, indexer reference", "reference, indexer reference_fp8", "reference"]
+    pieces = {f"{name}_ms" for name in ("select", "loss", "attention_forward", "other")}
+    for row, setting in zip(rows, settings, strict=True):
+        assert row["settings"] == f"absorbed {setting}, all_gather kept"
+        sparse = row["work"] != "dense"
+        assert row["forward_bytes"] == row["backward_bytes"] == 32 * 4 * (48 + 32 * sparse)
+        assert pieces - row.keys() == (set() if sparse else {"select_ms", "loss_ms"})
+        found = sum(row.get(name, 0) for name in (*pieces, "attention_backward_ms"))
+        assert found == pytest.approx(row["step_ms"], abs=0.05) and row["other_ms"] > 0
+    (folder / "long-context").symlink_to(folder)
+    (folder / "long.json").symlink_to(folder / "out.json")
+    assert long_table(folder).count("\n| dsa_fp8 | 64 | 2 | 2 | ") == 1
+
+
 def weight_updates(rows: Rows, out: str, folder: Path) -> None:
     assert [row["work"] for row in measured(rows)] == ["copy", "update", "sleep 1", "sleep 2"]
     assert all(row["gigabytes_per_second"] > 0 for row in rows)
@@ -362,8 +381,8 @@ def training_step(rows: Rows, out: str, folder: Path) -> None:
 CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
     one.__name__: one
     for one in (
-        *(attention, attention_features, context_parallel, decode, dsa, shared_prefix),
-        training_step,
+        *(attention, attention_features, context_parallel, decode, dsa, long_context),
+        *(shared_prefix, training_step),
         weight_updates,
     )
 }
