@@ -142,7 +142,8 @@ class LongContextBenchmark(kit.Benchmark):
 
         self.on_gpu, self.dtype = self.processes.on_gpu, self.processes.dtype
         self.timeline = Timeline(self.on_gpu)
-        self.more: dict[str, Any] = {}  # figures of the case at hand
+        self.case: LongCase | None = None  # at hand
+        self.more: dict[str, Any] = {}  # its figures
         self.parts: dict[tuple[int, int], int] = {}  # by a rank's tokens and heads
         self.compiled: set[str] = set()  # settings that have run
 
@@ -165,14 +166,14 @@ class LongContextBenchmark(kit.Benchmark):
             yield from super().rows()
 
     def failed(self, case: LongCase, error: Exception) -> kit.TimedRow:
-        """With the settings and the exchange, which are known all the same."""
-        return replace(super().failed(case, error), more=self.more)
+        """With the settings and the exchange, which are known all the same once it has begun."""
+        return replace(super().failed(case, error), more=self.more if case == self.case else {})
 
     def measure(self, case: LongCase) -> kit.TimedRow:
         """One rank's step, in as few parts as memory allows."""
         from benchmarks.kit.simulated_rank import exposed_seconds
 
-        self.more = {}
+        self.case, self.more = case, {}
         self._settle(case)
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()

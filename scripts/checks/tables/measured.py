@@ -422,6 +422,8 @@ def long_table(docs: Path) -> str:
     lines = []
     for row in LongReport.read(path).rows:
         case, more = row.case, row.more
+        if not more:
+            continue  # --time-limit left it out
         figures = [f"{more[name]:.0f}" if name in more else "-" for name in numbers]
         received = (f"{more[f'{way}_bytes'] / 2**20:.0f}" for way in ("forward", "backward"))
         case = case.work, tokens_text(case.tokens), str(case.cp), str(case.heads)

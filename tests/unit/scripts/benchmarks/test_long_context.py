@@ -14,7 +14,7 @@ from benchmarks.kit.simulated_rank import (
     exposed_seconds,
     simulated_exchange,
 )
-from benchmarks.long_context import LongCase
+from benchmarks.long_context import LongCase, LongContextBenchmark
 from tests.support.cases import TINY, random_weights
 from tests.support.dsa import TINY_DSA
 from tests.support.dsa_layer import build
@@ -97,3 +97,12 @@ def test_rank_computes_its_rows_of_the_whole(sparse, comm_type):
 )
 def test_exposed(messages, seconds):
     assert exposed_seconds(messages, 10) == pytest.approx(seconds)
+
+
+def test_a_case_that_was_left_out_has_no_figures():
+    """Those of the case before it are not its own."""
+    benchmark = object.__new__(LongContextBenchmark)
+    measured, left_out = (LongCase("dsa", 16, 1024, cp) for cp in (2, 4))
+    benchmark.case, benchmark.more = measured, {"settings": "absorbed"}
+    assert benchmark.failed(measured, MemoryError()).more == {"settings": "absorbed"}
+    assert benchmark.failed(left_out, MemoryError()).more == {}
