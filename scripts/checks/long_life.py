@@ -144,12 +144,16 @@ def _several(args: argparse.Namespace, folder: Path, begin: float) -> None:
                     preexec_fn=ends_with_this_process(),
                 )
             )
-    shown = begin
+    shown, faults = begin, set()
     while None in (codes := [one.poll() for one in running]) and not any(codes):
         time.sleep(0.2)
         if time.monotonic() > shown + 10:
-            shown = time.monotonic()
-            _say(_reports(folder), shown - begin)
+            shown, reports = time.monotonic(), _reports(folder)
+            _say(reports, shown - begin)
+            # At once: a run that is cut off from outside writes no report.
+            new = {fault for one in reports for fault in one["faults"]} - faults
+            print(*new, sep="\n", end="\n" if new else "", flush=True)
+            faults |= new
     for i, one in enumerate(running):
         one.kill()
         if one.wait() and codes[i]:
