@@ -150,7 +150,8 @@ def test_losses(parallel, recipe, fp8_param):
     """
     skip_small_blocks(recipe, parallel)
     expected, noise = in_bf16(world.tp_size())
-    losses = Trainer(**FP8, **parallel, fp8_recipe=recipe, fp8_param=fp8_param).steps()
+    fields = {**FP8, **parallel, "fp8_recipe": recipe, "fp8_param": fp8_param}
+    losses = Trainer(**fields).steps()
     assert losses != expected
     # The first step of delayed scaling has no scales yet.
     bound = 0.1 if recipe == "delayed" else 3 * noise

@@ -7,8 +7,6 @@ whole, ``min_p`` and ``top_p`` by as much. ``top_k`` and the order of equal logi
 
 from __future__ import annotations
 
-from itertools import product as combinations
-
 import torch
 from torch import Tensor
 
@@ -116,44 +114,45 @@ def drawn_tokens(config: Config, draw: Draw, compare: Comparison) -> None:
     inside = ((found >= 0) & (found < config.vocabulary)) | (most_likely < 0)
     compare.holds("tokens in the vocabulary", ~inside, found, most_likely)
     clean = logits.masked_fill(greedy[:, None], 0.0)
-    right = greedy.clone()
-    for signs in combinations((-1, 1), repeat=2):
-        right |= may_be_drawn(clean, numbers, found.clamp(0, config.vocabulary - 1), *signs)
+    right = greedy | may_be_drawn(clean, numbers, found.clamp(0, config.vocabulary - 1))
     compare.holds("drawn tokens", ~right, found, most_likely)
 
 
-def may_be_drawn(
-    logits: Tensor, numbers: Tensor, tokens: Tensor, of_min_p: int, of_top_p: int
-) -> Tensor:
-    """Whether the random numbers fall into the tokens' parts, bool [rows].
+def may_be_drawn(logits: Tensor, numbers: Tensor, tokens: Tensor) -> Tensor:
+    """Whether the random numbers may fall into the tokens' parts, bool [rows].
 
-    The logits are without NaN; ``of_min_p`` and ``of_top_p``, -1 or 1, say to which side rounding
-    moves ``min_p`` and ``top_p``.
+    Rounding may leave any tokens between the fewest and the most that ``min_p`` and ``top_p``
+    leave when they are moved to either side. The logits are without NaN.
     """
-    temperature, random, min_p, top_k, top_p = (x[:, None] for x in numbers[:5])
+    fewest, most = _weights_left(logits, numbers, 1), _weights_left(logits, numbers, -1)
+    own = most.gather(-1, tokens[:, None])
+    begin = fewest.cumsum(-1).gather(-1, tokens[:, None]) - own
+    end, random = most.cumsum(-1).gather(-1, tokens[:, None]), numbers[1][:, None]
+    edge = _EDGE * most.sum(-1, keepdim=True) + 1
+    reached = begin - edge <= random * most.sum(-1, keepdim=True)
+    fits = reached & (random * fewest.sum(-1, keepdim=True) <= end + edge) & (own > 0)
+    return fits[:, 0]
+
+
+def _weights_left(logits: Tensor, numbers: Tensor, moved: int) -> Tensor:
+    """Weights [rows, vocabulary] behind the filters, moved to leave fewer (1) or more (-1)."""
+    temperature, _, min_p, top_k, top_p = (x[:, None] for x in numbers[:5])
     wide = logits.double()
     most = wide.amax(-1, keepdim=True)
     share = torch.exp(torch.where(wide == most, 0.0, wide - most) / temperature)
-    share = share.masked_fill(share < min_p * (1 + of_min_p * _EDGE), 0.0)
+    share = share.masked_fill(share < min_p * (1 + moved * _EDGE), 0.0)
     weights = (share * _SCALE).floor()
     order = wide.sort(dim=-1, descending=True, stable=True).indices
     ordered = weights.gather(-1, order)
     rank = torch.arange(wide.shape[1], device=wide.device)
     ordered = ordered.masked_fill(rank >= top_k, 0.0)
     before = ordered.cumsum(-1) - ordered
-    limit = top_p + of_top_p * _EDGE * (top_p < 1)
+    limit = top_p - moved * _EDGE * (top_p < 1)
     first = ordered * (rank == 0)
     ordered = ordered.masked_fill(before >= limit * ordered.sum(-1, keepdim=True), 0.0)
     # One token is always left.
     ordered = torch.where((ordered.sum(-1, keepdim=True) > 0), ordered, first)
-    left = torch.zeros_like(weights).scatter_(-1, order, ordered)
-    sums = left.cumsum(-1)
-    whole = sums[:, -1:]
-    target, edge = random * whole, _EDGE * whole + 1
-    end = sums.gather(-1, tokens[:, None])
-    own = left.gather(-1, tokens[:, None])
-    fits = (end - own - edge <= target) & (target <= end + edge) & (own > 0)
-    return fits[:, 0]
+    return torch.zeros_like(weights).scatter_(-1, order, ordered)
 
 
 @family("token-weights", "testing.token_probabilities._weights_kernel", share=0.3)

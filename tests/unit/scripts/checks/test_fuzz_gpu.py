@@ -165,17 +165,19 @@ def test_parts_of_tokens():
     """Of ten equal tokens the sixth has the random numbers from 0.5 to 0.6; filters leave some."""
     from checks.fuzz.families.sampling import may_be_drawn
 
-    def drawn(random: float, *filters: float) -> list[int]:
+    def drawn(random: float, *filters: float, vocabulary: int = 10, least: int = 0) -> list[int]:
         numbers = torch.tensor([1.0, random, *filters, 1.0], dtype=torch.float64)
-        logits, tokens = torch.zeros(10, 10), torch.arange(10)
-        fits = may_be_drawn(logits, numbers[:, None].expand(6, 10), tokens, -1, 1)
-        return tokens[fits].tolist()
+        tokens = torch.arange(least, least + 10)
+        logits = torch.zeros(10, vocabulary)
+        return tokens[may_be_drawn(logits, numbers[:, None].expand(6, 10), tokens)].tolist()
 
     assert drawn(0.55, 0.0, 10, 1.0) == [5]
     assert drawn(0.6, 0.0, 10, 1.0) == [5, 6]  # rounding may move the edge
     assert drawn(0.55, 0.0, 4, 1.0) == [2]
     assert drawn(0.55, 0.0, 10, 0.35) == [2]
     assert drawn(0.99, 1.0, 10, 1.0) == [9]
+    # Half of 65,607 tokens are 32,804; with either rounding there are one more or one fewer.
+    assert drawn(1.0, 0.0, 65607, 0.5, vocabulary=70000, least=32798) == [32802, 32803, 32804]
 
 
 # Launchers and kernels for Hopper, which run in PyTorch here, by a family that is cheap there.
