@@ -140,7 +140,8 @@ def _weights_left(logits: Tensor, numbers: Tensor, moved: int) -> Tensor:
     wide = logits.double()
     most = wide.amax(-1, keepdim=True)
     share = torch.exp(torch.where(wide == most, 0.0, wide - most) / temperature)
-    share = share.masked_fill(share < min_p * (1 + moved * _EDGE), 0.0)
+    # The most likely token stays with a ``min_p`` of 1.
+    share = share.masked_fill(share < (min_p * (1 + moved * _EDGE)).clamp(max=1.0), 0.0)
     weights = (share * _SCALE).floor()
     order = wide.sort(dim=-1, descending=True, stable=True).indices
     ordered = weights.gather(-1, order)
