@@ -420,8 +420,8 @@ class Engine:
     def _process_output(self, output: StepOutput) -> list[Progress]:
         """Progress of all requests of a step that has ended."""
         requests, step, progress = self._requests, output.megatron_step, output.progress
-        if self._generated is not None:
-            self._generated.failed.update(output.failed)
+        if output.failed and self._generated is not None:
+            self._generated.fail(output.failed)
         if output.failed or requests.failures.active:
             requests.failures.begin_step(output.failed)
             progress = requests.without_failures(progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, takewhile
 
 import torch
@@ -395,16 +395,14 @@ class GeneratedBlocks:
 
     Args:
         engine: With a prefix cache under the LRU policy, of a model without other states.
-
-    Attributes:
-        failed: Requests without a token in their logits, whose latents nobody may find.
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine, self._context = engine, engine.context
         # Those that have ended, but have a row in a step in flight.
         self._ended: dict[int, DynamicInferenceRequestRecord] = {}
-        self.failed: set[int] = set()
+        # Those without a token in their logits, whose latents nobody may find.
+        self._failed: set[int] = set()
         release = RELEASE_REQUESTS.of(self._context)
 
         def register_and_release(rows: Tensor) -> None:
@@ -418,22 +416,28 @@ class GeneratedBlocks:
         """Megatron's engine forgets this request before its blocks are released."""
         self._ended[record.request_id] = record
 
+    def fail(self, numbers: Iterable[int]) -> None:
+        """These had no token in their logits; those that have given back their rows are skipped."""
+        known = self._ended.keys() | self._engine.requests.keys()
+        self._failed |= known & set(numbers)
+
     def forget_ended(self) -> None:
         """No request has a row any more."""
         self._ended.clear()
+        self._failed.clear()
 
     def clear(self) -> None:
         """Numbers of requests begin anew."""
         self._ended.clear()
-        self.failed.clear()
+        self._failed.clear()
 
     def _register(self, row: int) -> None:
         number = int(self._context.request_ids[row])
         record = self._ended.pop(number, None)
         if record is None and number in self._engine.requests:
             record = self._engine.requests[number].record
-        failed = number in self.failed
-        self.failed.discard(number)
+        failed = number in self._failed
+        self._failed.discard(number)
         if record is None or failed or not record[-1].generated_tokens:
             return
         request = record[-1]

@@ -349,6 +349,7 @@ absorbed_mla/serving/scheduler/requests.py
   records_without_their_salt: entry.record.priority = cache_salt, priority
     -> entry.record.priority = None, priority
   generated_blocks_are_not_kept: self._register(row) -> pass
+  failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
   generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
   generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
   generated_blocks_take_the_place_of_others: if value not in known] -> ]

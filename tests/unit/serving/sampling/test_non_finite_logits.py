@@ -14,7 +14,7 @@ from absorbed_mla.serving.request_results import NON_FINITE_LOGITS, Failures, Pr
 from absorbed_mla.serving.sampling.device_sampler import SampledRequest
 from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler, _Row
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import KEPT, engine_of, generating_model, prompt
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 9, 7, 12))]
 GREEDY = {"max_tokens": 24, "temperature": 0, "logprobs": 1}
@@ -197,3 +197,15 @@ class TestFailures:
         assert found.tokens == [] and found.result.tokens == [9, 9, 9, 1, 2]
         assert (found.result.finish, found.result.error) == ("error", NON_FINITE_LOGITS)
         assert not failures.numbers
+
+
+@pytest.mark.parametrize("engine", ["loop", "megatron"])
+def test_failed_requests_are_forgotten(engine):
+    """A request may have given back its rows when its failure is told."""
+    options = {**ENGINES[engine], **KEPT}
+    with engine_of(with_nan(generating_model(num_layers=1), BAD), **options) as made:
+        blocks = made._generated
+        assert blocks is not None
+        for length in (1, 2, 24):
+            made.generate(PROMPTS, PARAMS["greedy"].replace(max_tokens=length))
+            assert not blocks._failed
