@@ -49,7 +49,8 @@ class GroupedExperts(SequentialMLP):
                 raise ValueError(f"grouped experts need {name} {accepted[0]}, got {value!r}")
         super().__init__(num_local_experts, config, *host, **more)
         self._weights: tuple[Tensor, Tensor] | None = None
-        self._stack()
+        # Memory that a checkpoint is read into is not worth a copy of gigabytes.
+        self._stack(with_values=config.perform_initialization)
 
     def forward(self, tokens: Tensor, rows: PermutedTokens, probs: Tensor) -> tuple[Tensor, None]:
         """Of rows that are sorted by expert.
@@ -121,17 +122,18 @@ class GroupedExperts(SequentialMLP):
     # Leaving inference mode would switch gradients on.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _stack(self) -> None:
-        """Give the parameters memory one behind the other, with their values."""
+    def _stack(self, *, with_values: bool = True) -> None:
+        """Give the parameters memory one behind the other, with their values or none."""
         self._weights = None
-        into, out_of = map(_stacked, self._of_experts())
+        into, out_of = (_stacked(found, with_values) for found in self._of_experts())
         self._weights = into, out_of
 
 
-def _stacked(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _stacked(parameters: Sequence[nn.Parameter], with_values: bool) -> Tensor:
     first = parameters[0]
     stacked = first.new_empty(len(parameters), *first.shape)
-    for i, parameter in enumerate(parameters):
-        stacked[i] = parameter
-        parameter.data = stacked[i]
+    for parameter, view in zip(parameters, stacked):
+        if with_values:
+            view.copy_(parameter)
+        parameter.data = view
     return stacked

@@ -16,7 +16,7 @@ from absorbed_mla.serving.experts.product import grouped_product, why_not_groupe
 from absorbed_mla.serving.export import hf_weights
 from tests.support import needs
 from tests.support.experts import FEW, ROUTED, grouped_model, pair
-from tests.support.models import logits
+from tests.support.models import gpt_model, logits
 
 pytestmark = needs.no_gpu
 
@@ -70,6 +70,15 @@ def test_equal_to_the_bit():
     assert isinstance(mlp_of(grouped).experts, GroupedExperts)
     assert type(mlp_of(sequential).experts) is SequentialMLP
     assert torch.equal(logits(grouped), logits(sequential))
+
+
+def test_initial_values():
+    """Those of Megatron's experts from the same seed."""
+    sequential, grouped = (
+        mlp_of(model).experts for model in (gpt_model(**FEW), grouped_model(**FEW))
+    )
+    for wanted, found in zip(sequential.parameters(), grouped.parameters(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "softmax", "pre_softmax"])
