@@ -73,11 +73,9 @@ class LLM(LLMEngine):
         self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
     ) -> None:
         require_own_packages("checkpoint_conversion", "specs")
-        from absorbed_mla.serving.executor.dp_load_balancer import DPLoadBalancer, GatheringRunner
-        from absorbed_mla.serving.executor.local import LocalRunner
         from absorbed_mla.serving.executor.multiprocess import ProcessRunner
         from absorbed_mla.serving.executor.process_groups import started_by_torchrun
-        from absorbed_mla.serving.weights.load import (
+        from absorbed_mla.serving.weights.checkpoint import (
             end_tokens,
             open_model,
             require_model,
@@ -98,13 +96,18 @@ class LLM(LLMEngine):
             trust_remote_code=given.trust_remote_code,
         )
         runner: Runner
-        if world is not None:
+        if world is None:
+            runner = ProcessRunner(folder, given)
+        else:
+            from absorbed_mla.serving.executor.dp_load_balancer import GatheringRunner
+            from absorbed_mla.serving.executor.local import LocalRunner
+
             rank = int(os.environ["RANK"])
             kind = GatheringRunner if given.data_parallel_attention else LocalRunner
             runner = kind.of_checkpoint(folder, given, rank, world, None)
-        else:
-            runner = ProcessRunner(folder, given)
-        if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
+        if given.data_parallel_attention:
+            from absorbed_mla.serving.executor.dp_load_balancer import DPLoadBalancer
+
             runner = DPLoadBalancer(runner, given.num_processes)
         super().__init__(runner, found, ends, awake=True, enable_lora=given.enable_lora)
 

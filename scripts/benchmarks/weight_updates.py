@@ -103,7 +103,8 @@ class WeightUpdates(kit.Benchmark):
         from absorbed_mla import LLM
         from absorbed_mla.export import LiveWeights
         from absorbed_mla.serving.llm_options import LLMOptions
-        from absorbed_mla.serving.weights.load import load_model, open_model
+        from absorbed_mla.serving.weights.checkpoint import open_model
+        from absorbed_mla.serving.weights.load import load_model
 
         options = {"device": self.processes.device.type, "max_num_seqs": 4}
         options |= {"cache_tokens": _CACHE_TOKENS, "max_model_len": 1024}

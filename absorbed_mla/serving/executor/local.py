@@ -22,7 +22,8 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.scheduler.cuda_graphs import delete_graphs
 from absorbed_mla.serving.statistics import Statistics
-from absorbed_mla.serving.weights.load import load_model, open_model, require_model
+from absorbed_mla.serving.weights.checkpoint import open_model, require_model
+from absorbed_mla.serving.weights.load import load_model
 
 
 class Runner(Protocol):

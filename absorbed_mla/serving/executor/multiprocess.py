@@ -12,19 +12,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Command
-from absorbed_mla.serving.executor.weight_updates import UpdateFailure
 from absorbed_mla.serving.llm_engine import interrupts_deferred
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.request_results import Progress
-from absorbed_mla.serving.statistics import Statistics
-from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
+
+if TYPE_CHECKING:
+    from absorbed_mla.serving.engine_options import EngineOptions
+    from absorbed_mla.serving.executor.weight_updates import UpdateFailure
+    from absorbed_mla.serving.request_results import Progress
+    from absorbed_mla.serving.statistics import Statistics
 
 # Seconds that processes have to end by themselves.
 _GRACE = 10
@@ -64,6 +66,8 @@ class ProcessRunner:
                 self._start(rank)
             for rank, connection in enumerate(self._connections):
                 self._send(connection, (folder, options, rank, self._world, self._store()))
+            # Megatron, which the answers need, is imported here while the processes do the same.
+            import_module("absorbed_mla.serving.executor.local")
             self._collect()
         except BaseException:
             self._kill()
@@ -85,6 +89,8 @@ class ProcessRunner:
         self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
     ) -> UpdateFailure | None:
         """See ``Runner``; weights of this process go through memory that all processes share."""
+        from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
+
         if isinstance(weights, str):
             return self._call("update_weights", weights, keep_cache, rank_offset, timeout)
         shapes, device = weights.shapes, weights.device

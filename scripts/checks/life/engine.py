@@ -16,7 +16,8 @@ from absorbed_mla.serving.executor.process_groups import join
 from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 CONTEXT = 320

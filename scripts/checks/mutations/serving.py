@@ -506,12 +506,13 @@ absorbed_mla/serving/weights/fused_residuals.py
   norm_of_another_run: and self._run is this_run() ->
 absorbed_mla/serving/weights/index_weights.py
   index_weights_are_those_of_parity: if parity: -> if False:
-absorbed_mla/serving/weights/load.py
-  llm_forgets_the_options_of_layers: **layer_options(args), ->
-  parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
+absorbed_mla/serving/weights/checkpoint.py
   llm_forgets_follow_links: (folder, follow_links=follow_links) -> (folder)
   tokenizer_beside_the_blobs: return checkpoint.auxiliary_folder if checkpoint.auxiliary else None
     -> return min((p.parent for p in checkpoint.auxiliary.values()), default=None)
+absorbed_mla/serving/weights/load.py
+  llm_forgets_the_options_of_layers: **layer_options(args), ->
+  parity_mlps_round_once: rounds_each_step=options.parity -> rounds_each_step=False
   index_weights_are_rounded: keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     ->
 absorbed_mla/serving/weights/update.py

@@ -56,6 +56,13 @@ class TestCost:
         code = f"import sys, absorbed_mla.{module}; sys.exit('torch' in sys.modules)"
         assert run_python("-S", "-c", code, path=[ROOT]).returncode == 0
 
+    def test_processes_start_without_megatron(self):
+        """What ``LLM`` needs until then; its processes import Megatron while it does."""
+        names = ("executor.multiprocess", "executor.process_groups", "weights.checkpoint", "llm")
+        code = ", ".join(f"absorbed_mla.serving.{name}" for name in names)
+        code = f"import sys, {code}; sys.exit('megatron.core' in sys.modules)"
+        assert run_python("-c", code, path=[ROOT]).returncode == 0
+
     def test_time(self, fresh_process):
         """CPU time of the process: 0.2 s on a quiet machine, 0.5 s on a slow and busy one."""
         assert fresh_process["seconds"] < 0.8

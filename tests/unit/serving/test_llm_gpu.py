@@ -10,7 +10,8 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from absorbed_mla.serving.weights.memory import WeightMemory
 from tests.conversion.models import Architecture
 from tests.support import needs

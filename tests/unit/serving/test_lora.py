@@ -20,7 +20,8 @@ from absorbed_mla.lora import (
 )
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from tests.support import needs, world
 from tests.support.engine import Request, engine_of
 from tests.support.llm import serving, tiny_folder

@@ -11,9 +11,10 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.export import LiveWeights, WeightSender
-from absorbed_mla.serving.executor import multiprocess
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights import transfer
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
@@ -188,7 +189,7 @@ def test_other_refusals(old, folders):
 def test_a_transfer_that_fails(old, new, expected, monkeypatch, changes):
     """Nothing is generated with a part of the weights, until another update."""
     old.add_request(PROMPTS[1], PARAMS, "runs")
-    monkeypatch.setattr(multiprocess, "BUCKET_BYTES", 4096 if changes else 2**20)
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 4096 if changes else 2**20)
     with pytest.raises(RuntimeError, match=r"weight, .*was announced, and no tensor"):
         old.update_weights(Tensors(new, most=len(new) - 1))
     if changes:

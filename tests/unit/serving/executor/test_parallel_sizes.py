@@ -7,7 +7,8 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.weights.load import load_model, open_model, require_model
+from absorbed_mla.serving.weights.checkpoint import open_model, require_model
+from absorbed_mla.serving.weights.load import load_model
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 from tests.support.llm import tiny_folder

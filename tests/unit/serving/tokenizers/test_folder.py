@@ -16,7 +16,7 @@ from absorbed_mla.serving.tokenizers.tokenizers import (
     HuggingFaceTokenizer,
     open_tokenizer,
 )
-from absorbed_mla.serving.weights.load import end_tokens, open_model, tokenizer_folder
+from absorbed_mla.serving.weights.checkpoint import end_tokens, open_model, tokenizer_folder
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support.hub_cache import as_snapshot
 

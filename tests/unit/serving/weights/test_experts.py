@@ -15,7 +15,8 @@ from absorbed_mla.serving.experts.experts import GroupedExperts
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.weights import load
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs

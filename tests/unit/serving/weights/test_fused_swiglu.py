@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.weights.checkpoint import open_model
 from absorbed_mla.serving.weights.fused_swiglu import SwiGLU, fuse_swiglu
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.load import load_model
 from tests.support import needs
 from tests.support.llm import tiny_folder
 from tests.support.models import MIXED, gpt_model, logits

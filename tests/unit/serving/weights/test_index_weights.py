@@ -11,7 +11,8 @@ from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.serving.export import hf_weights
 from absorbed_mla.serving.llm_options import LLMOptions
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from tests.conversion.support import V32, random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 

@@ -12,7 +12,8 @@ import torch
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.weights import load
-from absorbed_mla.serving.weights.load import load_model, open_model
+from absorbed_mla.serving.weights.checkpoint import open_model
+from absorbed_mla.serving.weights.load import load_model
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.models import VOCABULARY, Architecture, make_model, save
