@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.batch_invariant import parts
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
 from absorbed_mla.lora.forms import LoRAAbsorbedForm, LoRAExpandedForm, UpProjections
@@ -120,6 +121,11 @@ class AttentionLoRA(nn.ModuleDict):
     def _check(self, attention: nn.Module, args: tuple) -> None:
         if self.merged and attention.training and torch.is_grad_enabled():
             raise ValueError("LoRA is merged into the weights: unmerge_lora before training")
+        if attention.options.batch_invariant and parts.fixed.count is not None and not self.merged:
+            raise ValueError(
+                f"LoRA in parity mode needs {parts.OPTION}=None, got {parts.fixed.count}: ranks "
+                "would sum up its products as they divide them"
+            )
 
     def _add(
         self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple, output: tuple

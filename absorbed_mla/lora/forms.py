@@ -25,6 +25,7 @@ from absorbed_mla.absorb import (
     up_project_value,
     up_project_value_in_inference,
 )
+from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.base import BlockGradients
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
@@ -72,7 +73,8 @@ class LoRAAbsorbedForm(AbsorbedForm):
         between = lora.chosen(absorb(q_nope, b), lora.sharding)
         if between is None:
             return absorbed
-        if absorb is absorb_query or not absorbed.is_contiguous():
+        in_place = absorb is not absorb_query and not is_enabled(absorbed.device)
+        if not in_place or not absorbed.is_contiguous():
             return absorbed + between @ a
         absorbed.view(-1, absorbed.shape[-1]).addmm_(between.flatten(0, -2), a)
         return absorbed

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.norm import mark_parameter
 from absorbed_mla.tensor_parallel import enter_head_parallel
 
@@ -140,7 +141,7 @@ class LowRank(nn.Module):
         return x if self.scaling == 1 else x * self.scaling
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        """``out + scaling B A x``, rounded once; without gradient in the memory of ``out``.
+        """``out + scaling B A x``, rounded once; in place without gradient, but in parity mode.
 
         Args:
             out: [..., outputs], the last dim contiguous.
@@ -150,7 +151,8 @@ class LowRank(nn.Module):
         if between is None:
             return out
         rows, factors = out.view(-1, out.shape[-1]), (between.flatten(0, -2), self.lora_B().t())
-        if torch.is_grad_enabled():
+        # Parity mode replaces ``addmm``, not the product in place.
+        if torch.is_grad_enabled() or is_enabled(out.device):
             return torch.addmm(rows, *factors).view_as(out)
         rows.addmm_(*factors)
         return out

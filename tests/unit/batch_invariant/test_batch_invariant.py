@@ -32,6 +32,7 @@ from tests.support.backends import (
 from tests.support.cases import INTERPRETED, TINY, VARIANTS, WIDE, config_for
 from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
+from tests.support.lora import with_random_lora
 from tests.support.models import token_batch
 from tests.support.parity import (
     LAYERS,
@@ -104,6 +105,14 @@ class TestBits:
     def test_of_gates_and_scaled_queries(self, _on):
         model = parity_model(torch.bfloat16, mla=VARIANTS["all_variants"], **LAYERS["dense"])
         assert differences(model) == []
+
+    @dtypes
+    def test_of_lora(self, _on, dtype):
+        """Whose products nothing that generates adds in place."""
+        model = with_random_lora(parity_model(dtype, **LAYERS["dense"]))
+        assert differences(model) == []
+        with batch_invariant_mode(tensor_parallel_parts=2), pytest.raises(ValueError, match="LoRA"):
+            trained(model, tokens_of())
 
     @layers
     @dtypes
