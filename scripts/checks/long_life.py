@@ -5,11 +5,12 @@
     $ python scripts/checks/long_life.py --requests 200000 --processes 8 --seconds 540
 
 Requests are drawn from a pool: prompts of any length, shared beginnings, conversations, greedy and
-sampled, with penalties, biases, stop strings, several outputs and log-probabilities. Each is
-answered alone first, by an engine without prefix cache. Then they come in bursts to one whose cache
-is too small, so that requests are paused and evicted and cached blocks released, and a share of
-them is aborted: waiting, in the prompt, or while they are decoded. Every answer, and what an
-aborted one had, must be the one alone, to the bit of its log-probabilities.
+sampled, with penalties, biases, stop strings, several outputs, log-probabilities, grammars, and
+LoRA adapters of which there are more than slots. Each is answered alone first, by an engine without
+prefix cache. Then they come in bursts to one whose cache is too small, so that requests are paused
+and evicted and cached blocks released, and a share of them is aborted: waiting, in the prompt, or
+while they are decoded. Every answer, and what an aborted one had, must be the one alone, to the bit
+of its log-probabilities.
 
 After each --every requests all have to end. Then every block must be free or cached, and memory,
 objects, file descriptors, threads and entries of every container are counted, which must not grow
@@ -47,7 +48,9 @@ from console.parser import Parser
 from console.script import Failure, leave, run_script
 
 if TYPE_CHECKING:
-    from absorbed_mla import LLM
+    from collections.abc import Iterator
+
+    from checks.life.engine import Engines
     from checks.life.requests import Entry
 
 _PACKAGES = ("torch", "triton", "megatron-core")
@@ -55,6 +58,7 @@ _PACKAGES = ("torch", "triton", "megatron-core")
 _REPEATED = ("model", "tokenizer", "seed", "pool", "aborted", "every", "processes")
 # What the traffic is for; it was too light if one of them never happened.
 _EXPECTED = ("evicted", "chunks", "mixed_steps", "prefix_blocks", "released blocks")
+_EXPECTED += ("waited for an adapter's slot", "constrained", "constrained, with an adapter")
 _EXPECTED += ("overlap scheduler's steps", "Megatron's steps")
 _EXPECTED += ("aborted in waiting", "aborted in prefill", "aborted in decode")
 
@@ -67,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("long_life.py", __doc__)
     add = parser.add_argument
-    add("--requests", type=int, default=5000, help="of all processes together")
+    add("--requests", type=int, default=5000, help="of all processes, or of --process, together")
     add("--seconds", type=float, default=86400, help="no request begins later")
     add("--seed", type=int, default=0, help="of requests and traffic")
     add("--model", choices=("dense", "moe"), default="dense", help="without or with experts")
@@ -173,10 +177,8 @@ def _reports(folder: Path) -> list[dict]:
 
 
 def _say(reports: list[dict], seconds: float) -> None:
-    requests, faults = (
-        sum(one["requests"] for one in reports),
-        sum(len(one["faults"]) for one in reports),
-    )
+    requests = sum(one["requests"] for one in reports)
+    faults = sum(len(one["faults"]) for one in reports)
     print(f"{seconds:.0f} s: {requests} requests, {faults} faults", flush=True)
 
 
@@ -188,35 +190,36 @@ def _write(path: Path, content: bytes) -> None:
 
 def _one(args: argparse.Namespace, index: int, folder: Path) -> None:
     """The requests of one process; leaves its report in the folder."""
+    begin = time.monotonic()
     import torch
 
+    from absorbed_mla.serving.structured_output.grammar import require_library
     from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer
     from checks.life.census import growth
     from checks.life.engine import Engines
     from checks.life.traffic import Fault, Traffic
 
-    begin = time.monotonic()
+    require_library()
     torch.set_num_threads(1)
     if on_gpu := torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(0.9 / args.processes)
     engines = Engines(folder, args.model, open_tokenizer(args.tokenizer, None), index)
-    pool = _pool(args, folder, engines.alone())
+    pool = _pool(args, folder, engines)
     llm = engines.mixed()
     traffic = Traffic(llm, pool, f"{args.seed}/{index}", args.aborted)
 
     def save() -> None:
         report = traffic.report()
         report["device"] = torch.cuda.get_device_name() if on_gpu else provenance.processor()
-        command = " ".join(_words(args, index, (traffic.requests + 1) * args.processes))
+        command = " ".join(_words(args, index, traffic.planned))
         repeat = f"  python scripts/checks/long_life.py {command}"
         report["faults"] = [f"{fault}\n{repeat}" for fault in report["faults"]]
         _write(folder / f"report-{index}.json", json.dumps(report).encode())
         if args.share is None:
             _say([report], time.monotonic() - begin)
 
-    each = -(-args.requests // args.processes)
     try:
-        traffic.run(each, args.every, begin + args.seconds, save)
+        traffic.run(_sizes(args, folder), begin + args.seconds, save)
     except Fault as fault:
         traffic.faults.append(str(fault))
     traffic.faults += growth(traffic.ended, traffic.figures)
@@ -225,13 +228,26 @@ def _one(args: argparse.Namespace, index: int, folder: Path) -> None:
         llm.close()
 
 
-def _pool(args: argparse.Namespace, folder: Path, llm: LLM) -> list[Entry]:
+def _sizes(args: argparse.Namespace, folder: Path) -> Iterator[int]:
+    """Numbers of requests that a process takes, one after the other, of those left for all."""
+    while True:
+        with (folder / "taken").open("ab", buffering=0) as file:
+            file.write(b".")
+            left = args.requests - args.every * (file.tell() - 1)
+        if left <= 0:
+            return
+        yield min(args.every, left)
+
+
+def _pool(args: argparse.Namespace, folder: Path, engines: Engines) -> list[Entry]:
     """Requests of all conversations, each answered alone by one of the processes."""
     from checks.life.requests import answered
 
+    llm, adapters = engines.alone(), engines.adapters
     shares = args.processes if args.share is not None else 1
     for share in range(shares) if shares == 1 else [args.process]:
-        own = [answered(llm, f"{args.seed}/{i}") for i in range(share, args.pool, shares)]
+        names = [f"{args.seed}/{i}" for i in range(share, args.pool, shares)]
+        own = [answered(llm, name, adapters) for name in names]
         _write(folder / f"pool-{share}", pickle.dumps(own))
     llm.close()
     files = [folder / f"pool-{share}" for share in range(shares)]

@@ -8,7 +8,7 @@ from pathlib import Path
 RANK = 16
 
 
-def write_adapters(model: Path, folder: Path, count: int) -> list[Path]:
+def write_adapters(model: Path, folder: Path, count: int, alpha: float = RANK) -> list[Path]:
     """Folders of ``count`` adapters of rank ``RANK`` on every linear layer of the attentions."""
     import torch
     from safetensors.torch import save_file
@@ -31,6 +31,6 @@ def write_adapters(model: Path, folder: Path, count: int) -> list[Path]:
         made.append(folder / str(seed))
         made[-1].mkdir()
         save_file(tensors, made[-1] / "adapter_model.safetensors")
-        adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+        adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha}
         (made[-1] / "adapter_config.json").write_text(json.dumps(adapter))
     return made

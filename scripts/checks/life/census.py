@@ -14,6 +14,9 @@ from pathlib import Path
 _PACKAGES = ("absorbed_mla.", "megatron.core.")
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple)
 _MIB = 2**20
+# A table with an entry for each kind of a kernel's launches, whose keys begin with the kernel. It
+# fills slowly, and is none if one kernel has more kinds: they would be sizes or requests.
+_LAUNCHES, _MOST_KINDS = "absorbed_mla.kernels.launch._prepared", 64
 # By unit, the growth that is none: in all, and per 1,000 requests. An allocator's memory is never
 # quite flat, and tables that have an entry for each size of a step are filled for a long time.
 _FLAT = {"MiB": (24.0, 1.0), "MiB allocated": (0.5, 0.02), "": (2, 0.5), "tracked": (500, 25.0)}
@@ -61,7 +64,11 @@ def _attributes(one: object) -> dict[str, object]:
 
 def _count(found: Counter, name: str, value: object, depth: int = 3) -> None:
     """Add a container's entries, and those of the containers in it."""
-    if isinstance(value, _CONTAINERS):
+    if name == _LAUNCHES and isinstance(value, Mapping):
+        kinds = Counter(kernel for kernel, *_ in value)
+        found[f"{name}: kernels"] = len(kinds)
+        found[f"{name}: kinds of one kernel"] = max([_MOST_KINDS, *kinds.values()])
+    elif isinstance(value, _CONTAINERS):
         found[name] += len(value)
         for inner in list(value.values() if isinstance(value, Mapping) else value):
             if depth and isinstance(inner, _CONTAINERS):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from absorbed_mla import LLM
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.executor.engine_options import engine_options
 from absorbed_mla.serving.executor.local import LocalRunner
 from absorbed_mla.serving.executor.process_groups import join
@@ -18,6 +20,7 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from absorbed_mla.serving.weights.checkpoint import open_model
 from absorbed_mla.serving.weights.load import load_model
+from benchmarks.served.adapters import RANK, write_adapters
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 CONTEXT = 320
@@ -43,6 +46,8 @@ _ENGINES: tuple[dict[str, object], ...] = (
 _ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "cache_tokens": 16 * 64}
 # Makes the next token depend on more than the last one.
 _GAIN = 1.5
+# Adapters, whose updates are nearly as large as the weights, and slots for fewer of them.
+_ADAPTERS, _ALPHA, _SLOTS = 5, 2000, 2
 
 
 class Engines:
@@ -53,6 +58,9 @@ class Engines:
         kind: One of :data:`MODELS`.
         tokenizer: Of its texts.
         index: Number of this process, which chooses options of the engine.
+
+    Attributes:
+        adapters: More than may run at the same time.
     """
 
     def __init__(self, folder: Path, kind: str, tokenizer: Tokenizer, index: int) -> None:
@@ -68,6 +76,11 @@ class Engines:
         device = join(options, 0, 1, dist.HashStore())
         enable_batch_invariant_mode(device.type)
         self._model = load_model(open_model(path), options, device)
+        # ``LLM`` refuses them in parity mode; with its operators a slot's place changes no bit.
+        graph_tokens = options.step_tokens if options.cuda_graphs else None
+        LoRASlots(self._model, _SLOTS, RANK, graph_tokens)
+        folders = write_adapters(path, path, _ADAPTERS, _ALPHA)
+        self.adapters = [LoRARequest(one.name, i, one) for i, one in enumerate(folders, 1)]
         sizes = engine_options(self._model, options, CONTEXT, tokenizer.vocab_size)
         self._options = dataclasses.replace(sizes, paused_cache_tokens=paused)
 
@@ -92,7 +105,8 @@ class Engines:
 
     def _around(self, runner: LocalRunner, *, awake: bool) -> LLM:
         llm = LLM.__new__(LLM)
-        LLMEngine.__init__(llm, runner, self._tokenizer, self._tokenizer.end_tokens, awake=awake)
+        ends = self._tokenizer.end_tokens
+        LLMEngine.__init__(llm, runner, self._tokenizer, ends, awake=awake, enable_lora=True)
         return llm
 
 

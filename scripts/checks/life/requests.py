@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from absorbed_mla import LLM
-from absorbed_mla.serving.option_schema import options_of
+from absorbed_mla.lora.request import LoRARequest
 from absorbed_mla.serving.outputs import CompletionOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
+from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
 
 # Conversations begin with one of so many prefixes, or with none.
 _NUM_PREFIXES = 8
@@ -29,9 +30,6 @@ def _stops(rng: random.Random, _: int) -> list[str]:
 
 
 def _structured(rng: random.Random, _: int) -> object:
-    # Where there is such a parameter.
-    from absorbed_mla.serving.structured_output.parameters import StructuredOutputsParams
-
     return StructuredOutputsParams(**rng.choice(_GRAMMARS))
 
 
@@ -47,6 +45,7 @@ _PLAIN: dict[str, tuple[float, _Draw]] = {
     "ignore_eos": (0.3, lambda *_: True),
     "logprobs": (0.5, lambda rng, _: rng.choice((0, 0, 1, 5))),
     "n": (0.1, lambda rng, _: rng.choice((2, 3))),
+    "structured_outputs": (0.25, _structured),
 }
 _OTHERS: dict[str, tuple[float, _Draw]] = {
     "repetition_penalty": (0.3, lambda rng, _: rng.choice((0.8, 1.3))),
@@ -59,7 +58,6 @@ _OTHERS: dict[str, tuple[float, _Draw]] = {
     ),
     "allowed_token_ids": (0.1, lambda rng, size: rng.sample(range(size), size // 2)),
     "bad_words": (0.2, lambda rng, size: [_tokens(rng, size, 1), _tokens(rng, size, 2)]),
-    "structured_outputs": (0.2, _structured),
 }
 
 
@@ -71,21 +69,24 @@ class Entry:
         prompt: Token ids.
         params: Whose random numbers have a seed.
         is_plain: Whether steps with it can be launched ahead.
+        adapter: If it has one.
         outputs: Of the request alone.
     """
 
     prompt: list[int]
     params: SamplingParams
     is_plain: bool
+    adapter: LoRARequest | None
     outputs: list[CompletionOutput]
 
 
-def answered(llm: LLM, name: str) -> list[Entry]:
+def answered(llm: LLM, name: str, adapters: Sequence[LoRARequest]) -> list[Entry]:
     """The requests of a conversation, of which each contains the former ones and their answers.
 
     Args:
         llm: Answers each alone.
         name: Determines all random numbers.
+        adapters: Of which some conversations have one.
     """
     vocabulary, context = llm.tokenizer.vocab_size, llm.max_model_len
     rng, found, prompt = random.Random(name), list[Entry](), list[int]()
@@ -94,10 +95,14 @@ def answered(llm: LLM, name: str) -> list[Entry]:
         number = rng.randrange(_NUM_PREFIXES)
         prompt = _tokens(random.Random(number), vocabulary, 25 * number + 30)
     prompt = (prompt + _tokens(rng, vocabulary, _length(rng, context)))[: context - 1]
-    for _ in range(rng.choice((1, 1, 2, 4))):
+    adapter = None
+    for turn in range(rng.choice((1, 1, 2, 4))):
+        # Another one finds no block of the same beginning in the cache.
+        if not turn or rng.random() < 0.2:
+            adapter = rng.choice(adapters) if rng.random() < 0.4 else None
         params = _params(rng, vocabulary, is_plain)
-        [output] = llm.generate(prompt, params, use_tqdm=False)
-        found.append(Entry(prompt, params, is_plain, output.outputs))
+        [output] = llm.generate(prompt, params, use_tqdm=False, lora_request=adapter)
+        found.append(Entry(prompt, params, is_plain, adapter, output.outputs))
         new = _tokens(rng, vocabulary, rng.randint(1, 70))
         prompt = [*prompt, *output.outputs[0].token_ids, *new]
         if len(prompt) >= context:
@@ -117,9 +122,8 @@ def _params(rng: random.Random, vocabulary: int, is_plain: bool) -> SamplingPara
     given: dict = {"max_tokens": most, "temperature": 0.0}
     if rng.random() < 0.7:
         given |= {"temperature": rng.choice((0.4, 1.0, 1.5)), "seed": rng.getrandbits(40)}
-    known = options_of(SamplingParams)
     for name, (share, draw) in (_PLAIN if is_plain else _PLAIN | _OTHERS).items():
-        if name in known and rng.random() < share:
+        if rng.random() < share:
             given[name] = draw(rng, vocabulary)
     if most is not None and "min_tokens" in given:
         given["min_tokens"] = min(given["min_tokens"], most)

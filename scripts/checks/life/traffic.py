@@ -6,7 +6,7 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from absorbed_mla import LLM
@@ -45,6 +45,7 @@ class Traffic:
 
     Attributes:
         requests: That have been sent, numbered in this order.
+        planned: Those of the sizes that :meth:`run` has taken.
         counts: By what has happened.
         faults: One text for each.
         ended: Requests that had ended when figures were counted, each time.
@@ -54,9 +55,13 @@ class Traffic:
     def __init__(self, llm: LLM, pool: Sequence[Entry], name: str, aborted: float) -> None:
         self._llm, self._pool, self._aborted = llm, pool, aborted
         self._plain = [entry for entry in pool if entry.is_plain] or pool
+        # The engine forgets adapters of requests that have ended when the next one comes.
+        self._last = next((entry for entry in pool if entry.adapter), pool[0])
         self._rng = random.Random(name)
         self._sent: dict[str, _Sent] = {}
-        self.requests = 0
+        # Numbers of those that wait for a slot.
+        self._held: set[int] = set()
+        self.requests = self.planned = 0
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.ended: list[int] = []
@@ -74,28 +79,30 @@ class Traffic:
         """As JSON; of the figures the first and the last ones."""
         counts = self.counts + Counter(asdict(self._llm.statistics()))
         shown = [self.figures[i] for i in (0, -1) if self.figures]
-        faults = self.faults
-        return {"requests": self.requests, "counts": counts, "faults": faults, "figures": shown}
+        about = {"requests": self.requests, "faults": self.faults}
+        return about | {"counts": counts, "figures": shown}
 
-    def run(self, requests: int, every: int, until: float, say: Callable[[], None]) -> None:
+    def run(self, sizes: Iterable[int], until: float, say: Callable[[], None]) -> None:
         """Send requests until there are enough or it is late.
 
         Args:
-            requests: How many.
-            every: After so many all have to end, and figures are counted.
+            sizes: After so many all have to end, and figures are counted; again and again.
             until: A time of ``time.monotonic()``.
             say: Called each time.
 
         Raises:
             Fault: If the engine fails, or there are too many faults.
         """
-        while self.requests < requests and time.monotonic() < until:
-            self._run_some(min(every, requests - self.requests), until)
+        for size in sizes:
+            self.planned += size
+            self._run_some(size - 1, until)
             # So that what is left of the last steps is always the same.
-            self._send(self._pool[0])
+            self._send(self._last)
             self._run_some(0, until)
             self._look()
             say()
+            if time.monotonic() > until:
+                return
 
     def _run_some(self, count: int, until: float) -> None:
         together, plain = self._rng.choice(_TOGETHER), self._rng.random() < 0.5
@@ -142,12 +149,14 @@ class Traffic:
         return entry, abort
 
     def _send(self, entry: Entry, abort: tuple[str, int] | None = None) -> None:
-        name = self._llm.add_request(entry.prompt, entry.params)
+        name = self._llm.add_request(entry.prompt, entry.params, lora_request=entry.adapter)
         self._sent[name] = _Sent(self.requests, entry, abort)
         self.requests += 1
 
     def _abort_some(self) -> None:
-        waiting = self._engine.host.waiting_request_ids
+        held = {one.number for one in self._engine._adapters.waiting}
+        self.counts["waited for an adapter's slot"] += len(held - self._held)
+        self._held, waiting = held, {*self._engine.host.waiting_request_ids, *held}
         for name, sent in self._sent.items():
             request = self._llm._requests._requests[name]
             if sent.abort is None or request.output.finished:
@@ -164,6 +173,10 @@ class Traffic:
     def _compare(self, sent: _Sent, output: RequestOutput) -> None:
         counts = self.counts
         counts["ended"] += 1
+        adapter, constrained = sent.entry.adapter, sent.entry.params.structured_outputs
+        counts["with an adapter"] += adapter is not None
+        counts["constrained"] += constrained is not None
+        counts["constrained, with an adapter"] += None not in (adapter, constrained)
         counts["cached prompt tokens"] += output.num_cached_tokens or 0
         for got, want in zip(output.outputs, sent.entry.outputs, strict=True):
             counts[f"outputs, {got.finish_reason}"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import torch
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from checks import long_life
-from checks.life import engine
+from checks.life import census, engine
 from checks.life.census import growth
 from checks.life.requests import answered
 from checks.life.traffic import Fault, Traffic
@@ -31,7 +32,7 @@ def life(tmp_path_factory):
         folder = tmp_path_factory.mktemp("life")
         engines = engine.Engines(folder, "dense", ByteTokenizer(), 1)
         alone = engines.alone()
-        pool = [entry for i in range(9) for entry in answered(alone, f"1/{i}")]
+        pool = [entry for i in range(9) for entry in answered(alone, f"65/{i}", engines.adapters)]
         alone.close()
         yield SimpleNamespace(engines=engines, pool=pool)
     torch.set_num_threads(threads)
@@ -45,7 +46,7 @@ def traffic(life):
 
 
 def run(traffic: Traffic, requests: int, every: int) -> None:
-    traffic.run(requests, every, time.monotonic() + 600, lambda: None)
+    traffic.run([every] * (requests // every), time.monotonic() + 600, lambda: None)
 
 
 def test_a_short_life(traffic):
@@ -74,7 +75,7 @@ def test_the_answer_of_a_neighbour(traffic, monkeypatch):
 
 def test_a_leaked_block(traffic):
     traffic._engine.host.context.kv_block_allocator.allocate_memory_blocks(1)
-    with pytest.raises(Fault, match="after 3 requests: blocks"):
+    with pytest.raises(Fault, match="after 2 requests: blocks"):
         run(traffic, 2, 2)
 
 
@@ -89,7 +90,6 @@ def test_a_step_that_raises(traffic, monkeypatch):
     [
         ([0, 60, 120, 180, 240, 300], True),
         ([300, 60, 60, 60, 60, 60], False),
-        ([1, 4, 9, 3, 9, 5], False),
         ([1, 4, 4, 4, 6, 6], False),
         ([0, 0, 0, 0, 3, 3], True),
         # A table that fills, and one that goes on.
@@ -105,20 +105,38 @@ def test_growth(values, grows):
     assert not grows or found[0].startswith(f"Engine.results: {first}, ..., {values[-1]}: ")
 
 
+@pytest.mark.parametrize(
+    ("kernels", "kinds", "grows"),
+    [(1, 50, []), (60, 99, []), (1, 999, ["kinds of one kernel"]), (999, 1, ["kernels"])],
+)
+def test_growth_of_launches(kernels, kinds, grows):
+    """Kinds of a kernel's launches fill up; one for each request does not."""
+    figures = [Counter() for _ in range(9)]
+    for count, found in zip(range(20, 200, 20), figures, strict=True):
+        table = {(i % kernels, i // kernels % kinds): ((1, 2), 3) for i in range(count)}
+        census._count(found, census._LAUNCHES, table)
+    assert [line.split(": ")[1] for line in growth(range(60, 600, 60), figures)] == grows
+
+
 def test_the_command(life, tmp_path, monkeypatch, capsys):
     """Its report, and the command that repeats what a process has found."""
     monkeypatch.setattr(engine, "Engines", lambda *_: life.engines)
-    words = ["--requests", "6", "--pool", "2", "--every", "2"]
+    words = ["--requests", "5", "--pool", "2", "--every", "2"]
     assert long_life.main([*words, "--json", str(tmp_path / "life.json")]) == 1
     report, said = json.loads((tmp_path / "life.json").read_text()), capsys.readouterr().out
-    assert report["requests"] == report["counts"]["ended"] == 6
+    assert report["requests"] == report["counts"]["ended"] == 5
     assert "none of the requests: evicted" in report["faults"]
-    assert "6 requests, 0 faults" in said
+    assert "5 requests, 0 faults" in said
     args = long_life._arguments(words)
-    assert long_life._arguments(long_life._words(args, 0, 6)).process == 0
+    assert long_life._arguments(long_life._words(args, 0, 5)).process == 0
+    one, other = (long_life._sizes(args, tmp_path) for _ in range(2))
+    assert [next(one), next(other), next(one), *other, *one] == [2, 2, 1]
     for wrong in (["--aborted", "2"], ["--every", "0"], ["--process", "1"]):
         assert long_life.main(wrong) == 2
         assert f"{wrong[0]} must be" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert long_life.main(words) == 2
+    assert "structured_outputs needs llguidance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 3])
