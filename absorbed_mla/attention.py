@@ -141,7 +141,7 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         )
         self.offloading = StageOffloading.of(config, self.parameters)
         self.softmax_scale = softmax_scale(config, dims)
-        self.rotary = RotaryTable(config)
+        self.rotary = RotaryTable(config, options.rope_factors)
         self.rotates = rotates(config, layer_number)
         self.query_scaling = QueryScaling.of(options, config)
         self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))

@@ -33,9 +33,9 @@ _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size"
 class AbsorbedMLAOptions:
     """How to execute an MLA layer, and what of the model Megatron's config cannot say.
 
-    ``latent_norm_eps``, ``attention_output_gate``, ``k_rope_layernorm``, ``llama_4_scaling_beta``
-    and the two of the router belong to the model. Every choice of the others computes the same
-    function of the same weights.
+    ``latent_norm_eps``, ``attention_output_gate``, ``k_rope_layernorm``, ``llama_4_scaling_beta``,
+    ``rope_factors`` and the two of the router belong to the model. Every choice of the others
+    computes the same function of the same weights.
 
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
@@ -55,6 +55,8 @@ class AbsorbedMLAOptions:
             (dots3's ``k_rope_only_layernorm``).
         llama_4_scaling_beta: Multiply a query at position p by 1 + beta * log(1 + floor(p / the
             config's ``original_max_position_embeddings``)) (Mistral Small 4). None: no scaling.
+        rope_factors: A tuple of what divides each rotary frequency, one for every two rope channels
+            (LongRoPE's ``short_factor``, MiniCPM3), with ``rope_type="rope"``. None: nothing.
         core_attention_backend: The implementation of the attention, one of the files in
             ``core_attention/backends``; docs/support.md says what each needs. All but
             ``"reference"`` (plain PyTorch, either form) compute one form, in fp16 and bf16 on a
@@ -107,6 +109,7 @@ class AbsorbedMLAOptions:
     attention_output_gate: str | None = None
     k_rope_layernorm: bool = False
     llama_4_scaling_beta: float | None = None
+    rope_factors: tuple[float, ...] | None = None
     core_attention_backend: str = "auto"
     query_chunk_size: int = 256
     expansion_chunk_size: int = 2**20
@@ -139,6 +142,14 @@ class AbsorbedMLAOptions:
         beta = self.llama_4_scaling_beta
         if beta is not None and not (isinstance(beta, (int, float)) and 0 < beta < math.inf):
             raise ValueError(f"llama_4_scaling_beta must be None or above 0, got {beta!r}")
+        factors = self.rope_factors
+        if factors is not None and not (
+            isinstance(factors, tuple)
+            and all(isinstance(f, (int, float)) and 0 < f < math.inf for f in factors)
+        ):
+            raise ValueError(
+                f"rope_factors must be None or a tuple of numbers above 0, got {factors!r}"
+            )
         for name in _CHUNK_SIZES:
             chunk = getattr(self, name)
             if not _is_count(chunk):

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the rope parts of query and key: RoPE and YaRN.
+"""Rotary position embedding of the rope parts of query and key: RoPE, YaRN and LongRoPE.
 
 DeepSeek's weights order the rotary channels as interleaved pairs (0,1), (2,3), ... As in Megatron,
 the rotation reads such pairs and writes all even channels before all odd ones. Query and key are
@@ -61,12 +61,16 @@ class RotaryTable:
 
     Args:
         config: Read for ``rope_type``, ``rotary_base``, the YaRN fields and the rotary width.
+        factors: ``AbsorbedMLAOptions.rope_factors``.
 
     Raises:
-        ValueError: If ``rope_type`` is not one of ``ROPE_TYPES`` or ``rotary_percent`` is not 1.
+        ValueError: If ``rope_type`` is not one of ``ROPE_TYPES``, ``rotary_percent`` is not 1, or
+            the factors do not fit.
     """
 
-    def __init__(self, config: MLATransformerConfig) -> None:
+    def __init__(
+        self, config: MLATransformerConfig, factors: tuple[float, ...] | None = None
+    ) -> None:
         if config.rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"rope_type must be one of {', '.join(ROPE_TYPES)}; got {config.rope_type!r}"
@@ -80,8 +84,15 @@ class RotaryTable:
             for name in ("rotary_scaling_factor", "original_max_position_embeddings"):
                 if not getattr(config, name) > 0:
                     raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+        pairs = config.qk_pos_emb_head_dim // 2
+        if factors is not None and (len(factors) != pairs or config.rope_type != "rope"):
+            raise ValueError(
+                f"rope_factors must be None or qk_pos_emb_head_dim / 2 = {pairs} numbers with "
+                f"rope_type 'rope', got {len(factors)} with {config.rope_type!r}"
+            )
+        names = [f.name for f in dataclasses.fields(RotaryParameters) if f.name != "factors"]
         self.parameters = RotaryParameters(
-            **{f.name: getattr(config, f.name) for f in dataclasses.fields(RotaryParameters)}
+            **{name: getattr(config, name) for name in names}, factors=factors
         )
         self._tables = _tables_of(self.parameters)
 
@@ -114,7 +125,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryParameters:
-    """The fields of Megatron's config that a rotary table depends on, under their names there."""
+    """What a rotary table depends on: fields of Megatron's config, and ``rope_factors``."""
 
     qk_pos_emb_head_dim: int
     rope_type: str
@@ -125,6 +136,7 @@ class RotaryParameters:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    factors: tuple[float, ...] | None
 
 
 @functools.lru_cache(maxsize=8)
@@ -138,6 +150,8 @@ def _build_table(
     parameters: RotaryParameters, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     frequencies = inverse_frequencies(parameters.qk_pos_emb_head_dim, parameters.rotary_base)
+    if parameters.factors is not None:
+        frequencies = frequencies / torch.tensor(parameters.factors, dtype=torch.float64)
     concentration = 1.0
     if parameters.rope_type == "yarn":
         frequencies = yarn_frequencies(parameters, frequencies)

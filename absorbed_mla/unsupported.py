@@ -72,6 +72,8 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
         del fields["experimental_attention_variant"]
     if getattr(config, "batch_invariant_mode", False):
         del fields["attention_backend"]  # Megatron demands attention_backend=flash in that mode
+    if getattr(config, "use_mup", False):
+        del fields["softmax_scale"]  # MuP sets it, and Megatron's MLA has its own all the same
     refuse_fields("AbsorbedMLASelfAttention", config, fields)
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(

@@ -39,6 +39,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _is_number(value: Any, least: float, most: float) -> bool:
+    # Not a number compares as false.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and least <= value <= most
+
+
 class Fields:
     """Reads typed fields of a dictionary.
 
@@ -169,15 +175,19 @@ class Fields:
         if (default := self._default(name, default)) is not None:
             return default
         value = self.raw(name)
-        # Not a number compares as false.
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and least <= value <= most
-        ):
+        if _is_number(value, least, most):
             return value
         self.wrong(name, f"a number from {least:g} to {most:g}")
         return least
+
+    def numbers(self, name: str, count: int, least: float, most: float) -> tuple[float, ...]:
+        """``count`` numbers from ``least`` to ``most``, which must be there."""
+        value = self.raw(name)
+        if isinstance(value, list | tuple) and len(value) == count:
+            if all(_is_number(one, least, most) for one in value):
+                return tuple(map(float, value))
+        self.wrong(name, f"a list of {count} numbers from {least:g} to {most:g}")
+        return (1.0,)
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false."""

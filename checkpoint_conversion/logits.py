@@ -136,6 +136,9 @@ def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int 
     )
     if without_norms:
         _add_kv_norms(model, megatron_config)
+    if attention == "standard" and args.rope_factors is not None:
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb.inv_freq /= torch.tensor(args.rope_factors)
     return model.eval()
 
 

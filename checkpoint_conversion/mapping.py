@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from checkpoint_conversion.errors import KnownNames, raise_problems
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
@@ -22,6 +23,7 @@ from checkpoint_conversion.mapping_table import (
     MTP_DUPLICATES,
     Row,
     parts_of,
+    rotary_block,
     widths,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -174,8 +176,24 @@ def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[
             same_values([tensors[one] for one in (name, *copies.get(name, []))], _COPIES_DIFFER)
             for name in pair.hugging_face
         ]
-        result[pair.megatron] = concat(parts)
+        result[pair.megatron] = _in_pairs(concat(parts), pair.row, config)
     return result
+
+
+def _in_pairs(
+    tensor: LazyTensor, row: Row, config: ModelConfig, *, back: bool = False
+) -> LazyTensor:
+    """A tensor whose rotary channels are pairs of neighbours; ``back``: as the model has them."""
+    block, rope = rotary_block(row, config), config.qk_rope_head_dim
+    if config.model.rope_interleave or block is None:
+        return tensor
+
+    def permute(values: Tensor) -> Tensor:
+        kept, rotary = values.unflatten(0, (-1, block)).split([block - rope, rope], dim=1)
+        rotary = rotary.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2)
+        return torch.cat((kept, rotary.flatten(1, 2)), dim=1).flatten(0, 1)
+
+    return tensor.map(permute)
 
 
 def to_hugging_face(
@@ -189,7 +207,8 @@ def to_hugging_face(
     check_complete(tensors, megatron_shapes(config), "The Megatron tensors")
     result: dict[str, LazyTensor] = {}
     for pair in pairs(config):
-        parts = tensors[pair.megatron].chunk(len(pair.hugging_face))
+        tensor = _in_pairs(tensors[pair.megatron], pair.row, config, back=True)
+        parts = tensor.chunk(len(pair.hugging_face))
         result.update(zip(pair.hugging_face, parts))
     return result | {name: result[original] for name, original in duplicates(config).items()}
 

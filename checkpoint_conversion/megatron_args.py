@@ -40,9 +40,18 @@ from checkpoint_conversion.model import (
     ModelFunction,
     read_function,
 )
-from checkpoint_conversion.model_type import ModelType, of_arguments
+from checkpoint_conversion.model_type import ModelType, model_of, of_arguments
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from checkpoint_conversion.rotary import BETA, Rotary, check_scaling, read_beta, read_rotary_args
+from checkpoint_conversion.mup import MUP, read_scales_args
+from checkpoint_conversion.rotary import (
+    BETA,
+    FACTORS,
+    LAYER_OPTIONS,
+    Rotary,
+    check_scaling,
+    read_beta,
+    read_rotary_args,
+)
 from checkpoint_conversion.router_comparison import routing_notes
 from checkpoint_conversion.routing import (
     NORMALISED,
@@ -111,6 +120,7 @@ def to_megatron_args(
         **_dimensions(config),
         **_experts(config, function),
         **_rotary(function.rotary),
+        **function.scales.args(),
         **indexer_args(config.indexer, config.model.sparse),
         # Megatron 0.19's name, and that of earlier releases.
         layernorm_epsilon=function.norm_epsilon,
@@ -144,8 +154,8 @@ def layer_options(args: Namespace) -> dict[str, object]:
     Args:
         args: Of :func:`to_megatron_args`.
     """
-    own = {"latent_norm_eps": args.latent_norm_epsilon, BETA: args.llama_4_scaling_beta}
-    return {**own, **router_options(args)}
+    own = {name: getattr(args, name, None) for name in LAYER_OPTIONS}
+    return {"latent_norm_eps": args.latent_norm_epsilon, **own, **router_options(args)}
 
 
 def model_notes(config: ModelConfig) -> list[str]:
@@ -169,8 +179,8 @@ def megatron_notes(config: ModelConfig) -> list[str]:
     notes = routing_notes(function.routing) if function.routing else []
     if function.norm_epsilon != _LATENT_NORM_EPSILON:
         notes.append(
-            f"rms_norm_eps is {function.norm_epsilon:g}: Hugging Face's norms inside the attention "
-            f"have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
+            f"rms_norm_eps is {config.fields.raw('rms_norm_eps'):g}: Hugging Face's norms inside "
+            f"the attention have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
             "(absorbed MLA has latent_norm_eps)"
         )
     rotary = function.rotary
@@ -179,6 +189,11 @@ def megatron_notes(config: ModelConfig) -> list[str]:
             f"{BETA} is {rotary.llama_4_scaling_beta:g}: the model scales queries at position "
             f"{rotary.original_max_position_embeddings} and beyond, Megatron's own attention none "
             f"(absorbed MLA has {BETA})"
+        )
+    if rotary.rope_factors is not None:
+        notes.append(
+            "the model divides its rotary frequencies by short_factor, Megatron's own attention "
+            f"does not (absorbed MLA has {FACTORS})"
         )
     return [*notes, *model_notes(config)]
 
@@ -247,6 +262,7 @@ def from_megatron_args(
         **_read_experts(fields),
         **read_indexer_args(fields, read_norm_epsilon(fields)),
         **rotary.hugging_face(),
+        **read_scales_args(fields),
         **_dtype(fields),
         "bos_token_id": None,
         "eos_token_id": None,
@@ -333,6 +349,10 @@ def _routing(fields: Fields) -> dict[str, object]:
 def _model(fields: Fields, scores: str | None) -> ModelType:
     """The model type, by the router's scores (None without experts), indexer, scaled queries."""
     sparse = has_indexer_args(fields)
+    if fields.given(FACTORS) or fields.equals(MUP, True):
+        if sparse or scores or read_beta(fields) is not None:
+            fields.wrong(FACTORS if fields.given(FACTORS) else MUP, "left out: no such model has")
+        return model_of("minicpm3")
     if read_beta(fields) is None:
         return sparse_model(fields) if sparse else of_arguments(scores or "sigmoid", None)
     if sparse or scores == "sigmoid":

@@ -11,7 +11,7 @@ from checkpoint_conversion.model import ModelConfig
 # without a value, and those with one.
 _SWITCHES = """
 multi_latent_attention qk_layernorm swiglu untie_embeddings_and_output_weights
-moe_router_pre_softmax moe_router_enable_expert_bias dsa_indexer_rope_interleaved bf16 fp16
+moe_router_pre_softmax moe_router_enable_expert_bias dsa_indexer_rope_interleaved use_mup bf16 fp16
 """
 _VALUES = """
 num_layers hidden_size ffn_hidden_size num_attention_heads q_lora_rank kv_lora_rank qk_head_dim
@@ -21,6 +21,7 @@ mtp_num_layers num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_si
 moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
 moe_router_dtype experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim
 dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_k_norm_epsilon
+mup_embedding_mult mup_output_mult
 """
 # Switches that are on unless the command line says no.
 _ON_BY_DEFAULT = ("dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu")

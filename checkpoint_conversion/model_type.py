@@ -39,7 +39,6 @@ _ONLY = {
     "attention_bias": FixedValue(False),
     "mlp_bias": FixedValue(False),
     "hidden_act": FixedValue("silu"),
-    "rope_interleave": FixedValue(True),
 }
 
 
@@ -69,11 +68,14 @@ class ModelType:
         config_class: Name of the class of its config in transformers; None: as the models'.
         fields: DeepSeek-V3's names of fields -> those of this config.json, where they differ.
         aliases: The same -> those that released files have in their place.
-        defaults: Values of fields that config.json leaves out, as transformers has them.
+        defaults: Values of fields that config.json leaves out, as transformers has them. None for
+            ``v_head_dim``: what ``hidden_size`` has for each head.
         only: Fields of which one value can be converted, beside those of every model. A dot
             separates the name of a section from that of its field.
         rope_types: Accepted in ``rope_parameters``. Without ``"default"`` it must be there.
         scales_queries: Whether ``rope_parameters`` may have a ``llama_4_scaling_beta``.
+        rope_interleave: Whether rotary channels are pairs of neighbours, as Megatron's, or halves.
+        mup: Whether it scales embeddings, residual branches and logits (``mup.py``).
         rotary_part_of_head: Whether ``partial_rotary_factor`` counts all channels of a query's
             head, or those of the rotary part alone.
         experts: Whether layers may be mixtures of experts.
@@ -103,6 +105,8 @@ class ModelType:
     only: Mapping[str, FixedValue] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("yarn", "default")
     scales_queries: bool = False
+    rope_interleave: bool = True
+    mup: bool = False
     rotary_part_of_head: bool = False
     experts: bool = True
     lists_layers: bool = False
@@ -118,7 +122,7 @@ class ModelType:
     @property
     def all_only(self) -> dict[str, FixedValue]:
         """``only``, with what no model may have otherwise."""
-        return {**_ONLY, **self.only}
+        return {**_ONLY, "rope_interleave": FixedValue(self.rope_interleave), **self.only}
 
     @property
     def transformers_class(self) -> str:
@@ -198,7 +202,12 @@ def model_of(name: str) -> ModelType:
 
 def model_fields(model: ModelType, config: Mapping[str, object]) -> Fields:
     """Fields of a config.json of this model type, under DeepSeek-V3's names."""
-    return Fields(config, [], names=model.fields, aliases=model.aliases, defaults=model.defaults)
+    defaults = dict(model.defaults)
+    if "v_head_dim" in defaults:
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            defaults["v_head_dim"] = hidden // heads
+    return Fields(config, [], names=model.fields, aliases=model.aliases, defaults=defaults)
 
 
 def of_arguments(

@@ -103,15 +103,6 @@ REFUSED = (
         released=("LongCat-Flash",),
     ),
     Refused(
-        name="minicpm3",
-        lacking="a factor for each rotary frequency (longrope)",
-        unmapped=(
-            "scaled embeddings, residuals and logits (scale_emb, scale_depth, dim_model_base), "
-            "which are no powers of two and would round bf16 weights, and RoPE in halves"
-        ),
-        released=("MiniCPM3-4B",),
-    ),
-    Refused(
         name="mistral_large4",
         lacking="latents that later layers reuse, learned frequencies and query scales, soft caps",
         unmapped="layers without RoPE",

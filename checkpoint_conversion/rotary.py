@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoint_conversion.config_fields import MOST, MOST_POSITIONS, Fields, shown
+from checkpoint_conversion.config_fields import MOST, MOST_POSITIONS, MOST_WIDTH, Fields, shown
 from checkpoint_conversion.model_type import ModelType
 
-BETA = "llama_4_scaling_beta"
+# Options of absorbed MLA, which Megatron does not have.
+LAYER_OPTIONS = BETA, FACTORS = "llama_4_scaling_beta", "rope_factors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,8 @@ class Rotary:
         rope_type: ``"rope"`` or ``"yarn"``.
         mscale: Scales cosine and sine, together with ``mscale_all_dim``.
         mscale_all_dim: Scales the softmax.
-        llama_4_scaling_beta: Scales queries beyond the original context; None: none is. An option
-            of absorbed MLA, which Megatron does not have.
+        llama_4_scaling_beta: Scales queries beyond the original context; None: none is.
+        rope_factors: What LongRoPE divides frequencies by; None: nothing.
     """
 
     rotary_base: float
@@ -37,13 +38,14 @@ class Rotary:
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
     llama_4_scaling_beta: float | None = None
+    rope_factors: tuple[float, ...] | None = None
 
     def hugging_face(self) -> dict[str, object]:
         """The fields of config.json, in transformers 4's style, which all releases read.
 
         Models whose queries are scaled are in transformers 5 only, and have its style.
         """
-        scaling = None
+        scaling: dict[str, object] | None = None
         if self.rope_type == "yarn":
             scaling = {
                 "type": "yarn",
@@ -54,6 +56,14 @@ class Rotary:
                 "beta_slow": self.beta_slow,
                 "mscale": self.mscale,
                 "mscale_all_dim": self.mscale_all_dim,
+            }
+        if self.rope_factors is not None:
+            scaling = {
+                "type": "longrope",
+                "rope_type": "longrope",
+                "original_max_position_embeddings": self.original_max_position_embeddings,
+                "short_factor": list(self.rope_factors),
+                "long_factor": list(self.rope_factors),
             }
         theta = {"rope_theta": self.rotary_base}
         if scaling is not None and self.llama_4_scaling_beta is not None:
@@ -96,8 +106,11 @@ def _read_scaling(fields: Fields, section: Fields, model: ModelType, part: float
         section.only(BETA, 0, f"left out: transformers does not scale queries of {model.name}")
     base = _base(section if section.given("rope_theta") else fields)
     kind = "rope_type" if section.given("rope_type") else "type"
-    if section.choice(kind, types, "default" if "default" in types else None) == "default":
+    chosen = section.choice(kind, types, "default" if "default" in types else None)
+    if chosen == "default":
         return Rotary(rotary_base=base)
+    if chosen == "longrope":
+        return _read_longrope(fields, section, base)
     # Transformers has these for YaRN; Megatron's MLA does not.
     for name, neutral in (("attention_factor", None), ("truncate", True)):
         section.only(name, neutral, "left out: Megatron's MLA has no such option")
@@ -122,6 +135,29 @@ def _read_scaling(fields: Fields, section: Fields, model: ModelType, part: float
         mscale_all_dim=mscale_all_dim,
         llama_4_scaling_beta=read_beta(section),
     )
+
+
+def _read_longrope(fields: Fields, section: Fields, base: float) -> Rotary:
+    # Beyond, transformers takes the long factors for all tokens of a sequence, cached ones, too.
+    original = section.integer("original_max_position_embeddings", MOST_POSITIONS)
+    if original < (most := fields.integer("max_position_embeddings", MOST_POSITIONS)):
+        accepted = f"at least max_position_embeddings {most}: long_factor is not supported"
+        section.wrong("original_max_position_embeddings", accepted)
+    for name in ("factor", "attention_factor"):
+        section.only(name, 1.0)
+    pairs = fields.integer("qk_rope_head_dim", MOST_WIDTH) // 2
+    return Rotary(
+        rotary_base=base,
+        original_max_position_embeddings=original,
+        rope_factors=section.numbers("short_factor", pairs, 1e-6, MOST),
+    )
+
+
+def _read_factors(fields: Fields) -> tuple[float, ...] | None:
+    if not fields.given(FACTORS):
+        return None
+    pairs = fields.integer("qk_pos_emb_head_dim", MOST_WIDTH) // 2
+    return fields.numbers(FACTORS, pairs, 1e-6, MOST)
 
 
 def read_beta(fields: Fields) -> float | None:
@@ -150,6 +186,7 @@ def read_rotary_args(fields: Fields) -> Rotary:
         mscale=fields.number("mscale", 0.0, MOST, default=1.0),
         mscale_all_dim=fields.number("mscale_all_dim", 0.0, MOST, default=0.0),
         llama_4_scaling_beta=read_beta(fields),
+        rope_factors=_read_factors(fields),
     )
 
 
@@ -157,6 +194,8 @@ def check_scaling(fields: Fields, rotary: Rotary) -> None:
     """Record arguments whose rotary embedding no model of transformers has."""
     if rotary.rope_type == "rope" and rotary.llama_4_scaling_beta is not None:
         fields.wrong(BETA, "None with rope_type 'rope'")
+    if rotary.rope_type == "yarn" and rotary.rope_factors is not None:
+        fields.wrong(FACTORS, "None with rope_type 'yarn'")
     if rotary.rotary_scaling_factor <= 1:
         return
     if rotary.rope_type == "rope" and rotary.mscale_all_dim:

@@ -9,7 +9,7 @@ from checkpoint_conversion.config_fields import MOST_EXPERTS, Fields, shown
 from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import of_arguments
-from checkpoint_conversion.rotary import BETA, read_beta
+from checkpoint_conversion.rotary import LAYER_OPTIONS, read_rotary_args
 from checkpoint_conversion.routing import (
     GROUP_SCORE,
     NORMALISED,
@@ -39,12 +39,12 @@ def routing_differences(routing: Routing, fields: Fields) -> list[str]:
 def refuse_another_function(
     config: ModelConfig, args: Mapping[str, object], summary: str, prefix: str = "args."
 ) -> None:
-    """Check that config.json describes the router and scaling of queries that arguments do.
+    """Check that config.json describes the router, rotary options and scales that arguments do.
 
     Args:
         config: Of config.json.
         args: Megatron's; without ``moe_router_topk`` they say nothing of a router. Those of
-            Megatron-LM's own training say nothing of a scaling.
+            Megatron-LM's own training say nothing of absorbed MLA's rotary options.
         summary: First line of the error.
         prefix: Precedes the arguments' names in messages.
 
@@ -52,10 +52,13 @@ def refuse_another_function(
         CheckpointError: Listing what differs.
     """
     function, fields = read_function(config.fields, config), Fields(args, [], prefix)
-    beta, routing = function.rotary.llama_4_scaling_beta, function.routing
-    differences = []
-    if BETA in args and read_beta(fields) != beta:
-        differences.append(f"{BETA} is {beta}, in the model {shown(args[BETA])}")
+    routing, found = function.routing, {**args, **vars(read_rotary_args(fields))}
+    expected = {name: getattr(function.rotary, name) for name in LAYER_OPTIONS}
+    differences = [
+        f"{name} is {shown(value)}, in the model {shown(args[name])}"
+        for name, value in (expected | function.scales.args()).items()
+        if name in args and found[name] != value
+    ]
     experts = routing is not None and args.get("num_experts") == config.num_experts
     if experts and args.get("moe_router_topk") is not None:
         differences += routing_differences(routing, fields)

@@ -118,6 +118,7 @@ def read_peft_adapter(folder: str | Path, attention: AbsorbedMLASelfAttention) -
             problems.append(f"{name} is no LoRA of an attention's linear layer")
         else:
             found.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
+    _require_pairs(attention)
     shapes = _shapes(attention)
     for (layer, theirs), pair in found.items():
         name = f"layers.{layer}.self_attn.{theirs}"
@@ -144,6 +145,14 @@ def read_peft_adapter(folder: str | Path, attention: AbsorbedMLASelfAttention) -
             for ours, rows in _of_ours(theirs, b, attention.dims):
                 updates[layer, ours] = Update(a, rows, times)
     return updates
+
+
+def _require_pairs(attention: AbsorbedMLASelfAttention) -> None:
+    if attention.options.rope_factors is not None:
+        raise ValueError(
+            "adapters in PEFT's format need rope_factors=None: the rotary channels of MiniCPM3's "
+            f"are in another order than the layer's; got {attention.options.rope_factors}"
+        )
 
 
 class _Scaling:
@@ -254,6 +263,7 @@ def save_peft_adapter(model: Model, folder: str | Path, base_model: str | None =
 
 @torch.no_grad()
 def _whole(attention: AbsorbedMLASelfAttention) -> Iterator[tuple[tuple[int, str], Update]]:
+    _require_pairs(attention)
     for name, one in (lora_of(attention) or {}).items():
         a, b = (
             one.sharding.whole(getattr(one, factor).weight.detach(), factor).cpu()

@@ -43,6 +43,8 @@ def model_from_args(saved: argparse.Namespace) -> Model:
             values["moe_aux_loss_coeff"] = coefficient
     fields = Fields(values, [], "args.")
     check_kind(fields)
+    for name, without in (("use_mup", False), ("rope_factors", None)):
+        fields.only(name, without, "left out")
     untied = "untie_embeddings_and_output_weights"
     if not fields.boolean(untied, default=False):
         fields.wrong(untied, "true")

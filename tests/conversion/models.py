@@ -50,6 +50,7 @@ FAMILIES = {
     "glm5": "GlmMoeDsa",
     "sarvam_mla": "SarvamMLA",
     "youtu": "Youtu",
+    "minicpm3": "MiniCPM3",
 }
 # Models whose class has another name.
 _CLASSES = {"SarvamMLA": "DeepseekV3"}
@@ -68,7 +69,7 @@ class Architecture:
         family: One of ``FAMILIES``, or ``"kimi_k25"``.
         q_lora: Whether the query is compressed.
         moe: Whether all layers but the first are mixtures of experts.
-        rope: ``"rope"`` or ``"yarn"``.
+        rope: ``"rope"``, ``"yarn"`` or ``"longrope"``.
     """
 
     family: str
@@ -107,6 +108,7 @@ OTHERS = {
     "mistral3": MISTRAL3,
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
+    "minicpm3": Architecture("minicpm3", q_lora=True, moe=False, rope="longrope"),
 }
 # Whose logits and round trip test_logits.py compares.
 EVALUATED = {
@@ -128,6 +130,7 @@ WHOLE = {
     "mistral4": OTHERS["mistral4"],
     "sarvam_mla": OTHERS["sarvam_mla"],
     "youtu": OTHERS["youtu"],
+    "minicpm3": OTHERS["minicpm3"],
 }
 
 
@@ -227,7 +230,7 @@ def _fields(architecture: Architecture) -> dict:
     }
     if architecture.family == "v2":
         return fields | {"topk_method": "greedy", "routed_scaling_factor": 1.5}
-    if architecture.family == "youtu":
+    if architecture.family in ("youtu", "minicpm3"):
         return {name: value for name, value in fields.items() if name not in _OF_EXPERTS}
     if architecture.family == "glm":
         kinds = ["dense", *["sparse" if architecture.moe else "dense"] * 2]
@@ -252,6 +255,10 @@ def _fields(architecture: Architecture) -> dict:
 def _rope_parameters(architecture: Architecture) -> dict:
     if architecture.rope == "rope":
         return {"rope_type": "default", "rope_theta": 10000.0}
+    if architecture.rope == "longrope":
+        factors = {"short_factor": [*range(1, 9)], "long_factor": [9.0] * 8}
+        most = {"original_max_position_embeddings": _SIZES["max_position_embeddings"]}
+        return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **most}
     # V2-Lite's, V3's, and one that scales the rotary table as well (mscale != mscale_all_dim).
     unequal = architecture.family == "v2" and architecture.q_lora
     mscale, mscale_all_dim = (0.707, 1.0) if unequal else (1.0, 1.0)

@@ -87,6 +87,16 @@ MISTRAL4 = {
     "n_group": 1,
     "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
 }
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1, 1.5, 2, 3],
+        "long_factor": [9.0] * 4,
+        "original_max_position_embeddings": 128,
+    },
+}
 
 
 def tiny_config(**changes) -> ModelConfig:

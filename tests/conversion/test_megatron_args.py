@@ -25,6 +25,7 @@ from checkpoint_conversion.routing import ROUTER_OPTIONS
 from tests.conversion.released import DEEPSEEK_V3, RELEASED
 from tests.conversion.support import (
     CONFIGS,
+    MINICPM3,
     MISTRAL4,
     random_tensors,
     refused,
@@ -41,7 +42,7 @@ _COMMAND_LINE_ONLY = """
 swiglu apply_layernorm_1p squared_relu group_query_attention position_embedding_type
 add_position_embedding use_rotary_position_embeddings norm_epsilon latent_norm_epsilon vocab_size
 padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
-llama_4_scaling_beta
+llama_4_scaling_beta rope_factors
 """
 # Of config.json, what says nothing about the model, or is compared in another way.
 _NOT_COMPARED = """
@@ -59,6 +60,7 @@ _SMALL = {
     "mistral4": MISTRAL4,
     "mistral4 dense": {**MISTRAL4, "first_k_dense_replace": 3},
     "mistral4 not normalised": {**MISTRAL4, "norm_topk_prob": False},
+    "minicpm3": MINICPM3,
 }
 _SCALES = {
     "deepseek-v2-lite": 0.1147214,

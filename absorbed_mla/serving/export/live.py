@@ -26,7 +26,7 @@ from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.rotary import BETA
+from checkpoint_conversion.rotary import LAYER_OPTIONS
 from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_function
 from checkpoint_conversion.routing import ROUTER_OPTIONS
 
@@ -36,7 +36,7 @@ _ANOTHER_FUNCTION = (
     "reads it would compute something else:"
 )
 # Options of the layers that a model's config.json says and Megatron's config does not.
-_OPTIONS = (*ROUTER_OPTIONS, BETA)
+_OPTIONS = (*ROUTER_OPTIONS, *LAYER_OPTIONS)
 _PREFIX = "config."
 
 
@@ -163,7 +163,7 @@ def layer_options(chunks: Sequence[GPTModel]) -> set[tuple[str, object]]:
         (name, getattr(layer.self_attention.options, name))
         for layer in layers
         for name in _OPTIONS
-        if name == BETA or isinstance(layer.mlp, BaseMoELayer)
+        if name in LAYER_OPTIONS or isinstance(layer.mlp, BaseMoELayer)
     }
 
 
