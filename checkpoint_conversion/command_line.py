@@ -101,30 +101,21 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument("a", metavar="A", type=Path, help="folder of a checkpoint")
     parser.add_argument("b", metavar="B", type=Path, nargs="?", help="folder of another one")
+    # fmt: off
     parser.add_argument(
-        "--tolerance",
-        type=not_negative,
-        default=0.0,
-        metavar="X",
-        help="largest relative error of a tensor that is accepted (default 0: bit for bit)",
-    )
+        "--tolerance", type=not_negative, default=0.0, metavar="X",
+        help="largest relative error of a tensor that is accepted (default 0: bit for bit)")
     parser.add_argument(
-        "--logits",
-        action=argparse.BooleanOptionalAction,
-        help="compare what the models predict; default: if both can be evaluated here",
-    )
+        "--logits", action=argparse.BooleanOptionalAction,
+        help="compare what the models predict; default: if both can be evaluated here")
     parser.add_argument(
-        "--logits-tolerance",
-        type=not_negative,
-        metavar="X",
-        help="largest relative error of the logits that is accepted (default 1e-4)",
-    )
+        "--logits-tolerance", type=not_negative, metavar="X",
+        help="largest relative error of the logits that is accepted (default 1e-4)")
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="text for the logits; default: a built-in one"
-    )
+        "--text", type=Path, metavar="FILE", help="text for the logits; default: a built-in one")
     parser.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)"
-    )
+        "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)")
+    # fmt: on
     _add_mtp_and_workers(parser)
     _add_reading(parser)
 

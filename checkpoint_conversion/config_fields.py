@@ -183,9 +183,9 @@ class Fields:
     def numbers(self, name: str, count: int, least: float, most: float) -> tuple[float, ...]:
         """``count`` numbers from ``least`` to ``most``, which must be there."""
         value = self.raw(name)
-        if isinstance(value, list | tuple) and len(value) == count:
-            if all(_is_number(one, least, most) for one in value):
-                return tuple(map(float, value))
+        listed = isinstance(value, list | tuple) and len(value) == count
+        if listed and all(_is_number(one, least, most) for one in value):
+            return tuple(map(float, value))
         self.wrong(name, f"a list of {count} numbers from {least:g} to {most:g}")
         return (1.0,)
 

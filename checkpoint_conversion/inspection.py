@@ -30,6 +30,14 @@ from checkpoint_conversion.report import describe_layout, table
 _PROBLEMS_SHOWN = 10
 # Fields of the model that are printed on a line of their own.
 _LAYER_FIELDS = ("model_type", "num_layers", "moe_layers", "mtp_layers", "tied_embeddings")
+# Of ModelConfig, and what some of them are called here.
+_SIZES = """
+model_type num_layers mtp_layers tied_embeddings vocab_size hidden_size ffn_hidden_size
+num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+"""
+_SIZES_OF_EXPERTS = "moe_ffn_hidden_size num_experts num_shared_experts router_bias"
+_CALLED = {f"num_{name}": name for name in ("experts", "shared_experts")}
+_CALLED["num_attention_heads"] = "heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +165,10 @@ def inspect_checkpoint(path: Path, **how: Any) -> Inspection:
         manifest=manifest,
         megatron_options=megatron_options(checkpoint.config),
         without_option=without_option(checkpoint.config),
-        notes=[
-            *checkpoint.notes,
-            *dtype_notes(checkpoint),
-            *megatron_notes(checkpoint.config),
-            *option_notes(checkpoint.config),
-        ],
+        notes=checkpoint.notes
+        + dtype_notes(checkpoint)
+        + megatron_notes(checkpoint.config)
+        + option_notes(checkpoint.config),
         problems=problems,
     )
 
@@ -193,30 +199,9 @@ def _manifest(path: Path, problems: list[str]) -> str | None:
 
 def _model(config: ModelConfig) -> dict[str, object]:
     moe = sum(config.moe_layers)
-    experts = {
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
-        "experts": config.num_experts,
-        "shared_experts": config.num_shared_experts,
-        "router_bias": config.router_bias,
-    }
-    return {
-        "model_type": config.model_type,
-        "num_layers": config.num_layers,
-        "moe_layers": moe,
-        "mtp_layers": config.mtp_layers,
-        "tied_embeddings": config.tied_embeddings,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "heads": config.num_attention_heads,
-        "q_lora_rank": config.q_lora_rank,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
-        **(experts if moe else {}),
-        **_indexer(config),
-    }
+    names = _SIZES.split() + (_SIZES_OF_EXPERTS.split() if moe else [])
+    sizes = {_CALLED.get(name, name): getattr(config, name) for name in names}
+    return {**sizes, "moe_layers": moe, **_indexer(config)}
 
 
 def _indexer(config: ModelConfig) -> dict[str, object]:

@@ -23,7 +23,6 @@ from checkpoint_conversion.mapping_table import (
     MTP_DUPLICATES,
     Row,
     parts_of,
-    rotary_block,
     widths,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -184,12 +183,14 @@ def _in_pairs(
     tensor: LazyTensor, row: Row, config: ModelConfig, *, back: bool = False
 ) -> LazyTensor:
     """A tensor whose rotary channels are pairs of neighbours; ``back``: as the model has them."""
-    block, rope = rotary_block(row, config), config.qk_rope_head_dim
-    if config.model.rope_interleave or block is None:
+    others = {"heads*qk": config.qk_nope_head_dim, "kv_rank+rope": config.kv_lora_rank}
+    kept_rows, rope = others.get(row.shape.split()[0]), config.qk_rope_head_dim
+    if config.model.rope_interleave or kept_rows is None:
         return tensor
 
     def permute(values: Tensor) -> Tensor:
-        kept, rotary = values.unflatten(0, (-1, block)).split([block - rope, rope], dim=1)
+        blocks = values.unflatten(0, (-1, kept_rows + rope))
+        kept, rotary = blocks.split([kept_rows, rope], dim=1)
         rotary = rotary.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2)
         return torch.cat((kept, rotary.flatten(1, 2)), dim=1).flatten(0, 1)
 

@@ -5,7 +5,7 @@ Hugging Face's names are DeepSeek-V3's; what another model type calls them is de
 through, norms in modules of their own, K and V up-projections combined. What a checkpoint may have
 instead is declared in ``absorbed_mla/checkpoint/layouts``.
 
-No row permutes anything but rotary channels that a model type has in halves (``rotary_block``).
+No row permutes anything but rotary channels that a model type has in halves (``mapping.py``).
 Both sides keep the others in DeepSeek's interleaved order, and both keep the rows of each head of
 ``kv_b_proj`` together, first K, then V. Both rotate the first channels of an indexer's head, in
 halves or as pairs as the model has it.
@@ -178,14 +178,6 @@ def widths(config: ModelConfig) -> dict[str, int]:
         "heads*v": heads * v,
         **_indexer_widths(config),
     }
-
-
-def rotary_block(row: Row, config: ModelConfig) -> int | None:
-    """Of how many rows of a tensor the last ones are rotary channels; None if none are."""
-    rope = config.qk_rope_head_dim
-    before = {"heads*qk": config.qk_nope_head_dim, "kv_rank+rope": config.kv_lora_rank}
-    width = before.get(row.shape.split()[0])
-    return None if width is None else width + rope
 
 
 def _indexer_widths(config: ModelConfig) -> dict[str, int]:

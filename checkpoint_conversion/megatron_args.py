@@ -120,7 +120,7 @@ def to_megatron_args(
         **_dimensions(config),
         **_experts(config, function),
         **_rotary(function.rotary),
-        **function.scales.args(),
+        **function.mup,
         **indexer_args(config.indexer, config.model.sparse),
         # Megatron 0.19's name, and that of earlier releases.
         layernorm_epsilon=function.norm_epsilon,
@@ -140,20 +140,12 @@ def to_megatron_args(
 
 
 def router_options(args: Namespace) -> dict[str, object]:
-    """What ``AbsorbedMLAOptions`` must say of the router of a model with these arguments.
-
-    Args:
-        args: Of :func:`to_megatron_args`.
-    """
+    """What ``AbsorbedMLAOptions`` must say of a model's router, by :func:`to_megatron_args`."""
     return {name: getattr(args, name, None) for name in ROUTER_OPTIONS}
 
 
 def layer_options(args: Namespace) -> dict[str, object]:
-    """What ``AbsorbedMLAOptions`` must say of a model with these arguments, with its router.
-
-    Args:
-        args: Of :func:`to_megatron_args`.
-    """
+    """What ``AbsorbedMLAOptions`` must say of a model, by :func:`to_megatron_args`."""
     own = {name: getattr(args, name, None) for name in LAYER_OPTIONS}
     return {"latent_norm_eps": args.latent_norm_epsilon, **own, **router_options(args)}
 
@@ -180,8 +172,8 @@ def megatron_notes(config: ModelConfig) -> list[str]:
     if function.norm_epsilon != _LATENT_NORM_EPSILON:
         notes.append(
             f"rms_norm_eps is {config.fields.raw('rms_norm_eps'):g}: Hugging Face's norms inside "
-            f"the attention have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have --norm-epsilon "
-            "(absorbed MLA has latent_norm_eps)"
+            f"the attention have {_LATENT_NORM_EPSILON:g} all the same, Megatron's own have "
+            "--norm-epsilon (absorbed MLA has latent_norm_eps)"
         )
     rotary = function.rotary
     if rotary.llama_4_scaling_beta is not None:
@@ -191,10 +183,7 @@ def megatron_notes(config: ModelConfig) -> list[str]:
             f"(absorbed MLA has {BETA})"
         )
     if rotary.rope_factors is not None:
-        notes.append(
-            "the model divides its rotary frequencies by short_factor, Megatron's own attention "
-            f"does not (absorbed MLA has {FACTORS})"
-        )
+        notes.append(f"Megatron's own attention has no LongRoPE (absorbed MLA has {FACTORS})")
     return [*notes, *model_notes(config)]
 
 

@@ -33,7 +33,7 @@ from checkpoint_conversion.model_type import (
     model_fields,
     model_of,
 )
-from checkpoint_conversion.mup import Scales, read_scales
+from checkpoint_conversion.mup import MUP, read_scales
 from checkpoint_conversion.quantisation import FP8_BLOCK, check_quantisation, scheme_of
 from checkpoint_conversion.rotary import Rotary, read_rotary
 from checkpoint_conversion.routing import Routing, read_routing
@@ -261,16 +261,16 @@ class ModelFunction:
     """What a model computes with its tensors, besides their shapes.
 
     Attributes:
-        norm_epsilon: Epsilon of the norms around attention and MLP, of a residual stream divided
-            by ``scales.residual``. Norms inside the attention have 1e-6 in Hugging Face's models,
-            whatever this is.
+        norm_epsilon: Epsilon of the norms around attention and MLP, with which ``mup`` goes. Norms
+            inside the attention have 1e-6 in Hugging Face's models, whatever this is.
+        mup: Megatron's arguments for scaled embeddings and logits.
         routing: None without MoE layers.
     """
 
     rotary: Rotary
     norm_epsilon: float
     max_position_embeddings: int
-    scales: Scales
+    mup: dict[str, object]
     routing: Routing | None
 
 
@@ -279,12 +279,12 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
     routing = None
     if config.num_experts:
         routing = read_routing(fields, config.model, config.num_experts)
-    scales = read_scales(fields) if config.model.mup else Scales()
+    residual, mup = read_scales(fields) if config.model.mup else (1.0, {MUP: False})
     return ModelFunction(
         rotary=read_rotary(fields, config.model, _rotary_part(config)),
-        norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0) / scales.residual**2,
+        norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0) / residual**2,
         max_position_embeddings=fields.integer("max_position_embeddings", MOST_POSITIONS),
-        scales=scales,
+        mup=mup,
         routing=routing,
     )
 

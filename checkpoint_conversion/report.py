@@ -91,17 +91,13 @@ class ConversionReport:
 
     def _sides(self) -> dict[str, dict]:
         source, writer = self.plan.checkpoint, self.plan.writer
+        sides = (
+            ("source", source.path, source.format, source.layout),
+            ("target", self.target, writer.format, writer.layout()),
+        )
         return {
-            "source": {
-                "path": str(source.path),
-                "format": source.format,
-                "layout": source.layout,
-            },
-            "target": {
-                "path": str(self.target),
-                "format": writer.format,
-                "layout": writer.layout(),
-            },
+            name: {"path": str(path), "format": form, "layout": layout}
+            for name, path, form, layout in sides
         }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -299,12 +295,8 @@ class VerificationReport:
 
     def as_json(self) -> dict:
         """One JSON document."""
-        return {
-            "command": "verify",
-            "equal": self.equal,
-            "accepted": self.accepted,
-            **asdict(self),
-        }
+        found = {"equal": self.equal, "accepted": self.accepted}
+        return {"command": "verify", **found, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
         """A table."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from checkpoint_conversion.config_fields import MOST, MOST_POSITIONS, MOST_WIDTH, Fields, shown
 from checkpoint_conversion.model_type import ModelType
 
+_ORIGINAL = "original_max_position_embeddings"
 # Options of absorbed MLA, which Megatron does not have.
 LAYER_OPTIONS = BETA, FACTORS = "llama_4_scaling_beta", "rope_factors"
+_YARN = (_ORIGINAL, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +53,13 @@ class Rotary:
                 "type": "yarn",
                 "rope_type": "yarn",
                 "factor": self.rotary_scaling_factor,
-                "original_max_position_embeddings": self.original_max_position_embeddings,
-                "beta_fast": self.beta_fast,
-                "beta_slow": self.beta_slow,
-                "mscale": self.mscale,
-                "mscale_all_dim": self.mscale_all_dim,
+                **{name: getattr(self, name) for name in _YARN},
             }
         if self.rope_factors is not None:
             scaling = {
                 "type": "longrope",
                 "rope_type": "longrope",
-                "original_max_position_embeddings": self.original_max_position_embeddings,
+                _ORIGINAL: self.original_max_position_embeddings,
                 "short_factor": list(self.rope_factors),
                 "long_factor": list(self.rope_factors),
             }
@@ -125,9 +123,7 @@ def _read_scaling(fields: Fields, section: Fields, model: ModelType, part: float
         rotary_base=base,
         rope_type="yarn",
         rotary_scaling_factor=section.number("factor", 1.0, MOST),
-        original_max_position_embeddings=section.integer(
-            "original_max_position_embeddings", MOST_POSITIONS
-        ),
+        original_max_position_embeddings=section.integer(_ORIGINAL, MOST_POSITIONS),
         # Transformers takes the default for 0.
         beta_fast=section.number("beta_fast", 1e-6, MOST, default=32.0),
         beta_slow=section.number("beta_slow", 1e-6, MOST, default=1.0),
@@ -139,10 +135,9 @@ def _read_scaling(fields: Fields, section: Fields, model: ModelType, part: float
 
 def _read_longrope(fields: Fields, section: Fields, base: float) -> Rotary:
     # Beyond, transformers takes the long factors for all tokens of a sequence, cached ones, too.
-    original = section.integer("original_max_position_embeddings", MOST_POSITIONS)
+    original = section.integer(_ORIGINAL, MOST_POSITIONS)
     if original < (most := fields.integer("max_position_embeddings", MOST_POSITIONS)):
-        accepted = f"at least max_position_embeddings {most}: long_factor is not supported"
-        section.wrong("original_max_position_embeddings", accepted)
+        section.wrong(_ORIGINAL, f"at least max_position_embeddings {most}: no long_factor is used")
     for name in ("factor", "attention_factor"):
         section.only(name, 1.0)
     pairs = fields.integer("qk_rope_head_dim", MOST_WIDTH) // 2
@@ -151,13 +146,6 @@ def _read_longrope(fields: Fields, section: Fields, base: float) -> Rotary:
         original_max_position_embeddings=original,
         rope_factors=section.numbers("short_factor", pairs, 1e-6, MOST),
     )
-
-
-def _read_factors(fields: Fields) -> tuple[float, ...] | None:
-    if not fields.given(FACTORS):
-        return None
-    pairs = fields.integer("qk_pos_emb_head_dim", MOST_WIDTH) // 2
-    return fields.numbers(FACTORS, pairs, 1e-6, MOST)
 
 
 def read_beta(fields: Fields) -> float | None:
@@ -174,19 +162,21 @@ def _base(fields: Fields) -> float:
 
 def read_rotary_args(fields: Fields) -> Rotary:
     """Read the rotary embedding; what is missing has the default of MLATransformerConfig."""
+    factors = None
+    if fields.given(FACTORS):
+        pairs = fields.integer("qk_pos_emb_head_dim", MOST_WIDTH) // 2
+        factors = fields.numbers(FACTORS, pairs, 1e-6, MOST)
     return Rotary(
         rope_type=fields.choice("rope_type", ("rope", "yarn"), "yarn"),
         rotary_base=fields.number("rotary_base", 1e-6, MOST, default=10000),
         rotary_scaling_factor=fields.number("rotary_scaling_factor", 1.0, MOST, default=40.0),
-        original_max_position_embeddings=fields.integer(
-            "original_max_position_embeddings", MOST_POSITIONS, default=4096
-        ),
+        original_max_position_embeddings=fields.integer(_ORIGINAL, MOST_POSITIONS, default=4096),
         beta_fast=fields.number("beta_fast", 1e-6, MOST, default=32.0),
         beta_slow=fields.number("beta_slow", 1e-6, MOST, default=1.0),
         mscale=fields.number("mscale", 0.0, MOST, default=1.0),
         mscale_all_dim=fields.number("mscale_all_dim", 0.0, MOST, default=0.0),
         llama_4_scaling_beta=read_beta(fields),
-        rope_factors=_read_factors(fields),
+        rope_factors=factors,
     )
 
 

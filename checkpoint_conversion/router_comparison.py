@@ -56,7 +56,7 @@ def refuse_another_function(
     expected = {name: getattr(function.rotary, name) for name in LAYER_OPTIONS}
     differences = [
         f"{name} is {shown(value)}, in the model {shown(args[name])}"
-        for name, value in (expected | function.scales.args()).items()
+        for name, value in (expected | function.mup).items()
         if name in args and found[name] != value
     ]
     experts = routing is not None and args.get("num_experts") == config.num_experts
