@@ -340,7 +340,8 @@ def _model(fields: Fields, scores: str | None) -> ModelType:
     sparse = has_indexer_args(fields)
     if fields.given(FACTORS) or fields.equals(MUP, True):
         if sparse or scores or read_beta(fields) is not None:
-            fields.wrong(FACTORS if fields.given(FACTORS) else MUP, "left out: no such model has")
+            name = FACTORS if fields.given(FACTORS) else MUP
+            fields.wrong(name, "left out with experts, sparse attention or scaled queries")
         return model_of("minicpm3")
     if read_beta(fields) is None:
         return sparse_model(fields) if sparse else of_arguments(scores or "sigmoid", None)

@@ -59,6 +59,7 @@ class Rotary:
             scaling = {
                 "type": "longrope",
                 "rope_type": "longrope",
+                "factor": 1.0,
                 _ORIGINAL: self.original_max_position_embeddings,
                 "short_factor": list(self.rope_factors),
                 "long_factor": list(self.rope_factors),

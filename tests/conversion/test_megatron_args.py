@@ -154,9 +154,12 @@ def test_transformers_loads_the_config_json(name):
     raw = from_megatron_args(to_megatron_args(config)).hugging_face
     loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     assert loaded.num_hidden_layers == config.num_layers
-    assert loaded.first_k_dense_replace == config.moe_layers.count(False)
+    first = getattr(loaded, "first_k_dense_replace", config.num_layers)
+    assert first == config.moe_layers.count(False)
     rotary, found = read_function(config.fields, config).rotary, loaded.rope_parameters
-    assert found["rope_type"] == ("yarn" if rotary.rope_type == "yarn" else "default")
+    plain = "default" if rotary.rope_factors is None else "longrope"
+    assert found["rope_type"] == ("yarn" if rotary.rope_type == "yarn" else plain)
+    assert tuple(found.get("short_factor", ())) == (rotary.rope_factors or ())
     assert found["rope_theta"] == rotary.rotary_base
     assert found.get("llama_4_scaling_beta") == rotary.llama_4_scaling_beta
 
@@ -201,6 +204,7 @@ def test_hostile_patterns(freq):
 
 _SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 _NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+_PLAIN_DENSE = {"num_experts": None, "rope_type": "rope", "mscale_all_dim": 0.0}
 _REFUSED = [
     ({"multi_latent_attention": False}, "args.multi_latent_attention must be True, got False"),
     ({"multi_latent_attention": ...}, "args.multi_latent_attention is missing"),
@@ -256,6 +260,16 @@ _REFUSED = [
         {**_SOFTMAX, **_NO_GROUPS, "llama_4_scaling_beta": 0.1, "rope_type": "rope"}
         | {"mscale_all_dim": 0.0},
         "args.llama_4_scaling_beta must be None with rope_type 'rope'",
+    ),
+    ({"use_mup": True}, "args.use_mup must be left out with experts, sparse attention"),
+    ({"use_mup": True, "num_experts": None, "mup_output_mult": 0.3}, "a whole number divided by"),
+    (
+        {**_PLAIN_DENSE, "rope_factors": [1.0]},
+        "args.rope_factors must be a list of 4 numbers from 1e-06",
+    ),
+    (
+        {"rope_factors": [1.0] * 4, "num_experts": None},
+        "args.rope_factors must be None with rope_type 'yarn'",
     ),
     ({"rope_type": "rope"}, "args.mscale_all_dim must be 0 with rope_type 'rope' and rotary_sc"),
     ({"params_dtype": "bf16"}, "args.params_dtype must be torch.bfloat16 or torch.float16 or"),

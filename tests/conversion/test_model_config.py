@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.megatron_args import megatron_notes, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.model_type import MODELS, Refused
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
 from tests.conversion.support import (
     GLM5,
+    MINICPM3,
     MISTRAL4,
     V2_LITE,
     V32,
@@ -124,6 +127,12 @@ _FP8 = {"quant_method": "fp8"}
 _GLM = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
 _SCALED = {"rope_parameters": {**YARN, "llama_4_scaling_beta": -0.1}}
 REFUSED = [model for model in MODELS if isinstance(model, Refused)]
+
+
+def _longrope(**changes) -> dict:
+    return {**MINICPM3, "rope_scaling": {**MINICPM3["rope_scaling"], **changes}}
+
+
 _IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
@@ -197,6 +206,13 @@ _REFUSED = [
         {"model_type": "kimi_k25", "text_config": hugging_face_config(**_IN_TEXT)},
         ("quantization_config.format is missing", "quantization_config.config_groups is missing"),
     ),
+    (_longrope(attention_factor=1.2), "rope_scaling.attention_factor must be 1.0, got 1.2"),
+    (_longrope(short_factor=[1, 0, 1, 1]), "short_factor must be a list of 4 numbers from 1e-06"),
+    (
+        _longrope(original_max_position_embeddings=64),
+        "original_max_position_embeddings must be at least max_position_embeddings 128: no long",
+    ),
+    ({**MINICPM3, "scale_emb": 0}, "scale_emb must be a number from 1e-06"),
     (MISTRAL4 | _SCALED, "rope_parameters.llama_4_scaling_beta must be a number from 0"),
     ({**_SCALED, "rope_scaling": None}, "beta must be left out: transformers does not scale"),
     (MISTRAL4 | {"n_group": 2}, "n_group must be 1"),
@@ -229,6 +245,21 @@ def test_what_cannot_be_converted_is_named(changes, messages):
     assert all(message in str(error.value) for message in messages)
     few = max(2, len(changes))
     assert len(error.value.problems) <= few, "one mistake, not everything that follows from it"
+
+
+def test_what_minicpm3_leaves_out():
+    """As transformers has it: null means that nothing is scaled."""
+    fields = _without(hugging_face_config(**MINICPM3), "v_head_dim")
+    for scales in ({}, {"scale_emb": 1, "scale_depth": None, "dim_model_base": None}):
+        config = ModelConfig.from_hugging_face(fields | scales)
+        theirs = transformers.MiniCPM3Config(**fields | scales)
+        args = to_megatron_args(config)
+        assert config.v_head_dim == theirs.v_head_dim == 8 and config.tied_embeddings is False
+        residual = theirs.scale_depth / 3**0.5
+        assert args.mup_embedding_mult == theirs.scale_emb / residual
+        assert args.mup_output_mult == 1 / theirs.logits_scaling
+        assert args.layernorm_epsilon == theirs.rms_norm_eps / residual**2
+        assert "no LongRoPE" in megatron_notes(config)[-1]
 
 
 def test_released_config_of_glm():

@@ -222,6 +222,19 @@ def test_refused(models, tmp_path, changes, tensors, words):
         remove_lora(models.ours)
 
 
+def test_other_rotary_channels(models, adapter, tmp_path, monkeypatch):
+    """MiniCPM3's are in another order in Hugging Face's model."""
+    load_peft_adapter(models.ours, adapter[0])
+    for attention in attentions(models.ours):
+        options = attention.options.replace(rope_factors=(1.0,))
+        monkeypatch.setattr(attention, "options", options)
+    with refusal("rope_factors=None"):
+        save_peft_adapter(models.ours, tmp_path)
+    remove_lora(models.ours)
+    with refusal("rope_factors=None"):
+        load_peft_adapter(models.ours, adapter[0])
+
+
 def test_no_folder(models, tmp_path):
     """A name that is no folder."""
     with refusal("is no adapter in PEFT's format", "adapter_config.json"):

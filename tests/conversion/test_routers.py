@@ -29,6 +29,7 @@ from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, 
 from tests.conversion.support import (
     CONFIGS,
     GLM5,
+    MINICPM3,
     MISTRAL4,
     V2_LITE,
     V32,
@@ -280,6 +281,16 @@ def test_the_same_router(trained, name):
 def test_released_models_have_their_own_router(name):
     config = ModelConfig.from_hugging_face(RELEASED[name])
     refuse_another_function(config, vars(to_megatron_args(config)), "never")
+
+
+@pytest.mark.parametrize("name", ["rope_factors", "mup_embedding_mult", "use_mup"])
+def test_another_minicpm3(name):
+    config = tiny_config(**MINICPM3)
+    args = vars(to_megatron_args(config))
+    refuse_another_function(config, args, "never")
+    with refused(f"{name} is", "in the model False" if name == "use_mup" else "in the model"):
+        change = {"use_mup": False, "rope_factors": [1.0] * 4}.get(name, 2.0)
+        refuse_another_function(config, {**args, name: change}, "differs:")
 
 
 def test_another_scaling_of_queries():

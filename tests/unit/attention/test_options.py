@@ -63,6 +63,7 @@ class TestOptions:
             ("attention_output_gate", ["per_head", True], "None, headwise, elementwise"),
             ("k_rope_layernorm", [None, 1], "True or False"),
             ("llama_4_scaling_beta", [0, -0.1, math.inf, "0.1"], "None or above 0"),
+            ("rope_factors", [[1.0], (0.0,), (math.nan,), ("1",)], "tuple of numbers above 0"),
             ("query_chunk_size", [0, -64, 64.0, True], "at least 1"),
             ("expansion_chunk_size", [0, 1.5], "at least 1"),
         ],
@@ -208,6 +209,11 @@ VARIANTS_REFUSED = {
         0.1,
         {"rope_type": "rope", "original_max_position_embeddings": 0},
         ("original_max_position_embeddings", "at least 1", "got 0"),
+    ),
+    "rope_factors": (
+        (1.0,) * 4,
+        {"rope_type": "yarn"},
+        ("qk_pos_emb_head_dim / 2 = 4", "rope_type 'rope'", "got 4 with 'yarn'"),
     ),
     "attention_output_gate": (
         "elementwise",

@@ -67,6 +67,16 @@ def test_ends_of_yarns_ramp(name):
     assert share.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_factors_divide_frequencies():
+    config, factors = config_for(replace(PLAIN, rope=8)), (1.0, 1.5, 2.0, 7.0)
+    cos, _ = RotaryTable(config, factors).cos_sin(FAR + 1, CPU)
+    angles = FAR * inverse_frequencies(8, PLAIN.rotary_base) / torch.tensor(factors).double()
+    assert torch.equal(cos[FAR], angles.cos().float())
+    assert not torch.equal(cos, RotaryTable(config).cos_sin(FAR + 1, CPU)[0]), "tables are shared"
+    with pytest.raises(ValueError, match="= 4 numbers with rope_type 'rope', got 3"):
+        RotaryTable(config, factors[:3])
+
+
 def test_growing_changes_no_row():
     config = config_for(TINY)
     table = RotaryTable(config)

@@ -194,6 +194,8 @@ def test_what_megatrons_own_training_saves():
             | {"moe_router_norm_topk_prob": True},
             "args.moe_router_pre_softmax must be true with softmax",
         ),
+        ({"use_mup": True}, "args.use_mup must be left out, got True"),
+        ({"rope_factors": (1.0,)}, "args.rope_factors must be left out, got (1.0,)"),
         ({"moe_router_group_topk": 1}, "args.moe_router_num_groups is missing"),
     ],
 )

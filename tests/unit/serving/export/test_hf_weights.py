@@ -24,8 +24,9 @@ from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.mapping import hugging_face_shapes
 from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.rotary import LAYER_OPTIONS
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
-from tests.conversion.support import MISTRAL4, load_all, tiny_config
+from tests.conversion.support import MINICPM3, MISTRAL4, load_all, tiny_config
 from tests.support.adapters import wrap
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
@@ -193,7 +194,7 @@ class TestRouter:
         first = made(stage=(True, False))
         first.decoder.layers = nn.ModuleList()
         assert live.layer_options([first]) == set()
-        expected = router_options(args) | {"llama_4_scaling_beta": None}
+        expected = router_options(args) | dict.fromkeys(LAYER_OPTIONS)
         assert self.options(first, model) == expected
         found = set(expected.items())
         assert live.one_of_each([set(), found, found]) == expected
@@ -231,6 +232,18 @@ def test_scaling_of_queries(tmp_path):
     attention.options = attention.options.replace(llama_4_scaling_beta=None)
     with refusal("all layers", "llama_4_scaling_beta", "got 0.1, None"):
         hf_weights(model)
+
+
+def test_minicpm3(tmp_path):
+    """Rotary channels are halves again, and what is scaled is in config.json."""
+    config = tiny_config(**MINICPM3)
+    model = logits.megatron_model(config, "absorbed")
+    save_torch_dist(tmp_path / "saved", model, to_megatron_args(config, dtype=torch.float32))
+    convert(tmp_path / "saved", tmp_path / "hf", "hf", workers=1)
+    assert_equal(dict(hf_weights(model)), converted(tmp_path / "hf"))
+    assert_equal(dict(hf_weights(model, hf_config=config.hugging_face)), converted(tmp_path / "hf"))
+    with refusal("scaling of queries", "mup_embedding_mult is", "in the model"):
+        hf_weights(model, hf_config={**config.hugging_face, "scale_emb": 6})
 
 
 class TestValues:
