@@ -52,7 +52,7 @@ def refuse_another_function(
         CheckpointError: Listing what differs.
     """
     function, fields = read_function(config.fields, config), Fields(args, [], prefix)
-    routing, found = function.routing, {**args, **vars(read_rotary_args(fields))}
+    routing, found = function.routing, {**args, **vars(read_rotary_args(Fields(args, [])))}
     expected = {name: getattr(function.rotary, name) for name in LAYER_OPTIONS}
     differences = [
         f"{name} is {shown(value)}, in the model {shown(args[name])}"

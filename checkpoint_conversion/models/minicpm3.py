@@ -9,7 +9,7 @@ from checkpoint_conversion.models.deepseek_v3 import ENTRY as DEEPSEEK_V3
 ENTRY = replace(
     DEEPSEEK_V3,
     name="minicpm3",
-    summary="dense, with `use_mup` and LongRoPE's short factors, stored in halves",
+    summary="dense, with `use_mup` and LongRoPE",
     released=("MiniCPM3-4B",),
     architectures=("MiniCPM3ForCausalLM",),
     defaults={

@@ -126,11 +126,11 @@ WHOLE = {
     # Transformers has it by the name of DeepSeek-V3.
     "kimi_k2": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
     "kimi_k25": KIMI_K25,
+    "minicpm3": OTHERS["minicpm3"],
     "mistral3": MISTRAL3,
     "mistral4": OTHERS["mistral4"],
     "sarvam_mla": OTHERS["sarvam_mla"],
     "youtu": OTHERS["youtu"],
-    "minicpm3": OTHERS["minicpm3"],
 }
 
 

@@ -56,13 +56,16 @@ checkpoint_conversion/mapping.py
   tied_heads_are_other_tensors: if row.hugging_face == name -> if row.hugging_face != name
   models_have_names_of_the_table: return config.model.tensors.get(name, name) -> return name
   mtp_layers_that_files_hold: return count -> return 0
+  rotary_halves_stay_halves: (-1, 2) if back else (2, -1) -> (2, -1) if back else (-1, 2)
 checkpoint_conversion/mapping_table.py
   weights_of_heads_are_quantised: "indexer", float32=True -> "indexer", float32=True, fp8=True
   weights_of_heads_are_rounded: "indexer", float32=True -> "indexer"
 checkpoint_conversion/megatron_args.py
-  converted_queries_are_not_scaled: , BETA: args.llama_4_scaling_beta} -> }
+  converted_queries_are_not_scaled: for name in LAYER_OPTIONS} -> for name in LAYER_OPTIONS[1:]}
+  converted_frequencies_are_not_divided: for name in LAYER_OPTIONS} -> for name in LAYER_OPTIONS[:1]}
 checkpoint_conversion/model.py
   values_that_no_model_may_have: inner.only(name, only.value, only.accepted) -> pass
+  epsilon_of_the_undivided_stream: / residual**2, -> ,
   dense_models_have_experts: if not model.experts or -> if
 checkpoint_conversion/packed.py
   codes_in_the_other_order: codes & 15], values[codes >> 4] -> codes >> 4], values[codes & 15]

@@ -99,7 +99,7 @@ absorbed_mla/serving/export/live.py
     -> config
   export_of_another_router: refuse_another_function(config, args, _ANOTHER_FUNCTION) ->
   export_of_megatrons_router: fields.problems.extend(only_megatrons(found)) ->
-  export_reads_the_scaling_of_layers_with_experts: name == BETA or isinstance -> isinstance
+  export_reads_the_scaling_of_layers_with_experts: name in LAYER_OPTIONS or isinstance -> isinstance
   export_reads_the_router_of_one_chunk: for chunk in chunks for m -> for chunk in chunks[:1] for m
   exported_activation: if config.activation_func is not F.silu: -> if False:
   export_heads_of_tied_models: not model.share_embeddings_and_output_weights -> True
