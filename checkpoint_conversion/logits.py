@@ -243,7 +243,5 @@ def _add_kv_norms(model: Any, megatron_config: Any) -> None:
 
     for layer in model.decoder.layers:
         layer.self_attention.kv_layernorm = RMSNorm(
-            megatron_config,
-            megatron_config.kv_lora_rank,
-            eps=megatron_config.layernorm_epsilon,
+            megatron_config, megatron_config.kv_lora_rank, eps=megatron_config.layernorm_epsilon
         )

@@ -26,11 +26,7 @@ mup_embedding_mult mup_output_mult
 # Switches that are on unless the command line says no.
 _ON_BY_DEFAULT = ("dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu")
 # Fields of Megatron's config that its command line has no option for, with their defaults there.
-_WITHOUT_OPTION = {
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+_WITHOUT_OPTION = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def megatron_options(config: ModelConfig) -> list[str]:

@@ -216,8 +216,7 @@ def with_rope(config: ModelConfig, **changes) -> ModelConfig:
     """The same weights with another rotary embedding; ``changes`` are of its parameters."""
     fields = config.hugging_face
     return dataclasses.replace(
-        config,
-        hugging_face={**fields, "rope_parameters": {**fields["rope_parameters"], **changes}},
+        config, hugging_face={**fields, "rope_parameters": {**fields["rope_parameters"], **changes}}
     )
 
 

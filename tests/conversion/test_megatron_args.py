@@ -226,10 +226,7 @@ _REFUSED = [
     ({**_DSA, "dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq must be 1 without"),
     ({**_DSA, "dsa_indexer_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim 8"),
     ({**_DSA, "q_lora_rank": None}, "q_lora_rank must be an integer: the indexer reads"),
-    (
-        {**_DSA, **_SOFTMAX},
-        "moe_router_score_function must be 'sigmoid' with sparse attention",
-    ),
+    ({**_DSA, **_SOFTMAX}, "moe_router_score_function must be 'sigmoid' with sparse attention"),
     ({"normalization": torch.ones(2)}, "args.normalization must be 'RMSNorm', got tensor"),
     ({"num_layers": ...}, "args.num_layers is missing"),
     ({"kv_lora_rank": -1}, "args.kv_lora_rank must be an integer from 1 to"),
