@@ -62,7 +62,7 @@ checkpoint_conversion/mapping_table.py
   weights_of_heads_are_rounded: "indexer", float32=True -> "indexer"
 checkpoint_conversion/megatron_args.py
   converted_queries_are_not_scaled: for name in LAYER_OPTIONS} -> for name in LAYER_OPTIONS[1:]}
-  converted_frequencies_are_not_divided: for name in LAYER_OPTIONS} -> for name in LAYER_OPTIONS[:1]}
+  frequencies_are_not_divided: for name in LAYER_OPTIONS} -> for name in LAYER_OPTIONS[:1]}
 checkpoint_conversion/model.py
   values_that_no_model_may_have: inner.only(name, only.value, only.accepted) -> pass
   epsilon_of_the_undivided_stream: / residual**2, -> ,
