@@ -64,13 +64,10 @@ class RotaryTable:
         factors: ``AbsorbedMLAOptions.rope_factors``.
 
     Raises:
-        ValueError: If ``rope_type`` is not one of ``ROPE_TYPES``, ``rotary_percent`` is not 1, or
-            the factors do not fit.
+        ValueError: If ``rope_type``, ``rotary_percent`` (not 1) or the factors are not supported.
     """
 
-    def __init__(
-        self, config: MLATransformerConfig, factors: tuple[float, ...] | None = None
-    ) -> None:
+    def __init__(self, config: MLATransformerConfig, factors: tuple | None = None) -> None:
         if config.rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"rope_type must be one of {', '.join(ROPE_TYPES)}; got {config.rope_type!r}"
