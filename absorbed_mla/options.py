@@ -142,8 +142,7 @@ class AbsorbedMLAOptions:
         beta = self.llama_4_scaling_beta
         if beta is not None and not (isinstance(beta, (int, float)) and 0 < beta < math.inf):
             raise ValueError(f"llama_4_scaling_beta must be None or above 0, got {beta!r}")
-        factors = self.rope_factors
-        if factors is not None and not (
+        if (factors := self.rope_factors) is not None and not (
             isinstance(factors, tuple)
             and all(isinstance(f, (int, float)) and 0 < f < math.inf for f in factors)
         ):
