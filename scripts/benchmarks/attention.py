@@ -55,6 +55,12 @@ LAYER_TOKENS = "4k,8k,16k,32k,64k"
 CORE_TOKENS = "8k,32k"
 
 
+def precisions_option(default: str) -> kit.Option:
+    """``--precisions`` of a benchmark."""
+    text = "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU"
+    return kit.some(text, PRECISIONS, default)
+
+
 @dataclass(frozen=True)
 class LayerCase(kit.Case):
     """One attention layer with its projections, and its input."""
@@ -138,9 +144,7 @@ def measure_layer(case: LayerCase, args: argparse.Namespace, processes: Processe
     begin = time.perf_counter()
     observed = observe(subject, processes)
     duration = time.perf_counter() - begin
-    repeated = Repeated(
-        subject.forward, subject.backward, subject.forget_gradients, on_gpu=processes.on_gpu
-    )
+    repeated = Repeated.of(subject, on_gpu=processes.on_gpu)
     return {
         **core_attention.named_times(repeated.times(duration, args.seconds_per_row)),
         "kept_bytes": observed.kept_bytes,
@@ -224,11 +228,7 @@ class AttentionBenchmark(kit.Benchmark):
         layouts=kit.some(
             "input layouts of the layers: sbhd (one sequence), thd (a pack of documents)", LAYOUTS
         ),
-        precisions=kit.some(
-            "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU",
-            PRECISIONS,
-            PLAIN,
-        ),
+        precisions=precisions_option(PLAIN),
         fused_down=kit.flag("our layer with mla_down_proj_fusion"),
         form=kit.one("form that our layer computes in", FORM_OPTIONS, "auto"),
         backend=kit.one("core_attention_backend of our layer", CORE_ATTENTION_BACKENDS, "auto"),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,25 +72,14 @@ class FeatureCase(kit.Case):
         return {"attention_output_gate": self.feature.removeprefix(GATE)} if gate else {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
-    """One case; more has ratios and milliseconds."""
-
-    ran: str = ""  # backend, of a layer its form, too
-
-
 class FeatureReport(kit.Report):
     """One run; ratios are to the same without the feature."""
 
-    row, case = Row, FeatureCase
+    row, case = kit.RanRow, FeatureCase
     plotted = tuple(
         (f"{name} of the same without, {{0.heads}} heads", name, "tokens")
         for name in ("step", "forward")
     )
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """As they were measured."""
-        return row.more
 
 
 class FeatureBenchmark(kit.Benchmark):
@@ -124,31 +114,23 @@ class FeatureBenchmark(kit.Benchmark):
             if (window or 0) < tokens
         ]
 
-    def measure(self, case: FeatureCase) -> Row:
+    def measure(self, case: FeatureCase) -> kit.RanRow:
         """Both in turns.
 
         Raises:
             Refused: If it cannot run here.
         """
-        from benchmarks.kit.timing import Repeated, in_turns
+        from benchmarks.kit.timing import Repeated, medians_in_turns
 
         pair, ran = (self.core if case.work.startswith(CORE) else self.layer)(case)
-        works = [
-            Repeated(one.forward, one.backward, forget, on_gpu=self.processes.on_gpu)
-            for one, forget in pair
-        ]
+        works = [Repeated.of(one, on_gpu=self.processes.on_gpu) for one in pair]
         for work in works:
             work.once()
-        figures = []
-        for times in in_turns(works, self.args.rounds):
-            forward, _, step = (kit.Times.of(one) for one in zip(*times))
-            figures.append({"step": step.median, "forward": forward.median})
-        with_it, without = figures
-        more = {name: with_it[name] / without[name] for name in with_it}
+        with_it, without = medians_in_turns(works, self.args.rounds)
+        more = {name.removesuffix("_ms"): x / without[name] for name, x in with_it.items()}
         more |= {"pairs": case.pairs} if case.window else {}
-        more |= {f"{name}_ms": 1e3 * x for name, x in with_it.items()}
-        more |= {f"without: {name}_ms": 1e3 * x for name, x in without.items()}
-        return Row(case=case, more=more, ran=str(ran))
+        more |= with_it | {f"without: {name}": x for name, x in without.items()}
+        return kit.RanRow(case=case, more=more, ran=str(ran))
 
     def core(self, case: FeatureCase) -> tuple[list, str]:
         """Attention alone with the feature and without it, and its backend."""
@@ -157,14 +139,11 @@ class FeatureBenchmark(kit.Benchmark):
         inputs = core_attention.random_inputs(core, dims, self.processes)
         width = pair_widths(form, dims)[1]
         grad = self.processes.random(case.tokens, 1, case.heads, width)
-        plain = core_attention.our_attention("auto", form, dims, inputs, grad)
+        build = partial(core_attention.our_attention, "auto", form, dims, inputs, grad)
+        plain = build()
         if case.window:
-            featured = core_attention.our_attention(
-                "auto", form, dims, inputs, grad, window=case.window
-            )
-        else:
-            featured = beside_sink(plain, self.processes.random(case.heads), grad)
-        return [(one, lambda: None) for one in (featured, plain)], plain.ran
+            return [build(window=case.window), plain], plain.ran
+        return [beside_sink(plain, self.processes.random(case.heads), grad), plain], plain.ran
 
     def layer(self, case: FeatureCase) -> tuple[list, Any]:
         """A layer with the feature and one without it, and the form and backend that it takes."""
@@ -177,14 +156,10 @@ class FeatureBenchmark(kit.Benchmark):
             config = layers.layer_config(
                 self.args, self.processes, heads=case.heads, recompute=None
             )
-            for name, value in fields.items():
-                setattr(config, name, value)
-            pair.append(
-                layers.build(
-                    config, AbsorbedMLAOptions(**options), self.processes, case.tokens, None
-                )
-            )
-        return [(one, one.forget_gradients) for one in pair], ChosenBackends(pair[0].layer)
+            vars(config).update(fields)
+            ours = AbsorbedMLAOptions(**options)
+            pair.append(layers.build(config, ours, self.processes, case.tokens, None))
+        return pair, ChosenBackends(pair[0].layer)
 
 
 def beside_sink(plain: Attention, sink: Any, grad_out: Any) -> Attention:

@@ -235,9 +235,7 @@ class CPBenchmark(kit.Benchmark):
         args, processes = self.args, self.processes
         subject = processes.together(lambda: self.build(case))
         ran = ChosenBackends(subject.layer)
-        repeated = Repeated(
-            subject.forward, subject.backward, subject.forget_gradients, on_gpu=processes.on_gpu
-        )
+        repeated = Repeated.of(subject, on_gpu=processes.on_gpu)
         # Compiles, and allocates what stays allocated.
         processes.together(repeated.once)
         observed = processes.together(lambda: observe(subject, processes))

@@ -65,6 +65,9 @@ class Attention:
     backward: Callable[[Any], Any]  # returns gradients of all inputs, from what forward returned
     ran: str = ""  # the backend, of ours
 
+    def forget_gradients(self) -> None:
+        """There are none but those that ``backward`` returns."""
+
 
 def measure_core(case: CoreCase, args: argparse.Namespace, processes: Device) -> dict[str, Any]:
     """Times of forward, backward and both, for the row of the case.

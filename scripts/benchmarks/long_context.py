@@ -92,10 +92,6 @@ class LongReport(kit.Report):
         ("{0.work} n={0.heads} [ms of the exchange, not overlapped]", "exposed_ms", "tokens"),
     )
 
-    def figures(self, row: kit.TimedRow) -> dict[str, Any]:
-        """See above."""
-        return row.more
-
     def line(self, row: kit.TimedRow) -> str:
         """In short, also what is known of a row that was not measured."""
         shown = (f"{name} {row.more[name]}" for name in SHOWN if name in row.more)

@@ -64,9 +64,14 @@ from benchmarks.served.contenders import (
     vllm_version,
 )
 from benchmarks.served.engines import BLOCK, Settings
-from benchmarks.served.model import token_bytes, write_model
+from benchmarks.served.model import (
+    MODEL_OPTIONS,
+    TINY_MODEL,
+    choice_of,
+    token_bytes,
+    write_model,
+)
 from benchmarks.served.report import Case, Row, ServingReport, Size, parse_row
-from benchmarks.synthetic import Choice
 from console.outputs import require_writable
 from console.parser import Parser
 
@@ -101,7 +106,7 @@ class ServingBenchmark(kit.Benchmark):
     report = ServingReport
     strict = True
     options = kit.declare(
-        "json render plot device time_limit=540 seed=1234",
+        f"json render plot device time_limit=540 seed=1234 repeats=2 {MODEL_OPTIONS}",
         implementations=kit.some(
             f"some of {', '.join(IMPLEMENTATIONS)}", IMPLEMENTATIONS, ",".join(USUAL)
         ),
@@ -113,7 +118,6 @@ class ServingBenchmark(kit.Benchmark):
             kit.list_of(_temperature),
             "0",
         ),
-        repeats=kit.number("bursts of each kind that are measured", 2),
         prefill_tokens=kit.Option(
             "most prompt tokens of a burst that measures prefill alone", parse_size, "64k"
         ),
@@ -122,11 +126,6 @@ class ServingBenchmark(kit.Benchmark):
         start_limit=kit.Option(
             "seconds that processes have to start, vLLM's compiler included", seconds, 240.0
         ),
-        dense_layers=kit.number("layers with a dense MLP", 4),
-        moe_layers=kit.number("layers with experts", 4),
-        experts=kit.number("routed experts of a MoE layer", 16),
-        vocab_size=kit.number("rows of the embedding", 129280),
-        scale_down=kit.number("divide DeepSeek-V3's widths by this", 1),
         vllm=kit.Option("folder with vLLM (default: the one that is installed)", Path),
         server_packages=kit.Option(
             "folder with what our server needs, searched after the packages that are installed; "
@@ -140,8 +139,8 @@ class ServingBenchmark(kit.Benchmark):
         logs=kit.Option("folder for the processes' output (default: a temporary one)", Path),
     )
     quick = (
-        "--implementations ours --rows 2x64/8 --scale-down 32 --vocab-size 300 --dense-layers 1 "
-        "--moe-layers 1 --experts 2 --max-num-batched-tokens 128 --repeats 1"
+        f"--implementations ours --rows 2x64/8 {TINY_MODEL} --max-num-batched-tokens 128 "
+        "--repeats 1"
     )
     recorded = ("dense_layers", "moe_layers", "prefill_tokens", "repeats")
 
@@ -154,15 +153,8 @@ class ServingBenchmark(kit.Benchmark):
         self._logs.mkdir(parents=True, exist_ok=True)
         model = args.model or work / "model"
         self._device = use_device(args.device)
-        choice = Choice(
-            layers=args.dense_layers + args.moe_layers,
-            experts=args.experts,
-            dense_layers=args.dense_layers,
-            vocab_size=args.vocab_size,
-            scale_down=args.scale_down,
-        )
         # Before anything is computed on the GPU: it forks.
-        self._config = write_model(model, choice)
+        self._config = write_model(model, choice_of(args))
         self._settings = settings(args, self._config, model, self._device)
         self._running: dict[str, Contender] = {}
         self._failed: dict[str, ContenderError] = {}

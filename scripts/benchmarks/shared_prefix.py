@@ -82,25 +82,14 @@ class PrefixCase(kit.Case):
         return replace(self, prompt=self.prompt // 2, answer=self.answer // 2).fitting(dims)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
-    """One case; more has ratios, and figures of both packs."""
-
-    ran: str = ""  # backend, of a layer its form, too
-
-
 class PrefixReport(kit.Report):
     """One run; ratios are of the shared pack to the other one."""
 
-    row, case = Row, PrefixCase
+    row, case = kit.RanRow, PrefixCase
     plotted = tuple(
         (f"{name} of the unshared pack's, {{0.answers}} answers", name, "heads")
         for name in ("step", "forward", "kept", "peak")
     )
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """As they were measured."""
-        return row.more
 
 
 class Core:
@@ -151,7 +140,7 @@ class PrefixBenchmark(kit.Benchmark):
                 found.append(case.fitting(kit.dims_of(args)) if work.startswith(CORE) else case)
         return found
 
-    def measure(self, case: PrefixCase) -> Row:
+    def measure(self, case: PrefixCase) -> kit.RanRow:
         """Both packs, compared first.
 
         Raises:
@@ -160,31 +149,23 @@ class PrefixBenchmark(kit.Benchmark):
         """
         from absorbed_mla.prefix_tree import PrefixTree
         from benchmarks.kit.layers import observe
-        from benchmarks.kit.timing import Repeated, in_turns
+        from benchmarks.kit.timing import Repeated, medians_in_turns
 
-        tree, processes = (
-            PrefixTree.of_groups([(case.prompt, [case.answer] * case.answers)]),
-            self.processes,
-        )
+        processes = self.processes
+        tree = PrefixTree.of_groups([(case.prompt, [case.answer] * case.answers)])
         build = self.core if case.work.startswith(CORE) else self.layer
         *packs, ran = build(case, tree)
         difference = compare(tree, *packs)
         if not difference <= _MOST_DIFFERENCE[processes.device.type]:
             raise ArithmeticError(f"the packs differ by {difference:.3g}")
-        works = [
-            Repeated(p.forward, p.backward, p.forget_gradients, on_gpu=processes.on_gpu)
-            for p in packs
-        ]
+        works = [Repeated.of(pack, on_gpu=processes.on_gpu) for pack in packs]
         memory = [gibibytes(observe(pack, processes)) for pack in packs]
-        figures = []
-        for own, times in zip(memory, in_turns(works, self.args.rounds)):
-            forward, _, step = (kit.Times.of(one) for one in zip(*times))
-            figures.append({"step_ms": 1e3 * step.median, "forward_ms": 1e3 * forward.median} | own)
-        shared, unshared = figures
+        times = medians_in_turns(works, self.args.rounds)
+        shared, unshared = (one | own for one, own in zip(times, memory))
         more = {name.partition("_")[0]: x / unshared[name] for name, x in shared.items()}
         more |= case.least() | {f"shared {name}": x for name, x in shared.items()}
         more |= {f"unshared {name}": x for name, x in unshared.items()}
-        return Row(case=case, more=more | {"difference": difference}, ran=str(ran))
+        return kit.RanRow(case=case, more=more | {"difference": difference}, ran=str(ran))
 
     def core(self, case: PrefixCase, tree: PrefixTree) -> tuple[Core, Core, str]:
         """Attention alone of both packs, and the backend."""

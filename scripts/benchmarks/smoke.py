@@ -41,7 +41,13 @@ from console.script import leave, run_script
 _CORES = 3
 # What a row says of an error that is no refusal.
 _FAILED = re.compile(r"(rank \d+: )?\w*(Error|Exception): ")
-_LAYER = "--suite layer --heads 16 --seq-lens 1k --seconds-per-row 0.05"
+_SMALL, _JSON = "--heads 16 --seq-lens 1k", "--json {out}/a.json"
+_LAYER = f"{{out}} --suite layer {_SMALL} --seconds-per-row 0.05"
+_DECODE = "--heads 16 --batches 4 --kv 1k --query-lengths 1 --block-sizes 64 --seconds-per-row 0.01"
+_SPARSE = "--heads 16 --queries 256 --topk 512 --kv 2k"
+_PREFIX = "{out} --heads 16 --prompt 256 --answers 4 --answer 128"
+_RING = "{out} --sizes 2k --heads 16 --layouts sbhd,thd"
+_STEPS = "{out} --rows v3/1k,v3/1k/thd --scale-down 4 --vocab-size 512"
 _SERVED = "--scale-down 4 --vocab-size 512 --dense-layers 1 --moe-layers 1 --experts 4 --repeats 1"
 
 
@@ -51,76 +57,27 @@ class Smoke(NamedTuple):
     name: str
     script: str
     options: str  # {out} is a folder of its own
-    needs: str | int = 1  # GPUs, or a package
+    needs: str = "1"  # GPUs, or a package
 
 
-# What takes longest comes first.
-SMOKES = (
-    Smoke(
-        "serving",
-        "serving",
-        f"{_SERVED} --implementations ours,ours-parity --rows 2x64/8,2x40/6*2 "
-        "--json {out}/a.json",
-    ),
-    Smoke("layer", "attention", f"{{out}} {_LAYER} --only ours"),
-    Smoke(
-        "core attention",
-        "attention",
-        "{out} --suite core --heads 16 --seq-lens 1k --seconds-per-row 0.02",
-    ),
-    Smoke(
-        "decode",
-        "decode",
-        "--heads 16 --batches 4 --kv 1k --query-lengths 1 --block-sizes 64 --seconds-per-row 0.01 "
-        "--lengths equal,one_long --json {out}/a.json",
-    ),
-    Smoke(
-        "sparse attention",
-        "dsa",
-        "--heads 16 --queries 256 --topk 512 --kv 2k --indexer 4k --seconds-per-row 0.01 "
-        "--json {out}/a.json",
-    ),
-    Smoke(
-        "long contexts",
-        "long_context",
-        "--sizes 4k --cp 8 --heads 16 --topk 512 --json {out}/a.json",
-    ),
-    Smoke(
-        "shared prefixes",
-        "shared_prefix",
-        "{out} --heads 16 --prompt 256 --answers 4 --answer 128 --rounds 1 --ffn-hidden-size 1024",
-    ),
-    Smoke("features", "attention_features", "{out} --heads 16 --seq-lens 1k --rounds 1"),
-    Smoke(
-        "context parallelism",
-        "context_parallel",
-        "{out} --sizes 2k --heads 16 --layouts sbhd,thd --seconds-per-row 0.1",
-        2,
-    ),
-    Smoke(
-        "weight updates",
-        "weight_updates",
-        "--scale-down 4 --vocab-size 512 --dense-layers 1 --moe-layers 1 --experts 4 --repeats 1 "
-        "--json {out}/a.json",
-    ),
-    Smoke(
-        "training steps",
-        "training_step",
-        "{out} --rows v3/1k,v3/1k/thd --scale-down 4 --vocab-size 512 --warm-ups 1 --steps 2",
-        "transformer_engine",
-    ),
-    Smoke(
-        "layer beside Megatron's",
-        "attention",
-        f"{{out}} {_LAYER} --precisions bf16,tensorwise",
-        "transformer_engine",
-    ),
-    Smoke(
-        "serving beside vLLM",
-        "serving",
-        f"{_SERVED} --implementations ours,vllm --rows 2x64/8 --json {{out}}/a.json",
-        "vllm",
-    ),
+# What takes longest comes first: name | script | options | what it needs, if not one GPU.
+SMOKES = tuple(
+    Smoke(*(part.strip() for part in line.split("|")))
+    for line in f"""
+serving | serving | {_SERVED} --implementations ours,ours-parity --rows 2x64/8,2x40/6*2 {_JSON}
+layer | attention | {_LAYER} --only ours
+core attention | attention | {{out}} --suite core {_SMALL} --seconds-per-row 0.02
+decode | decode | {_DECODE} --lengths equal,one_long {_JSON}
+sparse attention | dsa | {_SPARSE} --indexer 4k --seconds-per-row 0.01 {_JSON}
+long contexts | long_context | --sizes 4k --cp 8 --heads 16 --topk 512 {_JSON}
+shared prefixes | shared_prefix | {_PREFIX} --rounds 1 --ffn-hidden-size 1024
+features | attention_features | {{out}} {_SMALL} --rounds 1
+context parallelism | context_parallel | {_RING} --seconds-per-row 0.1 | 2
+weight updates | weight_updates | {_SERVED} {_JSON}
+training steps | training_step | {_STEPS} --warm-ups 1 --steps 2 | transformer_engine
+layer beside Megatron's | attention | {_LAYER} --precisions bf16,tensorwise | transformer_engine
+serving beside vLLM | serving | {_SERVED} --implementations ours,vllm --rows 2x64/8 {_JSON} | vllm
+""".strip().splitlines()
 )
 
 
@@ -158,8 +115,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def missing(one: Smoke, gpus: int) -> str:
     """What it needs and does not have."""
-    if isinstance(one.needs, int):
-        return f"it needs {one.needs} GPUs" if one.needs > gpus else ""
+    if one.needs.isdecimal():
+        return f"it needs {one.needs} GPUs" if int(one.needs) > gpus else ""
     return "" if find_spec(one.needs) else f"it needs {one.needs}"
 
 

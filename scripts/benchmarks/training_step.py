@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
-from benchmarks.attention import PLAIN, PRECISIONS
+from benchmarks.attention import PLAIN, precisions_option
 from benchmarks.kit.arguments import parse_size
 from benchmarks.kit.tables import gibibytes
 from training.presets import get_preset, scale_down
@@ -116,12 +116,11 @@ class StepCase(kit.Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
+class Row(kit.RanRow):
     """One case; times are wall times, ``more`` has further figures."""
 
     peak_bytes: int | None = None  # with what is there between steps; None without a GPU
     waits: dict = field(default_factory=dict)  # calls and lines at which the host waits
-    ran: str = ""  # forms and backends of our attentions
 
     @property
     def compared(self) -> tuple:
@@ -165,7 +164,8 @@ class StepBenchmark(kit.InTurns):
     files = "training_step"
     report = StepReport
     options = kit.declare(
-        "folder render only device time_limit=150 seed=1234",
+        "folder render only device time_limit=150 seed=1234 experts=8 vocab_size=16384 "
+        "scale_down=1",
         rows=kit.Option(
             "widths/tokens/layout, in this order; the layout is sbhd or thd (a pack of documents)",
             kit.list_of(parse_row),
@@ -173,17 +173,10 @@ class StepBenchmark(kit.InTurns):
         ),
         implementations=kit.some("what to measure", IMPLEMENTATIONS, ",".join(IMPLEMENTATIONS[:3])),
         recompute=kit.some("whether mla_up_proj is recomputed in backward", ("yes", "no")),
-        precisions=kit.some(
-            "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU",
-            PRECISIONS,
-            f"{PLAIN},tensorwise",
-        ),
+        precisions=precisions_option(f"{PLAIN},tensorwise"),
         warm_ups=kit.number("steps before those that are timed", 3),
         steps=kit.number("steps that are timed", 8),
         moe_layers=kit.number("MoE layers behind a dense one (default: 1 of v3, 7 of v2-lite)"),
-        experts=kit.number("routed experts of a layer, those of one rank", 8),
-        vocab_size=kit.number("rows of embedding and output layer", 16384),
-        scale_down=kit.number("divide all widths by this", 1),
         graph_modules=kit.Option(
             "cuda_graph_modules of contenders with graphs", kit.list_of(str), "attn"
         ),

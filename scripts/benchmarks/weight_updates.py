@@ -30,8 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
 from benchmarks.kit.arguments import use_device
-from benchmarks.served.model import token_bytes, write_model
-from benchmarks.synthetic import Choice
+from benchmarks.served.model import (
+    MODEL_OPTIONS,
+    TINY_MODEL,
+    choice_of,
+    token_bytes,
+    write_model,
+)
 
 torch: Any = kit.lazy("torch")
 WORKS = ("copy", "update", "sleep 1", "sleep 2")
@@ -46,20 +51,12 @@ class UpdateCase(kit.Case):
     work: str  # one of WORKS
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateRow(kit.TimedRow):
-    """Times of it; ``more`` has the bytes of the weights, and those that were freed."""
-
-    case: UpdateCase
-
-
 class UpdateReport(kit.Report):
     """One run."""
 
-    row = UpdateRow
-    case = UpdateCase
+    row, case = kit.TimedRow, UpdateCase
 
-    def figures(self, row: UpdateRow) -> dict[str, float]:
+    def figures(self, row: kit.TimedRow) -> dict[str, float]:
         """Milliseconds, rate, and the share of the memory that is free meanwhile."""
         assert row.times is not None
         size, seconds = row.more["bytes"], row.times.median
@@ -76,28 +73,18 @@ class WeightUpdates(kit.Benchmark):
     report = UpdateReport
     strict = True
     options = kit.declare(
-        "json render only device time_limit=300 seed=1234",
-        dense_layers=kit.number("layers with a dense MLP", 4),
-        moe_layers=kit.number("layers with experts", 4),
-        experts=kit.number("routed experts of a MoE layer", 16),
-        vocab_size=kit.number("rows of the embedding", 129280),
-        scale_down=kit.number("divide DeepSeek-V3's widths by this", 1),
-        repeats=kit.number("times that each is done", 5),
+        f"json render only device time_limit=300 seed=1234 repeats=5 {MODEL_OPTIONS}"
     )
-    quick = (
-        "--scale-down 32 --vocab-size 300 --dense-layers 1 --moe-layers 1 --experts 2 --repeats 1"
-    )
+    quick = f"{TINY_MODEL} --repeats 1"
     recorded = ("dense_layers", "moe_layers", "experts", "repeats")
 
     def prepare(self) -> None:
         """Both models."""
         args, self._folder = self.args, tempfile.TemporaryDirectory()
         use_device(args.device)
-        sizes = {"layers": args.dense_layers + args.moe_layers, "dense_layers": args.dense_layers}
-        sizes |= {"experts": args.experts, "vocab_size": args.vocab_size}
         folder = Path(self._folder.name) / "model"
         # Before anything is computed on the GPU: it forks.
-        config = write_model(folder, Choice(**sizes, scale_down=args.scale_down))
+        config = write_model(folder, choice_of(args))
         super().prepare()
 
         from absorbed_mla import LLM
@@ -121,7 +108,7 @@ class WeightUpdates(kit.Benchmark):
         """All of ``WORKS``."""
         return [UpdateCase(work) for work in WORKS]
 
-    def measure(self, case: UpdateCase) -> UpdateRow:
+    def measure(self, case: UpdateCase) -> kit.TimedRow:
         """Once to warm up, then ``--repeats`` times."""
         work, more = self._works()[case.work], {"bytes": self._bytes}
         work()
@@ -134,7 +121,7 @@ class WeightUpdates(kit.Benchmark):
             seconds.append(time.perf_counter() - begin)
         if freed[0] is not None:
             more |= {"freed": min(freed), "held": self._held}
-        return UpdateRow(case=case, times=kit.Times.of(seconds), more=more)
+        return kit.TimedRow(case=case, times=kit.Times.of(seconds), more=more)
 
     def rows(self):
         """Of all cases; the engine ends with the last one."""

@@ -24,7 +24,17 @@ from benchmarks.kit.arguments import (
 )
 from benchmarks.kit.lazy import lazy
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Case, Refused, Report, Row, TimedRow, Times, reason, refusing
+from benchmarks.kit.report import (
+    Case,
+    RanRow,
+    Refused,
+    Report,
+    Row,
+    TimedRow,
+    Times,
+    reason,
+    refusing,
+)
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
 
@@ -35,6 +45,7 @@ __all__ = [
     "InTurns",
     "Option",
     "Panel",
+    "RanRow",
     "Refused",
     "Report",
     "Row",

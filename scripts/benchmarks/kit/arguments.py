@@ -139,6 +139,12 @@ KNOWN = {
     "seconds_per_row": Option("how long to repeat each measurement, in s", seconds),
     "time_limit": Option("start no case after this many seconds", seconds),
     "seed": Option("seed of the weights and inputs", int),
+    "dense_layers": number("layers with a dense MLP"),
+    "moe_layers": number("layers with experts"),
+    "experts": number("routed experts of a MoE layer, those of one rank"),
+    "vocab_size": number("rows of the embedding, and of the output layer"),
+    "scale_down": number("divide DeepSeek's widths by this"),
+    "repeats": number("how often each is measured"),
     "quick": flag("tiny cases on a CPU, to try the script; other options are added"),
 }
 # What --quick stands for.
@@ -187,11 +193,6 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
             keywords["type"] = option.type
         written = name if name == "folder" else f"--{name.replace('_', '-')}"
         parser.add_argument(written, **keywords)
-
-
-def add_common(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add some of ``KNOWN``, with defaults; ``seed=1`` adds ``--seed`` with the default 1."""
-    add_options(parser, {k.lstrip("-").replace("-", "_"): v for k, v in defaults.items()})
 
 
 def quick(argv: Sequence[str], options: Mapping[str, Any], more: str) -> list[str]:

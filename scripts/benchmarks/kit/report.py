@@ -90,6 +90,13 @@ class TimedRow(Row):
     more: dict = field(default_factory=dict)  # other figures by name; that of flops makes a rate
 
 
+@dataclass(frozen=True, kw_only=True)
+class RanRow(TimedRow):
+    """A row of what chooses how it computes."""
+
+    ran: str = ""  # backends, of layers their forms, too
+
+
 @dataclass
 class Report:
     """One run of a benchmark; its own report names the type of its rows, and derives figures."""
@@ -105,7 +112,7 @@ class Report:
 
     def figures(self, row: Any) -> dict[str, float]:
         """Rates, ratios, milliseconds and so on of a row without an error, by name."""
-        raise NotImplementedError
+        return row.more
 
     @property
     def measured(self) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.kit.lazy import lazy
@@ -57,6 +58,11 @@ class Repeated:
         self.on_gpu = on_gpu
         # Not looked up between the launches.
         self._event = torch.cuda.Event if on_gpu else None
+
+    @classmethod
+    def of(cls, subject: Any, *, on_gpu: bool) -> Repeated:
+        """Of a ``kit.layers.Subject``, or what has its methods."""
+        return cls(subject.forward, subject.backward, subject.forget_gradients, on_gpu=on_gpu)
 
     def once(self) -> float:
         """Seconds of one step."""
@@ -168,6 +174,12 @@ def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, fl
         for work, own in [*zip(works, marks)][:: -1 if turn % 2 else 1]:
             own.append(work.step())
     return [work.seconds_of(own) for work, own in zip(works, marks)]
+
+
+def medians_in_turns(works: Sequence[Repeated], count: int) -> list[dict[str, float]]:
+    """Medians in ms of each work, ``"step_ms"`` and ``"forward_ms"``; see :func:`in_turns`."""
+    found = [[median(way) for way in zip(*times)] for times in in_turns(works, count)]
+    return [{"step_ms": 1e3 * step, "forward_ms": 1e3 * forward} for forward, _, step in found]
 
 
 def _host_seconds(work: Repeated) -> float:

@@ -142,37 +142,11 @@ class _Operation:
     sent: Callable[[Any, list], int]
 
 
-def _all_gathered(group, arguments: list) -> int:
-    return (group.size() - 1) * _num_bytes(arguments[1])
-
-
-def _reduce_scattered(group, arguments: list) -> int:
-    return (group.size() - 1) * _num_bytes(arguments[1]) // group.size()
-
-
-def _all_reduced(group, arguments: list) -> int:
-    return 2 * (group.size() - 1) * _num_bytes(arguments[0]) // group.size()
-
-
-def _sent(group, arguments: list) -> int:
-    return _num_bytes(arguments[0])
-
-
-def _broadcast(group, arguments: list) -> int:
-    return (group.size() - 1) * _num_bytes(arguments[0]) if _is_root(group, arguments) else 0
-
-
-def _scattered(group, arguments: list) -> int:
-    # Only the root passes anything to scatter.
-    return (group.size() - 1) * _num_bytes(arguments[1]) // group.size()
-
-
-def _reduced(group, arguments: list) -> int:
-    return 0 if _is_root(group, arguments) else _num_bytes(arguments[0])
-
-
-def _gathered(group, arguments: list) -> int:
-    return 0 if _is_root(group, arguments) else _num_bytes(arguments[1])
+def _of(number: int, sent: Callable[[int, int, Callable[[], bool]], int]) -> Any:
+    """Of an argument's bytes, the group's size, and whether this rank is the root."""
+    return lambda group, given: sent(
+        _num_bytes(given[number]), group.size(), lambda: _is_root(group, given)
+    )
 
 
 def _all_to_all(group, arguments: list) -> int:
@@ -209,20 +183,23 @@ def _tensors(nested: object) -> Iterator[Tensor]:
 
 # The names that torch 2.11 and 2.13 use; the later ones of each line are 2.13's.
 _BY_KIND: dict[_Operation, str] = {
-    _Operation("all-gather", _all_gathered): (
+    _Operation("all-gather", _of(1, lambda x, n, root: (n - 1) * x)): (
         "allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced "
         "all_gather_single all_gather_single_coalesced"
     ),
-    _Operation("reduce-scatter", _reduce_scattered): (
+    _Operation("reduce-scatter", _of(1, lambda x, n, root: (n - 1) * x // n)): (
         "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
         "reduce_scatter_single reduce_scatter_single_coalesced"
     ),
-    _Operation("all-reduce", _all_reduced): "allreduce allreduce_coalesced",
-    _Operation("send", _sent): "send",
-    _Operation("broadcast", _broadcast): "broadcast",
-    _Operation("scatter", _scattered): "scatter",
-    _Operation("reduce", _reduced): "reduce",
-    _Operation("gather", _gathered): "gather",
+    _Operation("all-reduce", _of(0, lambda x, n, root: 2 * (n - 1) * x // n)): (
+        "allreduce allreduce_coalesced"
+    ),
+    _Operation("send", _of(0, lambda x, n, root: x)): "send",
+    _Operation("broadcast", _of(0, lambda x, n, root: (n - 1) * x * root())): "broadcast",
+    # Only the root passes anything to scatter.
+    _Operation("scatter", _of(1, lambda x, n, root: (n - 1) * x // n)): "scatter",
+    _Operation("reduce", _of(0, lambda x, n, root: x * (not root()))): "reduce",
+    _Operation("gather", _of(1, lambda x, n, root: x * (not root()))): "gather",
     _Operation("all-to-all", _all_to_all): "alltoall",
     _Operation("all-to-all", _all_to_all_single): "alltoall_base all_to_all_single",
 }

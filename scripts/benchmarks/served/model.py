@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -11,11 +12,21 @@ from absorbed_mla.serving.tokenizers.token_bytes import bytes_of_characters
 from benchmarks import synthetic
 from benchmarks.synthetic import Choice
 
+# Options of a benchmark, see ``kit.declare``, and tiny values of them.
+MODEL_OPTIONS = "dense_layers=4 moe_layers=4 experts=16 vocab_size=129280 scale_down=1"
+TINY_MODEL = "--scale-down 32 --vocab-size 300 --dense-layers 1 --moe-layers 1 --experts 2"
 _SHARD = 2 * 10**9
 # As byte-level tokenizers write them.
 _BYTES = tuple(bytes_of_characters())
 # Each has a shard in memory, twice while it is written.
 _MOST_PROCESSES = 8
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """Of :data:`MODEL_OPTIONS`."""
+    names = ("experts", "dense_layers", "vocab_size", "scale_down")
+    sizes = {name: getattr(args, name) for name in names}
+    return Choice(layers=args.dense_layers + args.moe_layers, **sizes)
 
 
 def write_model(folder: Path, choice: Choice) -> dict:

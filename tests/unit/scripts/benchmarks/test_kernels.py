@@ -120,18 +120,8 @@ class TestCases:
 
     def test_of_context_parallelism(self, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        sizes = [
-            "out",
-            "--sizes",
-            "1k,16",
-            "--heads",
-            "2",
-            "--layouts",
-            "sbhd,thd",
-            "--documents",
-            "2",
-        ]
-        found = cases(CPBenchmark, *sizes, "--recompute", "none,mla_up_proj")
+        sizes = "out --sizes 1k,16 --heads 2 --layouts sbhd,thd --documents 2"
+        found = cases(CPBenchmark, *sizes.split(), "--recompute", "none,mla_up_proj")
         assert [case.tokens for case in found] == [16] * 12 + [1024] * 12
         assert [(c.implementation, c.cp_comm_type, c.recompute) for c in found[2:5]] == [
             ("megatron", "p2p", "none"),

@@ -45,9 +45,8 @@ class Case(kit.Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(kit.TimedRow):
+class Row(kit.RanRow):
     samples: list[Times] = dataclasses.field(default_factory=list)
-    ran: str = ""
 
 
 class SomeReport(Report):
