@@ -25,7 +25,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -40,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import provenance
+from benchmarks.kit.command import run_to_log
 from benchmarks.kit.report import write_json
 from console.outputs import require_writable
-from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import Failure, leave, run_script
 
@@ -160,7 +159,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     only = "regular expression: models whose name has a match (default: all)"
     add("--only", default=".", help=only)
     add("--jobs", type=int, help="cases at the same time (default: cores - 2)")
-    add("--seconds", type=float, default=150, help="a case that takes longer is killed")
+    add("--seconds", type=float, default=150, help="a case that takes longer is ended")
     case = "measure this case in this process, MODEL/DTYPE[/transformer_engine][/graphs]"
     add("--case", help=case)
     add("--model", type=Path, help="with --case: folder of its model (default: made anew)")
@@ -228,24 +227,13 @@ def _results(
 
 
 def _in_a_process(case: Case, model: Path, report: Path, seconds: float) -> list[dict] | str:
-    words = ["--case", case.name, "--model", str(model), "--json", str(report)]
-    process = subprocess.Popen(
-        [sys.executable, __file__, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=ends_with_this_process(),
-    )
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said = process.communicate()[0] + f"\nkilled after {seconds:.0f} s"
-    if process.returncode:
-        return "\n".join(said.strip().splitlines()[-_LINES:])
-    return json.loads(report.read_text())
+    words, log = ["--case", case.name, "--model", str(model)], report.with_suffix(".log")
+    command = [sys.executable, __file__, *words, "--json", str(report)]
+    code = run_to_log(command, log, seconds, {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+    if code == 0:
+        return json.loads(report.read_text())
+    said = log.read_text(errors="replace").strip().splitlines()
+    return "\n".join([*said, *([] if code else [f"ended after {seconds:.0f} s"])][-_LINES:])
 
 
 def _line(row: dict) -> str:

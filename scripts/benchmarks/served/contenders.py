@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.served import streams
 from benchmarks.served.burst import Burst
-from benchmarks.served.engines import Settings, vllm_options
+from benchmarks.served.engines import OUR_OPTIONS, Settings, vllm_options
 from console.parent import ends_with_this_process
 
 # What is measured unless others are named.
@@ -230,8 +230,7 @@ def server_command(
         program = ["-m", "absorbed_mla.serving.server.cli"]
         if folder is not None:
             program = ["-c", _WITH_FOLDER.format(str(folder.resolve()))]
-        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
-        options = _flags({name: getattr(settings, name) for name in (*names, "device")})
+        options = _flags({name: getattr(settings, name) for name in OUR_OPTIONS})
         options += ["--no-prefix-caching", "--no-access-log"]
         options += ["--cuda-graphs"] if settings.graphs else []
     return [*program, settings.model, *network, *options]

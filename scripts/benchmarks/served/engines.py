@@ -28,6 +28,10 @@ from benchmarks.served.burst import Burst, Timeline
 
 # Tokens of a block of the cache, of ours and as it is asked of vLLM.
 BLOCK = 64
+# Settings that are options of ``LLM`` and of our server.
+OUR_OPTIONS = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens", "device"),
+)
 # Of an output without an end.
 _OBJECT = {
     "type": "object",
@@ -89,25 +93,14 @@ class _Ours:
         from absorbed_mla.lora import LoRARequest
 
         self._outputs = StructuredOutputsParams(json=_SCHEMA) if structured else None
-        self._llm = LLM(
-            settings.model,
-            device=settings.device,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            cache_tokens=settings.cache_tokens,
-            enable_prefix_caching=False,
-            cuda_graphs=settings.graphs,
-            **options,
-        )
+        options |= {name: getattr(settings, name) for name in OUR_OPTIONS}
+        options |= {"enable_prefix_caching": False, "cuda_graphs": settings.graphs}
+        self._llm = LLM(settings.model, **options)
         self._seen: dict[str, int] = {}
         self._folder = TemporaryDirectory()
-        model, folder, count = (
-            Path(settings.model),
-            Path(self._folder.name),
-            options.get("max_loras"),
-        )
-        folders = write_adapters(model, folder, count) if count else []
+        folders, count = [], options.get("max_loras", 0)
+        if count:
+            folders = write_adapters(Path(settings.model), Path(self._folder.name), count)
         self._adapters = itertools.cycle(
             [LoRARequest(one.name, i + 1, one) for i, one in enumerate(folders)] or [None]
         )
@@ -115,12 +108,8 @@ class _Ours:
     def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
         from absorbed_mla import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=new_tokens,
-            temperature=temperature,
-            ignore_eos=True,
-            structured_outputs=self._outputs,
-        )
+        options = {"temperature": temperature, "structured_outputs": self._outputs}
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **options)
         adapter = next(self._adapters)
         self._seen[self._llm.add_request(prompt, params, name, lora_request=adapter)] = 0
 
@@ -150,12 +139,8 @@ class _VLLM:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=new_tokens,
-            temperature=temperature,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        options = {"temperature": temperature, "output_kind": RequestOutputKind.DELTA}
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **options)
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def is_busy(self) -> bool:

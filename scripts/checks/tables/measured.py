@@ -24,9 +24,24 @@ from checks.oracle_report import read_summary
 from checks.tables import by_input, table, without_errors
 
 NONE = "Not measured yet."
+# By a head, what the column says of a row.
+Columns = dict[str, Callable[[Any], str]]
 MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
 _RECOMPUTED = {"R": "mla_up_proj", "no R": "none"}
 _STEP = "step, ours of Megatron's"
+
+
+def _of(*files: str) -> Callable[[Callable[..., str]], Callable[[Path], str]]:
+    """Make a table of files one of their folder; those that are not there are left out."""
+
+    def decorate(made: Callable[..., str]) -> Callable[[Path], str]:
+        def of_folder(docs: Path) -> str:
+            found = [docs / file for file in files if (docs / file).is_file()]
+            return (found and made(*found)) or NONE
+
+        return of_folder
+
+    return decorate
 
 
 class _Pair(NamedTuple):
@@ -121,69 +136,46 @@ def _ring_pairs(docs: Path) -> list[_Pair]:
     return pairs
 
 
-def layer_table(docs: Path) -> str:
-    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
-    return _pairs_table(["heads", "S", "layout"], _layer_pairs(docs), 2)
-
-
-def layer_ranges(docs: Path) -> str:
-    """The least and the greatest ratio over the lengths of :func:`layer_table`."""
-    return _pairs_ranges("heads", _layer_pairs(docs), "kept")
-
-
-def ring_table(docs: Path) -> str:
-    """A layer under context parallelism; memory kept is less the layer's output."""
-    return _pairs_table(["GPUs", "layout", "heads", "S"], _ring_pairs(docs), 1)
-
-
-def ring_ranges(docs: Path) -> str:
-    """The least and the greatest ratio over sizes and heads of :func:`ring_table`."""
-    return _pairs_ranges("GPUs", _ring_pairs(docs), "kept, less output")
-
-
-def shared_prefix_table(docs: Path) -> str:
-    """Packs in which a prompt stands once, over packs in which each answer has a copy."""
-    file = docs / "shared-prefix" / "shared_prefix.json"
-    if not file.is_file():
-        return NONE
+def _beside(rows: Iterable[Any], columns: Columns, ours: str, theirs: str, ratios: str) -> str:
+    """Rows of two that take turns: milliseconds of both, by their names, and ratios."""
     columns = {
         "computed": lambda row: row.case.work,
+        **columns,
+        "ran": lambda row: row.ran,
+        "ms": lambda row: f"{row.more[ours]:.1f} / {row.more[theirs]:.1f}",
+    }
+    for name in ratios.split():
+        columns[name] = lambda row, name=name: f"{row.more[name]:.3f}" if name in row.more else ""
+    words = ("computed", "feature", "prompt + answers", "ran", "ms")
+    return table(without_errors(rows), columns, words)
+
+
+@_of("shared-prefix/shared_prefix.json")
+def shared_prefix_table(file: Path) -> str:
+    """Packs in which a prompt stands once, over packs in which each answer has a copy."""
+    columns: Columns = {
         "heads": lambda row: str(row.case.heads),
         "prompt + answers": lambda row: str(row.case).rpartition(" ")[2],
-        "ran": lambda row: row.ran,
-        "ms": lambda row: f"{row.more['shared step_ms']:.1f} / {row.more['unshared step_ms']:.1f}",
     }
-    for name in ("step", "forward", "kept", "peak", "tokens", "pairs"):
-        columns[name] = lambda row, name=name: f"{row.more.get(name, float('nan')):.3f}"
-    rows = without_errors(PrefixReport.read(file).rows)
-    return table(rows, columns, ("computed", "prompt + answers", "ran", "ms"))
+    names = "shared step_ms", "unshared step_ms", "step forward kept peak tokens pairs"
+    return _beside(PrefixReport.read(file).rows, columns, *names)
 
 
-def features_table(docs: Path) -> str:
+@_of("attention/attention_features.json")
+def features_table(file: Path) -> str:
     """Attention with sinks, windows and gates over the same without them."""
-    file = docs / "attention" / "attention_features.json"
-    if not file.is_file():
-        return NONE
-    columns = {
-        "computed": lambda row: row.case.work,
+    columns: Columns = {
         "feature": lambda row: row.case.name,
         "heads": lambda row: str(row.case.heads),
         "tokens": lambda row: tokens_text(row.case.tokens),
-        "ran": lambda row: row.ran,
-        "ms": lambda row: f"{row.more['step_ms']:.1f} / {row.more['without: step_ms']:.1f}",
-        "step": lambda row: f"{row.more['step']:.3f}",
-        "forward": lambda row: f"{row.more['forward']:.3f}",
-        "pairs": lambda row: f"{row.more['pairs']:.3f}" if row.case.window else "",
     }
-    rows = without_errors(FeatureReport.read(file).rows)
-    return table(rows, columns, ("computed", "feature", "ran", "ms"))
+    names = "step_ms", "without: step_ms", "step forward pairs"
+    return _beside(FeatureReport.read(file).rows, columns, *names)
 
 
-def training_step_table(docs: Path) -> str:
+@_of("training-step/training_step.json")
+def training_step_table(file: Path) -> str:
     """Whole steps of whole models; pairs are Megatron's and ours."""
-    file = docs / "training-step" / "training_step.json"
-    if not file.is_file():
-        return NONE
     report = StepReport.read(file)
 
     def figure(implementation: str, name: str, text: str, found: dict[str, Any]) -> str:
@@ -191,7 +183,7 @@ def training_step_table(docs: Path) -> str:
         value = report.figures(row).get(name) if row else None
         return "-" if value is None else text.format(value)
 
-    columns: dict[str, Callable[[dict], str]] = {
+    columns: Columns = {
         "model, batch, linears": lambda found: str(next(iter(found.values())).case).split(" ", 1)[1]
     }
     for head, name, text in (
@@ -265,7 +257,7 @@ def decode_table(docs: Path) -> str:
         rate = f"{figures['tbps']:.2f}" if few else f"{figures['tflops']:.0f}"
         return f"{row.times.median * 1e6:.1f} ({rate})"
 
-    columns: dict[str, Callable[[dict], str]] = {
+    columns: Columns = {
         "heads": lambda one: str(one[_OURS].case.heads),
         "requests": lambda one: str(one[_OURS].case.batch),
         **{head: partial(time_and_rate, name) for head, name in names.items()},
@@ -296,7 +288,7 @@ _CHOICE = {
 }
 
 
-def _rates(*names: str) -> dict[str, Callable[[dict], str]]:
+def _rates(*names: str) -> Columns:
     """TFLOP/s of implementations."""
 
     def rate(name: str, found: dict) -> str:
@@ -331,7 +323,7 @@ def sparse_backward_table(docs: Path) -> str:
 def indexer_table(docs: Path) -> str:
     """Milliseconds of scores and choice, and the least of the choice that fp32 agrees with."""
     rows = (row for found in _sparse(docs, "indexer") for row in found.values())
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: Columns = {
         "keys": lambda row: tokens_text(row.case.kv),
         "backend": lambda row: f"`{row.case.implementation}`",
         "ms": lambda row: f"{row.times.median * 1e3:.2f}",
@@ -343,7 +335,7 @@ def indexer_table(docs: Path) -> str:
     return table(rows, columns, ["backend"])
 
 
-LLM_FILE = Path("accuracy") / "llm.json"
+LLM_FILE = "accuracy/llm.json"
 # Whether TransformerEngine is there, and whether steps are CUDA graphs.
 _WAYS = {
     "local": (False, False),
@@ -353,11 +345,10 @@ _WAYS = {
 }
 
 
-def llm_table(docs: Path) -> str:
+@_of(LLM_FILE)
+def llm_table(file: Path) -> str:
     """Models beside transformers: the worst over alone, together, and with a prefix cache."""
-    if not (docs / LLM_FILE).exists():
-        return NONE
-    rows = json.loads((docs / LLM_FILE).read_text())["rows"]
+    rows = json.loads(file.read_text())["rows"]
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
@@ -380,16 +371,11 @@ def _largest(rows) -> str:
     return " / ".join(f"{max(each):.1e}" for each in zip(*pairs)) or "-"
 
 
-def serving_table(docs: Path) -> str:
+# Several runs, because all rows together take longer than one may.
+@_of(*(f"generation/serving{name}.json" for name in ("", "-server", "-128x8k")))
+def serving_table(*files: Path) -> str:
     """Every measured row of requests that arrive at once: of ``LLM``, then of the server."""
-    # Several runs, because all rows together take longer than one may.
-    files = [
-        docs / "generation" / name
-        for name in ("serving.json", "serving-server.json", "serving-128x8k.json")
-    ]
-    found = [ServingReport.read(file) for file in files if file.exists()]
-    if not found:
-        return NONE
+    found = [ServingReport.read(file) for file in files]
 
     def place(row: serving.Row) -> tuple:
         case = row.case
@@ -402,21 +388,17 @@ def serving_table(docs: Path) -> str:
 def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[[Path], str]:
     """Tables of one of serving.py's files."""
 
-    def made(docs: Path) -> str:
-        path = docs / "generation" / file
-        if not path.exists():
-            return NONE
+    @_of(f"generation/{file}")
+    def made(path: Path) -> str:
         found = ServingReport.read(path)
-        return "\n\n".join(filter(None, (one(found) for one in tables))) or NONE
+        return "\n\n".join(filter(None, (one(found) for one in tables)))
 
     return made
 
 
-def long_table(docs: Path) -> str:
+@_of("long-context/long.json")
+def long_table(path: Path) -> str:
     """One rank's step at long contexts, with the settings; what was not measured says why."""
-    path = docs / "long-context" / "long.json"
-    if not path.exists():
-        return NONE
     numbers = ("step", "select", "attention_forward", "attention_backward", "loss", "other")
     numbers = tuple(f"{name}_ms" for name in (*numbers, "exposed", "total", "exchange"))
     lines = []
@@ -435,10 +417,16 @@ def long_table(docs: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "layers": layer_table,
-    "layer ranges": layer_ranges,
-    "context parallel": ring_table,
-    "context parallel ranges": ring_ranges,
+    # Whole layers on one GPU, ours and Megatron's with the same recomputation.
+    "layers": lambda docs: _pairs_table(["heads", "S", "layout"], _layer_pairs(docs), 2),
+    "layer ranges": lambda docs: _pairs_ranges("heads", _layer_pairs(docs), "kept"),
+    # A layer under context parallelism; memory kept is less the layer's output.
+    "context parallel": lambda docs: _pairs_table(
+        ["GPUs", "layout", "heads", "S"], _ring_pairs(docs), 1
+    ),
+    "context parallel ranges": lambda docs: _pairs_ranges(
+        "GPUs", _ring_pairs(docs), "kept, less output"
+    ),
     "shared prefixes": shared_prefix_table,
     "features": features_table,
     "training steps": training_step_table,
