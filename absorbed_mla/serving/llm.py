@@ -323,22 +323,21 @@ class LLM(LLMEngine):
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
         several = _prompts_of(prompts)
-        each = _params_of(sampling_params, len(several))
-        loras = _loras_of(lora_request, len(several))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = _of_each(params, not isinstance(params, SamplingParams), several, "sampling_params")
+        one_each = isinstance(lora_request, list | tuple)
+        loras = _of_each(lora_request, one_each, several, "lora_requests")
         self.prompt_encoder.check_lora(loras)
         if isinstance(priority, int):
             raise ValueError(f"priority must be a list of one number a prompt, got {priority}")
-        priorities = [0] * len(several) if priority is None else list_of(priority)
-        if len(priorities) != len(several):
-            raise ValueError(f"there are {len(several)} prompts and {len(priorities)} priorities")
+        numbers = 0 if priority is None else list_of(priority)
+        priorities = _of_each(numbers, priority is not None, several, "priorities")
         with self._exclusively():
             # All of them, before any is queued.
             encoded = []
-            for i, (prompt, params, lora, first) in enumerate(
-                zip(several, each, loras, priorities)
-            ):
-                made = self.prompt_encoder.encode(prompt, params, f"prompt {i}: ", lora, first)
-                encoded.append((made, params))
+            for i, (prompt, own, *others) in enumerate(zip(several, each, loras, priorities)):
+                made = self.prompt_encoder.encode(prompt, own, f"prompt {i}: ", *others)
+                encoded.append((made, own))
         yield from self._run(encoded, names)
 
 
@@ -353,31 +352,16 @@ def _prompts_of(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return prompts
 
 
-def _params_of(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Parameters of each of ``count`` prompts.
+def _of_each(given: Any, one_each: bool, prompts: Sequence[Prompt], name: str) -> list:
+    """What is given for all prompts, or one for each.
 
     Raises:
-        ValueError: If another number is given.
+        ValueError: If there are not as many as prompts.
     """
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ValueError(f"there are {count} prompts and {len(given)} sampling_params")
-    return list(given)
-
-
-def _loras_of(given: LoRAs, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of ``count`` prompts.
-
-    Raises:
-        ValueError: If another number is given.
-    """
-    if not isinstance(given, list | tuple):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"there are {count} prompts and {len(given)} lora_requests")
+    if not one_each:
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(given)} {name}")
     return list(given)
 
 

@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from absorbed_mla.serving.engine_options import EngineOptions
 from absorbed_mla.serving.executor.commands import Abort, Add, Command, SetVocabulary
 from absorbed_mla.serving.executor.local import LocalRunner, Runner
-from absorbed_mla.serving.executor.weight_updates import UpdateFailure
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import derive_seed
 from absorbed_mla.serving.statistics import Statistics
@@ -52,6 +51,10 @@ class DPLoadBalancer:
 
     def __init__(self, ranks: Ranks, size: int) -> None:
         self._ranks, self._size = ranks, size
+        # What has nothing to do with single requests is theirs.
+        self.wake, self.update_weights = ranks.wake, ranks.update_weights
+        self.require_no_leak, self.check = ranks.require_no_leak, ranks.check
+        self.silence, self.close = ranks.silence, ranks.close
         self._options = ranks.options()
         self._forget()
 
@@ -77,16 +80,6 @@ class DPLoadBalancer:
         self._ranks.sleep(level)
         self._forget()
 
-    def wake(self) -> None:
-        """See ``Runner``."""
-        self._ranks.wake()
-
-    def update_weights(
-        self, weights: Any, keep_cache: bool, rank_offset: int, timeout: float
-    ) -> UpdateFailure | None:
-        """See ``Runner``."""
-        return self._ranks.update_weights(weights, keep_cache, rank_offset, timeout)
-
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         """See ``Runner``."""
         found = self._ranks.each("reset_prefix_cache", [(reset_running_requests,)] * self._size)
@@ -99,22 +92,6 @@ class DPLoadBalancer:
     def statistics(self) -> Statistics:
         """Of all ranks' engines together."""
         return Statistics.of_engines(self._ranks.each("statistics", [()] * self._size))
-
-    def require_no_leak(self) -> None:
-        """See ``Runner``."""
-        self._ranks.require_no_leak()
-
-    def check(self) -> None:
-        """See ``Runner``."""
-        self._ranks.check()
-
-    def silence(self) -> float:
-        """See ``Runner``."""
-        return self._ranks.silence()
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._ranks.close()
 
     def _forget(self) -> None:
         # By rank and number there, the number in all of what has not ended.

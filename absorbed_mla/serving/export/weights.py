@@ -100,9 +100,18 @@ def _planned(
     hf_config: Mapping[str, object] | Path | None,
 ) -> tuple[Sequence[Part], torch.device]:
     """What is exported, as the converter would write it, and the model's device."""
-    (chunks, options, fields), found = on_all_ranks(
-        lambda: _requested(model, dtype, fp8, hf_config)
-    )
+
+    def requested() -> tuple[tuple, set[tuple[str, object]]]:
+        """The arguments, checked, and the options of this rank's layers."""
+        chunks = model_chunks(model)
+        _require_messages_on(next(chunks[0].parameters()).device)
+        options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
+        fields = hf_config
+        if isinstance(fields, Path):
+            fields = read_json(fields, MAX_CONFIG_BYTES)
+        return (chunks, options, fields), layer_options(chunks)
+
+    (chunks, options, fields), found = on_all_ranks(requested)
     layers = one_of_each(found)
     (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, layers))
     _require_same(described)
@@ -110,21 +119,6 @@ def _planned(
     held = [own for _, own in described]
     checkpoint = LiveCheckpoint(gathered_tensors(held, shards, device), config)
     return plan_conversion(checkpoint, "hf", options).parts, device
-
-
-def _requested(
-    model: nn.Module | Sequence[nn.Module],
-    dtype: torch.dtype | None,
-    fp8: bool | str,
-    hf_config: Mapping[str, object] | Path | None,
-) -> tuple[tuple, set[tuple[str, object]]]:
-    """The arguments of a call, checked, and the options of this rank's layers."""
-    chunks = model_chunks(model)
-    _require_messages_on(next(chunks[0].parameters()).device)
-    options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
-    if isinstance(hf_config, Path):
-        hf_config = read_json(hf_config, MAX_CONFIG_BYTES)
-    return (chunks, options, hf_config), layer_options(chunks)
 
 
 def _described(

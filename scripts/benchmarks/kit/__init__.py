@@ -37,35 +37,3 @@ from benchmarks.kit.report import (
 )
 from benchmarks.kit.run import Benchmark, InTurns, main
 from benchmarks.kit.tables import markdown_table, tokens_text
-
-__all__ = [
-    "DIMS",
-    "Benchmark",
-    "Case",
-    "InTurns",
-    "Option",
-    "Panel",
-    "RanRow",
-    "Refused",
-    "Report",
-    "Row",
-    "TimedRow",
-    "Times",
-    "collected",
-    "declare",
-    "dims_of",
-    "flag",
-    "lazy",
-    "list_of",
-    "main",
-    "markdown_table",
-    "number",
-    "one",
-    "parse_sizes",
-    "provenance",
-    "reason",
-    "refusing",
-    "sizes",
-    "some",
-    "tokens_text",
-]
