@@ -10,11 +10,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from checkpoint_conversion.errors import KnownNames, raise_problems
-from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
+from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values, zeros
 from checkpoint_conversion.mapping_table import (
     LAYER,
     MODEL,
@@ -113,6 +114,27 @@ def own_name(config: ModelConfig, name: str) -> str:
 def layer_prefix(config: ModelConfig, layer: int) -> str:
     """What begins Hugging Face's names of a layer; MTP layers follow the decoder's."""
     return config.model.layer.replace("{layer}", str(layer))
+
+
+def unread_norms(config: ModelConfig) -> set[str]:
+    """Names of norms that files may have for dense layers, which no model reads."""
+    [name] = [row.hugging_face for row in LAYER if row.only == "post_norm"]
+    dense = [layer for layer, moe in enumerate(config.moe_layers) if not moe]
+    normed = config.model.post_mlp_layernorm
+    return {layer_prefix(config, layer) + name for layer in dense if normed}
+
+
+def with_zeros(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
+    """The tensors, with zeros for those of a kind of which a model's files may have none."""
+    names = [*map(partial(own_name, config), config.model.may_be_missing)]
+    absent = [name for name in names if not any(one.endswith(name) for one in tensors)]
+    added = {
+        name: zeros(pair.shape, torch.float32)
+        for pair in (pairs(config) if absent else ())
+        for name in pair.hugging_face
+        if name.removeprefix(pair.prefix) in absent
+    }
+    return {**tensors, **added}
 
 
 def rows_by_name(config: ModelConfig) -> dict[str, Row]:

@@ -53,6 +53,8 @@ from checkpoint_conversion.routing import (
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
+# Argument, and option of our layers, for a norm of the experts' output.
+POST_NORM = "post_mlp_layernorm"
 
 # Arguments that are the same for all supported models.
 # fmt: off
@@ -145,7 +147,7 @@ def layer_options(args: Namespace) -> dict[str, object]:
         args: Of :func:`to_megatron_args`.
     """
     own = {"latent_norm_eps": args.latent_norm_epsilon, BETA: args.llama_4_scaling_beta}
-    return {**own, **router_options(args)}
+    return {**own, **router_options(args), POST_NORM: getattr(args, POST_NORM, False)}
 
 
 def model_notes(config: ModelConfig) -> list[str]:
@@ -180,6 +182,11 @@ def megatron_notes(config: ModelConfig) -> list[str]:
             f"{rotary.original_max_position_embeddings} and beyond, Megatron's own attention none "
             f"(absorbed MLA has {BETA})"
         )
+    if function.routing and config.model.post_mlp_layernorm:
+        notes.append(
+            "the model norms the experts' output, Megatron's own layers do not (this package's "
+            f"have {POST_NORM})"
+        )
     return [*notes, *model_notes(config)]
 
 
@@ -210,6 +217,7 @@ def _experts(config: ModelConfig, function: ModelFunction) -> dict[str, object]:
         "moe_layer_freq": [int(moe) for moe in config.moe_layers],
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": shared or None,
+        POST_NORM: config.model.post_mlp_layernorm,
         **routing_args(routing),
     }
 
@@ -331,10 +339,16 @@ def _routing(fields: Fields) -> dict[str, object]:
 
 
 def _model(fields: Fields, scores: str | None) -> ModelType:
-    """The model type, by the router's scores (None without experts), indexer, scaled queries."""
+    """The model type, by the router's scores (None without experts) and what few models have."""
     sparse = has_indexer_args(fields)
+    normed = scores is not None and fields.boolean(POST_NORM, default=False)
+    if normed and (sparse or scores == "softmax"):
+        fields.wrong(POST_NORM, "False with softmax scores or sparse attention")
+        normed = False
     if read_beta(fields) is None:
-        return sparse_model(fields) if sparse else of_arguments(scores or "sigmoid", None)
+        if sparse:
+            return sparse_model(fields)
+        return of_arguments(scores or "sigmoid", None, post_mlp_layernorm=normed)
     if sparse or scores == "sigmoid":
         fields.wrong(BETA, "None with sigmoid scores or sparse attention")
     return of_arguments("softmax", None, scales_queries=True)

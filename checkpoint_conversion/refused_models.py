@@ -37,11 +37,6 @@ class Refused:
 
 REFUSED = (
     Refused(
-        name="axk1",
-        lacking="norms of the experts' output (post_mlp_layernorm)",
-        released=("A.X-K1",),
-    ),
-    Refused(
         name="axk2",
         lacking="norms with gates of low rank",
         unmapped="queries and output gates of one projection (q_gate_proj)",

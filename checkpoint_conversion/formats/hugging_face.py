@@ -55,6 +55,8 @@ from checkpoint_conversion.mapping import (
     count_mtp_layers,
     hugging_face_shapes,
     rows_by_name,
+    unread_norms,
+    with_zeros,
     without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -106,7 +108,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         names = text_names(find_model_type(fields.get("model_type")), tensors)
         images = [name for name, own in names.items() if own is None]
         buffers = [name for name, own in names.items() if own and _BUFFER.fullmatch(own)]
-        self.left_alone = {name: tensors.pop(name).nbytes for name in (*buffers, *images)}
+        unread = [name for name, own in names.items() if own in unread_norms(config)]
+        others = (*buffers, *images, *unread)
+        self.left_alone = {name: tensors.pop(name).nbytes for name in others}
         self.stored = tensors
         self._names = {name: own for name, own in names.items() if name in tensors and own}
         mtp_layers = count_mtp_layers(self._names.values(), config)
@@ -114,6 +118,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
         self.layout = layout_of(self.stored.values(), shards, config.quantisation)
         self.notes = list(_notes(path, files, config, self))
+        if unread:
+            self.notes.append(f"left out: {len(unread)} norms of dense layers, which nothing reads")
         if images:
             size = format_bytes(sum(self.left_alone[name] for name in images))
             self.notes.append(
@@ -127,7 +133,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         dtype = dtype or torch.bfloat16
         named = unpacked(unstacked(self._named(), self.config), dtype, problems)
         tensors = _dequantised(named, dtype, problems)
-        tensors = without_tied_head(tensors, self.config, problems)
+        tensors = without_tied_head(with_zeros(tensors, self.config), self.config, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:

@@ -50,6 +50,7 @@ FAMILIES = {
     "glm5": "GlmMoeDsa",
     "sarvam_mla": "SarvamMLA",
     "youtu": "Youtu",
+    "axk1": "AXK1",
 }
 # Models whose class has another name.
 _CLASSES = {"SarvamMLA": "DeepseekV3"}
@@ -107,6 +108,7 @@ OTHERS = {
     "mistral3": MISTRAL3,
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
+    "axk1": Architecture("axk1", q_lora=True, moe=True, rope="yarn"),
 }
 # Whose logits and round trip test_logits.py compares.
 EVALUATED = {
@@ -128,6 +130,7 @@ WHOLE = {
     "mistral4": OTHERS["mistral4"],
     "sarvam_mla": OTHERS["sarvam_mla"],
     "youtu": OTHERS["youtu"],
+    "axk1": OTHERS["axk1"],
 }
 
 
