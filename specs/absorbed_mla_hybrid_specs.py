@@ -131,7 +131,9 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
 
 
 def _moe_layer(parts: LayerParts) -> dict[str, ModuleSpec]:
-    """Megatron's layer of experts, as the options ask for it."""
+    """Megatron's layer of experts, if the options ask for what Megatron's does not have."""
+    if not parts.options.of_experts:
+        return {}
     layer = hybrid_stack_spec.submodules.moe_layer
     mlp = with_moe_options(layer.submodules.mlp, parts.options)
     return {"moe_layer": replace(layer, submodules=replace(layer.submodules, mlp=mlp))}

@@ -41,7 +41,7 @@ _COMMAND_LINE_ONLY = """
 swiglu apply_layernorm_1p squared_relu group_query_attention position_embedding_type
 add_position_embedding use_rotary_position_embeddings norm_epsilon latent_norm_epsilon vocab_size
 padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
-llama_4_scaling_beta
+llama_4_scaling_beta post_mlp_layernorm
 """
 # Of config.json, what says nothing about the model, or is compared in another way.
 _NOT_COMPARED = """
@@ -249,6 +249,10 @@ _REFUSED = [
     ),
     ({"mscale": 0.5, "mscale_all_dim": 0.0}, "args.mscale must be 1 with mscale_all_dim 0"),
     ({"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta must be None with sigmoid scores or sp"),
+    (
+        {**_SOFTMAX, **_NO_GROUPS, "post_mlp_layernorm": True},
+        "args.post_mlp_layernorm must be False with softmax scores or sparse attention",
+    ),
     ({"llama_4_scaling_beta": -1.0}, "args.llama_4_scaling_beta must be a number from 0"),
     (
         {**_SOFTMAX, **_NO_GROUPS, "llama_4_scaling_beta": 0.1, "rope_type": "rope"}

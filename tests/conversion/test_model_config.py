@@ -129,7 +129,7 @@ _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
     (
         {"model_type": "llama"},
-        "must be 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'",
+        "must be 'axk1' or 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'",
     ),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures must be ['DeepseekV3ForCausalLM']"),
     ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be"),

@@ -47,20 +47,21 @@ class TestDeclarations:
         assert "{layer}" in model.layer
 
     @pytest.mark.parametrize(
-        ("scores", "interleaved", "scaled"),
+        ("scores", "interleaved", "scaled", "normed"),
         [
-            *itertools.product(("sigmoid", "softmax"), (None, False, True), (False,)),
-            ("softmax", None, True),
+            *itertools.product(("sigmoid", "softmax"), (None, False, True), (False,), (False,)),
+            ("softmax", None, True, False),
+            ("sigmoid", None, False, True),
         ],
     )
-    def test_arguments_become_one_model_type(self, scores, interleaved, scaled):
+    def test_arguments_become_one_model_type(self, scores, interleaved, scaled, normed):
         """Another file cannot change which one, unless it asks for it."""
-        model = of_arguments(scores, interleaved, scaled)
+        model = of_arguments(scores, interleaved, scaled, normed)
         same = [
             other.name
             for other in convertible().values()
             if other.from_arguments
-            and other.scales_queries == scaled
+            and (other.scales_queries, other.post_mlp_layernorm) == (scaled, normed)
             and (other.sparse and other.sparse.interleaved) == interleaved
             and (other.scoring_func == model.scoring_func)
         ]
@@ -276,7 +277,7 @@ class TestNewModelType:
             convert(folder, tmp_path / "out", "absorbed")
 
     def test_gone_again(self):
-        with refused("model_type must be 'deepseek_v2'"):
+        with refused("model_type must be 'axk1' or 'deepseek_v2'"):
             ModelConfig.from_hugging_face(foo_config())
 
 

@@ -194,6 +194,7 @@ class TestRouter:
         first.decoder.layers = nn.ModuleList()
         assert live.layer_options([first]) == set()
         expected = router_options(args) | {"llama_4_scaling_beta": None}
+        expected["post_mlp_layernorm"] = False
         assert self.options(first, model) == expected
         found = set(expected.items())
         assert live.one_of_each([set(), found, found]) == expected
