@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -124,17 +123,16 @@ def unread_norms(config: ModelConfig) -> set[str]:
     return {layer_prefix(config, layer) + name for layer in dense if normed}
 
 
-def with_zeros(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
-    """The tensors, with zeros for those of a kind of which a model's files may have none."""
-    names = [*map(partial(own_name, config), config.model.may_be_missing)]
-    absent = [name for name in names if not any(one.endswith(name) for one in tensors)]
-    added = {
-        name: zeros(pair.shape, torch.float32)
-        for pair in (pairs(config) if absent else ())
-        for name in pair.hugging_face
-        if name.removeprefix(pair.prefix) in absent
-    }
-    return {**tensors, **added}
+def absent_as_zeros(names: Iterable[str], config: ModelConfig) -> dict[str, LazyTensor]:
+    """Zeros for tensors of which a model's files may have none, if they have none."""
+    names, result = tuple(names), {}
+    for name in config.model.may_be_missing:
+        if any(one.endswith(own_name(config, name)) for one in names):
+            continue
+        for pair in pairs(config):
+            if pair.row.hugging_face == name:
+                result[pair.hugging_face[0]] = zeros(pair.shape, torch.float32)
+    return result
 
 
 def rows_by_name(config: ModelConfig) -> dict[str, Row]:

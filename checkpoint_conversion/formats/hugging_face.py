@@ -51,12 +51,12 @@ from checkpoint_conversion.fp8 import (
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.manifest import TensorRecord, tensor_record
 from checkpoint_conversion.mapping import (
+    absent_as_zeros,
     check_complete,
     count_mtp_layers,
     hugging_face_shapes,
     rows_by_name,
     unread_norms,
-    with_zeros,
     without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -119,7 +119,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.layout = layout_of(self.stored.values(), shards, config.quantisation)
         self.notes = list(_notes(path, files, config, self))
         if unread:
-            self.notes.append(f"left out: {len(unread)} norms of dense layers, which nothing reads")
+            self.notes.append(f"left out, as nothing reads them: norms, {', '.join(unread)}")
+        self._zeros = absent_as_zeros(self._names.values(), self.config)
+        if self._zeros:
+            names = ", ".join(config.model.may_be_missing)
+            self.notes.append(f"zeros, as the files have none: {names}")
         if images:
             size = format_bytes(sum(self.left_alone[name] for name in images))
             self.notes.append(
@@ -133,7 +137,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         dtype = dtype or torch.bfloat16
         named = unpacked(unstacked(self._named(), self.config), dtype, problems)
         tensors = _dequantised(named, dtype, problems)
-        tensors = without_tied_head(with_zeros(tensors, self.config), self.config, problems)
+        tensors = without_tied_head({**tensors, **self._zeros}, self.config, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:

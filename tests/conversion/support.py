@@ -95,7 +95,8 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 AXK1 = {
-    **{"model_type": "axk1", "architectures": ["AXK1ForCausalLM"]},
+    "model_type": "axk1",
+    "architectures": ["AXK1ForCausalLM"],
     "num_nextn_predict_layers": 1,
 }
 CONFIGS: dict[str, dict] = {

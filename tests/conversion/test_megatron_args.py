@@ -152,7 +152,9 @@ def test_transformers_loads_the_config_json(name):
     raw = from_megatron_args(to_megatron_args(config)).hugging_face
     loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     assert loaded.num_hidden_layers == config.num_layers
-    assert loaded.first_k_dense_replace == config.moe_layers.count(False)
+    kinds = getattr(loaded, "mlp_layer_types", None)
+    dense = kinds.count("dense") if kinds else loaded.first_k_dense_replace
+    assert dense == config.moe_layers.count(False)
     rotary, found = read_function(config.fields, config).rotary, loaded.rope_parameters
     assert found["rope_type"] == ("yarn" if rotary.rope_type == "yarn" else "default")
     assert found["rope_theta"] == rotary.rotary_base

@@ -25,7 +25,7 @@ from checkpoint_conversion.mapping import hugging_face_shapes
 from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
-from tests.conversion.support import MISTRAL4, load_all, tiny_config
+from tests.conversion.support import AXK1, MISTRAL4, load_all, tiny_config
 from tests.support.adapters import wrap
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
@@ -232,6 +232,13 @@ def test_scaling_of_queries(tmp_path):
     attention.options = attention.options.replace(llama_4_scaling_beta=None)
     with refusal("all layers", "llama_4_scaling_beta", "got 0.1, None"):
         hf_weights(model)
+
+
+def test_norm_of_experts():
+    """It is in the weights, and makes another model type of them."""
+    config = tiny_config(**{**AXK1, "num_nextn_predict_layers": 0})
+    model = logits.megatron_model(config, "absorbed")
+    assert dict(hf_weights(model)).keys() == hugging_face_shapes(config).keys()
 
 
 class TestValues:
