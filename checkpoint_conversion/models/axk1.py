@@ -11,10 +11,7 @@ ENTRY = replace(
     name="axk1",
     # What the release called itself before transformers had it.
     also=("AXK1",),
-    summary=(
-        "`deepseek_v3` with a norm of the experts' output, which Megatron's own layers lack: a "
-        "note says so"
-    ),
+    summary="`deepseek_v3` with a norm of the experts' output",
     released=("A.X-K1",),
     architectures=("AXK1ForCausalLM",),
     defaults={**DEEPSEEK_V3.defaults, "first_k_dense_replace": 1},

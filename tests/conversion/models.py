@@ -118,6 +118,7 @@ EVALUATED = {
 }
 # By model type, what test_whole_models.py trains and generates with.
 WHOLE = {
+    "axk1": OTHERS["axk1"],
     "deepseek_v2": Architecture("v2", q_lora=True, moe=True, rope="yarn"),
     "deepseek_v3": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
     "deepseek_v32": SPARSE["v32"],
@@ -130,7 +131,6 @@ WHOLE = {
     "mistral4": OTHERS["mistral4"],
     "sarvam_mla": OTHERS["sarvam_mla"],
     "youtu": OTHERS["youtu"],
-    "axk1": OTHERS["axk1"],
 }
 
 
