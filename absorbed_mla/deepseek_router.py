@@ -12,15 +12,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from absorbed_mla.megatron_names import CHOICE_OF_EXPERTS, CHOOSE_EXPERTS, ROUTING, used_by
@@ -241,34 +237,3 @@ def _of_best_groups(scores: Tensor, groups: int, group_topk: int, of_group: int)
     best = by_group.topk(of_group).values.sum(-1).topk(group_topk).indices
     others = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
     return by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
-
-
-def with_router(mlp: Any, options: AbsorbedMLAOptions) -> Any:
-    """What builds a layer's MLP, with :class:`DeepSeekRouter` if it has one and options ask for it.
-
-    Args:
-        mlp: Of a layer's submodules, dense or a mixture of experts with Megatron's router.
-        options: ``moe_router_group_score_topk`` and ``moe_router_norm_topk_prob`` are read.
-    """
-    submodules = getattr(mlp, "keywords", {}).get("submodules")
-    if not isinstance(submodules, MoESubmodules) or not options.chooses_experts:
-        return mlp
-    router = functools.partial(DeepSeekRouter, options=options)
-    submodules = replace(submodules, router=router)
-    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
-
-
-def use_deepseek_router(
-    block: TransformerBlockSubmodules, options: AbsorbedMLAOptions
-) -> TransformerBlockSubmodules:
-    """A block spec of any layers, such as Megatron's own, with :func:`with_router` in all of them.
-
-    Args:
-        block: With Megatron's routers.
-        options: As of :func:`with_router`.
-    """
-    layers: list[ModuleSpec] = []
-    for layer in block.layer_specs:
-        mlp = with_router(layer.submodules.mlp, options)
-        layers.append(replace(layer, submodules=replace(layer.submodules, mlp=mlp)))
-    return replace(block, layer_specs=layers)

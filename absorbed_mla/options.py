@@ -26,6 +26,7 @@ PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
 CP_COMM_TYPES = CP_STRATEGIES.names()
 # What no field of Megatron's config says of a model's router.
 ROUTER_OPTIONS = ("moe_router_group_score_topk", "moe_router_norm_topk_prob")
+_SWITCHES = ("batch_invariant", "k_rope_layernorm", "post_mlp_layernorm")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
@@ -34,8 +35,8 @@ class AbsorbedMLAOptions:
     """How to execute an MLA layer, and what of the model Megatron's config cannot say.
 
     ``latent_norm_eps``, ``attention_output_gate``, ``k_rope_layernorm``, ``llama_4_scaling_beta``,
-    ``rope_factors`` and the two of the router belong to the model. Every choice of the others
-    computes the same function of the same weights.
+    ``rope_factors``, ``post_mlp_layernorm`` and the two of the router belong to the model. Every
+    choice of the others computes the same function of the same weights.
 
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
@@ -98,6 +99,8 @@ class AbsorbedMLAOptions:
         moe_router_norm_topk_prob: Whether the scores of a token's experts are divided by their sum,
             ``norm_topk_prob`` of config.json. None takes Megatron's rule: sigmoid scores of
             several experts are, others are not.
+        post_mlp_layernorm: Whether the sum of routed and shared experts passes an RMSNorm before it
+            is added to the residual stream (A.X-K1); dense layers have none.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -124,6 +127,7 @@ class AbsorbedMLAOptions:
     indexer_backend: str = "auto"
     moe_router_group_score_topk: int | None = None
     moe_router_norm_topk_prob: bool | None = None
+    post_mlp_layernorm: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
@@ -162,7 +166,7 @@ class AbsorbedMLAOptions:
             raise ValueError(
                 f"moe_router_norm_topk_prob must be None, True or False, got {normalised!r}"
             )
-        for name in ("batch_invariant", "train_on_cached_latents", "k_rope_layernorm"):
+        for name in (*_SWITCHES, "train_on_cached_latents"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.train_on_cached_latents and self.latent_cache_dtype == "model":
@@ -183,6 +187,13 @@ class AbsorbedMLAOptions:
                 f"form={forms[0]!r} only, got form={self.form!r}, for which it must be one of "
                 f"auto, {', '.join(fitting)}"
             )
+
+    @property
+    def of_experts(self) -> dict[str, object]:
+        """The options of mixtures of experts that are not left to Megatron."""
+        given = {name: getattr(self, name) for name in ROUTER_OPTIONS}
+        given["post_mlp_layernorm"] = self.post_mlp_layernorm or None
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def chooses_experts(self) -> bool:

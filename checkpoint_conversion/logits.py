@@ -212,9 +212,9 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
 
 
 def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
-    """Layers with either attention; a router of ours where Megatron's would choose otherwise."""
+    """Layers with either attention, and what Megatron's MoE layers lack where the model has it."""
     from absorbed_mla import AbsorbedMLAOptions
-    from absorbed_mla.deepseek_router import use_deepseek_router
+    from absorbed_mla.moe_layer import use_moe_options
 
     options = AbsorbedMLAOptions(**layer_options(args))
     if attention == "standard":
@@ -225,7 +225,7 @@ def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:
             block = get_standard_dsa_decoder_block_spec(megatron_config)
         else:
             block = get_standard_mla_decoder_block_spec(megatron_config, backend="local")
-        return use_deepseek_router(block, options)
+        return use_moe_options(block, options)
     from absorbed_mla.own_packages import require_own_packages
 
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.errors import KnownNames, raise_problems
-from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
+from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values, zeros
 from checkpoint_conversion.mapping_table import (
     LAYER,
     MODEL,
@@ -114,6 +114,26 @@ def own_name(config: ModelConfig, name: str) -> str:
 def layer_prefix(config: ModelConfig, layer: int) -> str:
     """What begins Hugging Face's names of a layer; MTP layers follow the decoder's."""
     return config.model.layer.replace("{layer}", str(layer))
+
+
+def unread_norms(config: ModelConfig) -> set[str]:
+    """Names of norms that files may have for dense layers, which no model reads."""
+    [name] = [row.hugging_face for row in LAYER if row.only == "post_norm"]
+    dense = [layer for layer, moe in enumerate(config.moe_layers) if not moe]
+    normed = config.model.post_mlp_layernorm
+    return {layer_prefix(config, layer) + name for layer in dense if normed}
+
+
+def absent_as_zeros(names: Iterable[str], config: ModelConfig) -> dict[str, LazyTensor]:
+    """Zeros for tensors of which a model's files may have none, if they have none."""
+    names, result = tuple(names), {}
+    for name in config.model.may_be_missing:
+        if any(one.endswith(own_name(config, name)) for one in names):
+            continue
+        for pair in pairs(config):
+            if pair.row.hugging_face == name:
+                result[pair.hugging_face[0]] = zeros(pair.shape, torch.float32)
+    return result
 
 
 def rows_by_name(config: ModelConfig) -> dict[str, Row]:

@@ -119,6 +119,7 @@ Row("mlp.shared_experts.[gate|up]_proj.weight", "mlp.shared_experts.linear_fc1.w
 Row("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight",    COLUMNS,    "hidden shared_ffn", "shared_experts", fp8=True),
 Row("mlp.experts.{expert}.[gate|up]_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc1.weight", GATED_ROWS, "moe_ffn hidden", "moe", fp8=True),
 Row("mlp.experts.{expert}.down_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc2.weight", COLUMNS,    "hidden moe_ffn", "moe", fp8=True),
+Row("post_mlp_layernorm.weight",          "mlp.post_mlp_layernorm.weight",            REPLICATED, "hidden", "post_norm"),
 )
 # Likewise model.layers.<layers+I>., mtp.layers.I., and the rows of LAYER under transformer_layer.
 MTP = (
@@ -154,6 +155,7 @@ def parts_of(config: ModelConfig, *, moe: bool = False, indexer: bool = False) -
         "dense": not moe,
         "moe": moe,
         "router_bias": moe and config.router_bias,
+        "post_norm": moe and config.model.post_mlp_layernorm,
         "shared_experts": moe and config.num_shared_experts > 0,
     }
 

@@ -62,6 +62,8 @@ from checkpoint_conversion.routing import (
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
+# Argument, and option of our layers, for a norm of the experts' output.
+POST_NORM = "post_mlp_layernorm"
 
 # Arguments that are the same for all supported models.
 # fmt: off
@@ -147,7 +149,8 @@ def router_options(args: Namespace) -> dict[str, object]:
 def layer_options(args: Namespace) -> dict[str, object]:
     """What ``AbsorbedMLAOptions`` must say of a model, by :func:`to_megatron_args`."""
     own = {name: getattr(args, name, None) for name in LAYER_OPTIONS}
-    return {"latent_norm_eps": args.latent_norm_epsilon, **own, **router_options(args)}
+    own |= {"latent_norm_eps": args.latent_norm_epsilon, **router_options(args)}
+    return {**own, POST_NORM: getattr(args, POST_NORM, False)}
 
 
 def model_notes(config: ModelConfig) -> list[str]:
@@ -184,6 +187,11 @@ def megatron_notes(config: ModelConfig) -> list[str]:
         )
     if rotary.rope_factors is not None:
         notes.append(f"Megatron's own attention has no LongRoPE (absorbed MLA has {FACTORS})")
+    if function.routing and config.model.post_mlp_layernorm:
+        notes.append(
+            "the model norms the experts' output, Megatron's own layers do not (this package's "
+            f"have {POST_NORM})"
+        )
     return [*notes, *model_notes(config)]
 
 
@@ -214,6 +222,7 @@ def _experts(config: ModelConfig, function: ModelFunction) -> dict[str, object]:
         "moe_layer_freq": [int(moe) for moe in config.moe_layers],
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": shared or None,
+        POST_NORM: config.model.post_mlp_layernorm,
         **routing_args(routing),
     }
 
@@ -336,15 +345,21 @@ def _routing(fields: Fields) -> dict[str, object]:
 
 
 def _model(fields: Fields, scores: str | None) -> ModelType:
-    """The model type, by the router's scores (None without experts), indexer, scaled queries."""
+    """The model type, by the router's scores (None without experts) and what few models have."""
     sparse = has_indexer_args(fields)
     if fields.given(FACTORS) or fields.equals(MUP, True):
         if sparse or scores or read_beta(fields) is not None:
             name = FACTORS if fields.given(FACTORS) else MUP
             fields.wrong(name, "left out with experts, sparse attention or scaled queries")
         return model_of("minicpm3")
+    normed = scores is not None and fields.boolean(POST_NORM, default=False)
+    if normed and (sparse or scores == "softmax"):
+        fields.wrong(POST_NORM, "False with softmax scores or sparse attention")
+        normed = False
     if read_beta(fields) is None:
-        return sparse_model(fields) if sparse else of_arguments(scores or "sigmoid", None)
+        if sparse:
+            return sparse_model(fields)
+        return of_arguments(scores or "sigmoid", None, post_mlp_layernorm=normed)
     if sparse or scores == "sigmoid":
         fields.wrong(BETA, "None with sigmoid scores or sparse attention")
     return of_arguments("softmax", None, scales_queries=True)

@@ -61,6 +61,7 @@ class ModelType:
 
     Attributes:
         name: As config.json has it; the name of the file.
+        also: What config.json may have instead.
         summary: What it is, for the table of models in the documentation.
         released: Checkpoints of it.
         architectures: Accepted in config.json, the first one is written. It begins with the name
@@ -85,16 +86,20 @@ class ModelType:
             there is an ``e_score_correction_bias``.
         ignores_norm_topk_prob: What to say where config.json has ``norm_topk_prob``, if
             transformers ignores it and never divides scores by their sum; None: it reads it.
+        post_mlp_layernorm: Whether the sum of routed and shared experts passes a norm. Of dense
+            layers, files may have one that nothing reads.
         sparse: The indexer; None for dense attention.
         layer: What begins the names of a layer's tensors; ``{layer}`` is its number.
         tensors: The table's names of tensors (``mapping_table.py``, after ``layer``) -> those of
             this model's files, where they differ.
         stacks: Tensors with all experts of a layer -> the table's names of those of one expert.
+        may_be_missing: The table's names of tensors that files may leave out, which are zero then.
         from_arguments: Whether Megatron's arguments without a config.json become this one, if
-            router, indexer and scaling of queries fit.
+            router, indexer, scaling of queries and norm of experts fit.
     """
 
     name: str
+    also: tuple[str, ...] = ()
     summary: str
     released: tuple[str, ...] = ()
     architectures: tuple[str, ...]
@@ -113,10 +118,12 @@ class ModelType:
     scoring_func: str = "sigmoid"
     topk_methods: tuple[str, ...] = ("noaux_tc",)
     ignores_norm_topk_prob: str | None = None
+    post_mlp_layernorm: bool = False
     sparse: SparseAttention | None = None
     layer: str = "model.layers.{layer}."
     tensors: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, str] = field(default_factory=dict)
+    may_be_missing: tuple[str, ...] = ()
     from_arguments: bool = False
 
     @property
@@ -184,7 +191,7 @@ def find_model_type(name: object) -> ModelType | TextAndImages | Refused | None:
     """The declaration of a model type; None if there is none of that name."""
     if isinstance(name, str) and name in MODELS.names():
         return MODELS[name]
-    return next((one for one in REFUSED if name in one.also), None)
+    return next((one for one in MODELS if name in getattr(one, "also", ())), None)
 
 
 def convertible() -> dict[str, ModelType]:
@@ -211,7 +218,10 @@ def model_fields(model: ModelType, config: Mapping[str, object]) -> Fields:
 
 
 def of_arguments(
-    scoring_func: str, interleaved: bool | None, scales_queries: bool = False
+    scoring_func: str,
+    interleaved: bool | None,
+    scales_queries: bool = False,
+    post_mlp_layernorm: bool = False,
 ) -> ModelType:
     """The model type of Megatron's arguments without a config.json.
 
@@ -219,12 +229,14 @@ def of_arguments(
         scoring_func: Of the router.
         interleaved: Whether an indexer rotates pairs of neighbours; None without an indexer.
         scales_queries: Whether it has a ``llama_4_scaling_beta``.
+        post_mlp_layernorm: Whether there is a norm of the experts' output.
     """
     return next(
         model
         for model in convertible().values()
         if model.from_arguments
         and model.scales_queries == scales_queries
+        and model.post_mlp_layernorm == post_mlp_layernorm
         and (model.sparse and model.sparse.interleaved) == interleaved
         and (model.sparse or model.scoring_func == scoring_func)
     )

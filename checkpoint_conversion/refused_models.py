@@ -37,8 +37,6 @@ class Refused:
 
 # fmt: off
 REFUSED = (
-    Refused(name="axk1", released=("A.X-K1",),
-            lacking="norms of the experts' output (post_mlp_layernorm)"),
     Refused(name="axk2", released=("A.X-K2",), lacking="norms with gates of low rank",
             unmapped="queries and output gates of one projection (q_gate_proj)"),
     Refused(name="bailing_hybrid", released=("Ling-2.5", "2.6", "3.0", "Ring"),

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from absorbed_mla.checkpoint.hybrid_names import KDA_SYMBOL, MLA_SYMBOL
-from absorbed_mla.deepseek_router import with_router
+from absorbed_mla.moe_layer import with_moe_options
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import require_packed_roll
 from absorbed_mla.unsupported import refuse_unsupported_config
@@ -131,11 +131,11 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
 
 
 def _moe_layer(parts: LayerParts) -> dict[str, ModuleSpec]:
-    """Megatron's layer of experts, if the options ask for a router that is not Megatron's."""
-    if not parts.options.chooses_experts:
+    """Megatron's layer of experts, if the options ask for what Megatron's does not have."""
+    if not parts.options.of_experts:
         return {}
     layer = hybrid_stack_spec.submodules.moe_layer
-    mlp = with_router(layer.submodules.mlp, parts.options)
+    mlp = with_moe_options(layer.submodules.mlp, parts.options)
     return {"moe_layer": replace(layer, submodules=replace(layer.submodules, mlp=mlp))}
 
 

@@ -19,13 +19,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.core_attention.module import LatentCoreAttention
-from absorbed_mla.deepseek_router import with_router
 from absorbed_mla.dsa.core_attention import SparseCoreAttention, SparseCoreAttentionSubmodules
 from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
 from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
+from absorbed_mla.moe_layer import with_moe_options
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.options import ROUTER_OPTIONS, AbsorbedMLAOptions
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.packed_roll import correct_packed_roll
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
@@ -72,7 +72,7 @@ class LayerParts:
             mtp: Whether it is inside of a layer of multi-token prediction.
 
         Raises:
-            ValueError: If options of the router are given for a model without experts.
+            ValueError: If options of experts are given for a model without any.
         """
         self.require_experts(config)
         return ModuleSpec(
@@ -85,14 +85,14 @@ class LayerParts:
         )
 
     def require_experts(self, config: MLATransformerConfig) -> None:
-        """Check that options of the router are for a model with experts.
+        """Check that options of experts are for a model that has some.
 
         Raises:
             ValueError: If there are none.
         """
-        if self.options.chooses_experts and not config.num_moe_experts:
-            given = {name: getattr(self.options, name) for name in ROUTER_OPTIONS}
-            raise ValueError(f"num_moe_experts is None, and options of a router are given: {given}")
+        given = self.options.of_experts
+        if given and not config.num_moe_experts:
+            raise ValueError(f"num_moe_experts is None, and options of experts are given: {given}")
 
     def attention(self, config: MLATransformerConfig, *, mtp: bool = False) -> dict[str, Any]:
         """The fields of ``TransformerLayerSubmodules`` up to the first residual connection."""
@@ -113,7 +113,7 @@ class LayerParts:
         norm_in_mlp = self.provider.fuse_layernorm_and_linear() and not moe
         return {
             "pre_mlp_layernorm": IdentityOp if norm_in_mlp else self.norm,
-            "mlp": with_router(self._mlp(moe, grouped_gemm), self.options),
+            "mlp": with_moe_options(self._mlp(moe, grouped_gemm), self.options),
             "mlp_bda": get_bias_dropout_add,
         }
 

@@ -51,10 +51,12 @@ from checkpoint_conversion.fp8 import (
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.manifest import TensorRecord, tensor_record
 from checkpoint_conversion.mapping import (
+    absent_as_zeros,
     check_complete,
     count_mtp_layers,
     hugging_face_shapes,
     rows_by_name,
+    unread_norms,
     without_tied_head,
 )
 from checkpoint_conversion.model import ModelConfig
@@ -106,7 +108,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         names = text_names(find_model_type(fields.get("model_type")), tensors)
         images = [name for name, own in names.items() if own is None]
         buffers = [name for name, own in names.items() if own and _BUFFER.fullmatch(own)]
-        self.left_alone = {name: tensors.pop(name).nbytes for name in (*buffers, *images)}
+        unread = [name for name, own in names.items() if own in unread_norms(config)]
+        others = (*buffers, *images, *unread)
+        self.left_alone = {name: tensors.pop(name).nbytes for name in others}
         self.stored = tensors
         self._names = {name: own for name, own in names.items() if name in tensors and own}
         mtp_layers = count_mtp_layers(self._names.values(), config)
@@ -114,6 +118,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
         self.layout = layout_of(self.stored.values(), shards, config.quantisation)
         self.notes = list(_notes(path, files, config, self))
+        if unread:
+            self.notes.append(f"left out, as nothing reads them: norms, {', '.join(unread)}")
+        self._zeros = absent_as_zeros(self._names.values(), self.config)
+        if self._zeros:
+            names = ", ".join(config.model.may_be_missing)
+            self.notes.append(f"zeros, as the files have none: {names}")
         if images:
             size = format_bytes(sum(self.left_alone[name] for name in images))
             self.notes.append(
@@ -127,7 +137,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         dtype = dtype or torch.bfloat16
         named = unpacked(unstacked(self._named(), self.config), dtype, problems)
         tensors = _dequantised(named, dtype, problems)
-        tensors = without_tied_head(tensors, self.config, problems)
+        tensors = without_tied_head({**tensors, **self._zeros}, self.config, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:

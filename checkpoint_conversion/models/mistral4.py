@@ -10,7 +10,7 @@ ENTRY = ModelType(
     name="mistral4",
     summary=(
         "softmax router, experts of a layer in one tensor, queries that `llama_4_scaling_beta` "
-        "scales, but not in Megatron's own attention"
+        "scales"
     ),
     architectures=("Mistral4ForCausalLM",),
     defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0},

@@ -19,9 +19,9 @@ from torch import nn
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.checkpoint.distributed import load_model_weights
-from absorbed_mla.deepseek_router import use_deepseek_router
 from absorbed_mla.dsa.warm_up import INDEXER, train_only_indexer
 from absorbed_mla.lora import add_lora, load_peft_adapter
+from absorbed_mla.moe_layer import use_moe_options
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from checkpoint_conversion.megatron_args import layer_options
@@ -106,7 +106,7 @@ def _decoder_block(
     backend = transformer.transformer_impl
     if args.attention == "standard":
         block = get_standard_mla_decoder_block_spec(transformer, backend=backend)
-        block = use_deepseek_router(block, options)
+        block = use_moe_options(block, options)
     else:
         block = get_absorbed_mla_decoder_block_spec(
             transformer, backend=backend, options=options, vp_stage=vp_stage

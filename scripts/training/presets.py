@@ -6,8 +6,8 @@ Model = dict[str, object]
 
 # The arguments that describe a model, under Megatron's names, with the values of those that a
 # preset leaves out. ``latent_norm_epsilon``, of the norms inside the attention,
-# ``llama_4_scaling_beta`` and two of the router are options of the layers (AbsorbedMLAOptions).
-# Megatron has no options for YaRN's ``original_max_position_embeddings`` and betas.
+# ``llama_4_scaling_beta``, ``post_mlp_layernorm`` and two of the router are options of the layers
+# (AbsorbedMLAOptions). Megatron has none for YaRN's ``original_max_position_embeddings`` and betas.
 COMMON: Model = {
     "vocab_size": None,
     "num_layers": None,
@@ -42,6 +42,7 @@ COMMON: Model = {
     "moe_router_group_topk": None,
     "moe_router_group_score_topk": None,
     "moe_router_norm_topk_prob": None,
+    "post_mlp_layernorm": False,
     "moe_router_enable_expert_bias": True,
     "moe_aux_loss_coeff": 1e-4,
     "experimental_attention_variant": None,

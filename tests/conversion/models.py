@@ -51,6 +51,7 @@ FAMILIES = {
     "sarvam_mla": "SarvamMLA",
     "youtu": "Youtu",
     "minicpm3": "MiniCPM3",
+    "axk1": "AXK1",
 }
 # Models whose class has another name.
 _CLASSES = {"SarvamMLA": "DeepseekV3"}
@@ -109,6 +110,7 @@ OTHERS = {
     "sarvam_mla": Architecture("sarvam_mla", q_lora=False, moe=True, rope="yarn"),
     "youtu": Architecture("youtu", q_lora=True, moe=False, rope="rope"),
     "minicpm3": Architecture("minicpm3", q_lora=True, moe=False, rope="longrope"),
+    "axk1": Architecture("axk1", q_lora=True, moe=True, rope="yarn"),
 }
 # Whose logits and round trip test_logits.py compares.
 EVALUATED = {
@@ -118,6 +120,7 @@ EVALUATED = {
 }
 # By model type, what test_whole_models.py trains and generates with.
 WHOLE = {
+    "axk1": OTHERS["axk1"],
     "deepseek_v2": Architecture("v2", q_lora=True, moe=True, rope="yarn"),
     "deepseek_v3": Architecture("v3", q_lora=True, moe=True, rope="yarn"),
     "deepseek_v32": SPARSE["v32"],

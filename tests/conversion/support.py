@@ -104,6 +104,11 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig.from_hugging_face(hugging_face_config(**changes))
 
 
+AXK1 = {
+    "model_type": "axk1",
+    "architectures": ["AXK1ForCausalLM"],
+    "num_nextn_predict_layers": 1,
+}
 CONFIGS: dict[str, dict] = {
     "v3": {},
     "v2_lite": V2_LITE,
@@ -111,6 +116,7 @@ CONFIGS: dict[str, dict] = {
     "all_moe": {"first_k_dense_replace": 0},
     "mtp": {"num_nextn_predict_layers": 1},
     "tied": {"tie_word_embeddings": True},
+    "axk1": AXK1,
     "v32": {**V32, "num_nextn_predict_layers": 1},
     "glm5": GLM5,
     "shared": {**SHARED, "num_nextn_predict_layers": 1},

@@ -42,7 +42,7 @@ _COMMAND_LINE_ONLY = """
 swiglu apply_layernorm_1p squared_relu group_query_attention position_embedding_type
 add_position_embedding use_rotary_position_embeddings norm_epsilon latent_norm_epsilon vocab_size
 padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights num_experts
-llama_4_scaling_beta rope_factors
+llama_4_scaling_beta rope_factors post_mlp_layernorm
 """
 # Of config.json, what says nothing about the model, or is compared in another way.
 _NOT_COMPARED = """
@@ -154,8 +154,10 @@ def test_transformers_loads_the_config_json(name):
     raw = from_megatron_args(to_megatron_args(config)).hugging_face
     loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     assert loaded.num_hidden_layers == config.num_layers
+    kinds = getattr(loaded, "mlp_layer_types", None)
     first = getattr(loaded, "first_k_dense_replace", config.num_layers)
-    assert first == config.moe_layers.count(False)
+    dense = kinds.count("dense") if kinds else first
+    assert dense == config.moe_layers.count(False)
     rotary, found = read_function(config.fields, config).rotary, loaded.rope_parameters
     plain = "default" if rotary.rope_factors is None else "longrope"
     assert found["rope_type"] == ("yarn" if rotary.rope_type == "yarn" else plain)
@@ -252,6 +254,10 @@ _REFUSED = [
     ),
     ({"mscale": 0.5, "mscale_all_dim": 0.0}, "args.mscale must be 1 with mscale_all_dim 0"),
     ({"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta must be None with sigmoid scores or sp"),
+    (
+        {**_SOFTMAX, **_NO_GROUPS, "post_mlp_layernorm": True},
+        "args.post_mlp_layernorm must be False with softmax scores or sparse attention",
+    ),
     ({"llama_4_scaling_beta": -1.0}, "args.llama_4_scaling_beta must be a number from 0"),
     (
         {**_SOFTMAX, **_NO_GROUPS, "llama_4_scaling_beta": 0.1, "rope_type": "rope"}

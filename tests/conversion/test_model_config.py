@@ -136,7 +136,7 @@ def _longrope(**changes) -> dict:
 _IN_TEXT = {"quantization_config": {"quant_method": "compressed-tensors"}}
 _REFUSED = [
     ({"model_type": ["deepseek_v3"], "text_config": {}}, "model_type ['deepseek_v3'] has a text"),
-    ({"model_type": "llama"}, "must be 'deepseek_v2' or 'deepseek_v3' or 'deepseek_v32'"),
+    ({"model_type": "llama"}, "must be 'axk1' or 'deepseek_v2' or 'deepseek_v3'"),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures must be ['DeepseekV3ForCausalLM']"),
     ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be"),
     ({"attention_bias": True}, "attention_bias must be False, got True"),

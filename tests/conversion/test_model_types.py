@@ -18,10 +18,12 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.inspection import inspect_checkpoint
+from checkpoint_conversion.logits import checkpoint_logits
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.model_type import MODELS, convertible, of_arguments
-from tests.conversion.models import KIMI_K25, OTHERS, make_model, save
+from checkpoint_conversion.verify import verify
+from tests.conversion.models import KIMI_K25, OTHERS, logits_of, make_model, save, token_batch
 from tests.conversion.support import (
     assert_same_tensors,
     change_json,
@@ -47,20 +49,21 @@ class TestDeclarations:
         assert "{layer}" in model.layer
 
     @pytest.mark.parametrize(
-        ("scores", "interleaved", "scaled"),
+        ("scores", "interleaved", "scaled", "normed"),
         [
-            *itertools.product(("sigmoid", "softmax"), (None, False, True), (False,)),
-            ("softmax", None, True),
+            *itertools.product(("sigmoid", "softmax"), (None, False, True), (False,), (False,)),
+            ("softmax", None, True, False),
+            ("sigmoid", None, False, True),
         ],
     )
-    def test_arguments_become_one_model_type(self, scores, interleaved, scaled):
+    def test_arguments_become_one_model_type(self, scores, interleaved, scaled, normed):
         """Another file cannot change which one, unless it asks for it."""
-        model = of_arguments(scores, interleaved, scaled)
+        model = of_arguments(scores, interleaved, scaled, normed)
         same = [
             other.name
             for other in convertible().values()
             if other.from_arguments
-            and other.scales_queries == scaled
+            and (other.scales_queries, other.post_mlp_layernorm) == (scaled, normed)
             and (other.sparse and other.sparse.interleaved) == interleaved
             and (other.scoring_func == model.scoring_func)
         ]
@@ -276,8 +279,29 @@ class TestNewModelType:
             convert(folder, tmp_path / "out", "absorbed")
 
     def test_gone_again(self):
-        with refused("model_type must be 'deepseek_v2'"):
+        with refused("model_type must be 'axk1' or 'deepseek_v2'"):
             ModelConfig.from_hugging_face(foo_config())
+
+
+def test_files_that_skt_released(tmp_path):
+    """Without biases of routers, and with norms of dense layers: transformers ignores both."""
+    saved = open_checkpoint(save(make_model(OTHERS["axk1"]), tmp_path / "saved"))
+    tensors, norm = load_all(dict(saved.stored)), "model.layers.0.post_mlp_layernorm.weight"
+    kept = {name: tensor for name, tensor in tensors.items() if "e_score" not in name}
+    extra = {norm: torch.full((64,), 0.5)}
+    folder = write_hugging_face(tmp_path / "hf", saved.config, {**kept, **extra})
+    model, tokens = transformers.AutoModelForCausalLM.from_pretrained(folder), token_batch()
+    change_json(folder / "config.json", model_type="AXK1")
+    checkpoint = open_checkpoint(folder)
+    assert [*checkpoint.left_alone] == [norm] and len(checkpoint.notes) == 2
+    convert(folder, tmp_path / "absorbed", "absorbed")
+    found = checkpoint_logits(open_checkpoint(tmp_path / "absorbed"), tokens)
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-3, atol=1e-3)
+    assert verify(folder, tmp_path / "absorbed", logits=False).equal
+    kept["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.zeros(8)
+    other = open_checkpoint(write_hugging_face(tmp_path / "other", saved.config, kept))
+    with refused("model.layers.2.mlp.gate.e_score_correction_bias is missing"):
+        other.hugging_face_tensors()
 
 
 def test_names_that_sarvam_released():

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
+from absorbed_mla.moe_layer import NormedMoE
 from absorbed_mla.serving.data_parallel_attention.dispatcher import LocalDispatcher
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.experts.dispatcher import GroupedDispatcher
@@ -45,7 +45,7 @@ class ShardedMLP(MLP):
         return _computed_together(self.exchange, super().forward, hidden_states, **host)
 
 
-class ShardedMoE(MoELayer):
+class ShardedMoE(NormedMoE):
     """Megatron's mixture of experts: a rank runs its experts, or its part of each, for all tokens.
 
     A rank sends its tokens to all others and gets a sum back; which experts it has, and whether
@@ -102,7 +102,12 @@ class ShardedMoE(MoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Of this rank's tokens, [S, B, H]; the second output is None."""
         assert intermediate_tensors is None and padding_mask is None, "for training"
-        return _computed_together(self.exchange, super().forward, hidden_states)
+        out, bias = _computed_together(self.exchange, super().forward, hidden_states)
+        return super().normed(out), bias
+
+    def normed(self, output: Tensor) -> Tensor:
+        """A rank's part of the sum as it is: :meth:`forward` norms the whole."""
+        return output
 
 
 def leave_partial(mlp: MLP) -> None:

@@ -23,6 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from absorbed_mla.moe_layer import NormedMoE
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.mlp import ShardedMLP, ShardedMoE
 from absorbed_mla.serving.data_parallel_attention.vocabulary import ShardedEmbedding, ShardedOutput
@@ -54,7 +55,7 @@ def _divided(mlp: Any, exchange: TokenExchange) -> functools.partial:
     made = getattr(mlp, "func", None)
     if made == MLP.as_mlp_submodule:
         return functools.partial(ShardedMLP.build, exchange, **mlp.keywords)
-    if made is MoELayer:
+    if made in (MoELayer, NormedMoE):
         return functools.partial(ShardedMoE, exchange=exchange, **mlp.keywords)
     raise ValueError(
         f"data-parallel attention needs layers with Megatron's MLP or MoELayer, got {mlp}"

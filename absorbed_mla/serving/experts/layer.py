@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from absorbed_mla.batch_invariant.requirements import declare_experts_in_order
 from absorbed_mla.deepseek_router import DeepSeekRouter
+from absorbed_mla.moe_layer import NormedMoE
 from absorbed_mla.serving.experts.dispatcher import GroupedDispatcher
 from absorbed_mla.serving.experts.experts import GroupedExperts
 from absorbed_mla.serving.experts.router import TopKIndexRouter
@@ -26,7 +27,7 @@ SEVERAL_RANKS = "ranks that share experts add their sums in another order than M
 _FUSIONS = ("moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
 
 
-class GroupedMoE(MoELayer):
+class GroupedMoE(NormedMoE):
     """Megatron's mixture of experts, with :class:`GroupedExperts` and what belongs to them.
 
     Args:
@@ -113,7 +114,7 @@ def _grouped_mlp(mlp: functools.partial, parity: bool) -> functools.partial:
     )
     # A layer of another kind takes its dispatcher from the experts that it got.
     keywords = {**mlp.keywords, "submodules": submodules}
-    if mlp.func is not MoELayer:
+    if mlp.func not in (MoELayer, NormedMoE):
         return functools.partial(mlp.func, **keywords)
     return functools.partial(GroupedMoE, parity=parity, **keywords)
 

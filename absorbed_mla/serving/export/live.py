@@ -24,7 +24,7 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
 from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
+from checkpoint_conversion.megatron_args import POST_NORM, check_kind, from_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.rotary import LAYER_OPTIONS
 from checkpoint_conversion.router_comparison import only_megatrons, refuse_another_function
@@ -36,7 +36,7 @@ _ANOTHER_FUNCTION = (
     "reads it would compute something else:"
 )
 # Options of the layers that a model's config.json says and Megatron's config does not.
-_OPTIONS = (*ROUTER_OPTIONS, *LAYER_OPTIONS)
+_OPTIONS = (*ROUTER_OPTIONS, *LAYER_OPTIONS, POST_NORM)
 _PREFIX = "config."
 
 

@@ -180,7 +180,7 @@ specs/absorbed_mla_layer_specs.py
 specs/absorbed_mla_layers.py
   layer_kind_by_its_place_in_the_stage: (config)[number - 1] -> (config)[layer_number - 1]
 specs/absorbed_mla_parts.py
-  router_options_of_dense_models: if self.options.chooses_experts and not config.num_moe_experts:
+  router_options_of_dense_models: if given and not config.num_moe_experts:
     -> if False:
   mtp_shift_not_corrected: correct_packed_roll()  # Here -> # Here
 """

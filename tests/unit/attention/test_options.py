@@ -62,6 +62,7 @@ class TestOptions:
             ("latent_norm_eps", [0.0, 1.0, -1e-6, math.nan, "1e-6"], "None or between 0 and 1"),
             ("attention_output_gate", ["per_head", True], "None, headwise, elementwise"),
             ("k_rope_layernorm", [None, 1], "True or False"),
+            ("post_mlp_layernorm", [None, 1], "True or False"),
             ("llama_4_scaling_beta", [0, -0.1, math.inf, "0.1"], "None or above 0"),
             ("rope_factors", [[1.0], (0.0,), (math.nan,), ("1",)], "tuple of numbers above 0"),
             ("query_chunk_size", [0, -64, 64.0, True], "at least 1"),

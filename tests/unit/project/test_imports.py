@@ -227,7 +227,7 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference", "query_scaling"},
     {"dsa"},
-    {"packed_router", "deepseek_router"},
+    {"packed_router", "deepseek_router", "moe_layer"},
     {"megatron_interface", "rollout_formats", "router_replay"},
     {"attention"},
     {"cpu_host", "packed_roll", "shared_prefix_log_probs", "standard_dsa", "standard_mla"},

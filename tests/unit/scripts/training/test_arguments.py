@@ -150,6 +150,7 @@ def test_every_option_of_megatrons_is_known_without_importing_it():
     assert COMMON.keys() - {action.dest for action in actions} == {
         *("original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("moe_router_group_score_topk", "moe_router_norm_topk_prob", "llama_4_scaling_beta"),
+        "post_mlp_layernorm",
     }
 
 

@@ -9,16 +9,18 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 
 from absorbed_mla.deepseek_router import DeepSeekRouter
+from absorbed_mla.moe_layer import NormedMoE
 from absorbed_mla.options import ROUTER_OPTIONS
 from checkpoint_conversion.formats.vocabulary_padding import check_padding
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.verify import config_differences
 from tests.conversion.released import RELEASED
-from tests.conversion.support import MISTRAL4, V2_LITE, tiny_config
+from tests.conversion.support import AXK1, MISTRAL4, V2_LITE, tiny_config
 from tests.support.refusal import refusal
 from tests.support.train_arguments import checked, resolved_from, saved
 from training.arguments import model_of, set_vocabulary
@@ -102,6 +104,18 @@ def test_a_converted_models_routing_comes_along(monkeypatch, changes, expected, 
         assert type(router) is DeepSeekRouter
         assert {name: getattr(router.options, name) for name in wanted} == wanted
     assert model_from_args(args) == model
+
+
+@pytest.mark.parametrize("attention", ["absorbed", "standard"])
+def test_a_converted_models_norm_comes_along(monkeypatch, attention):
+    converted = to_megatron_args(tiny_config(**{**AXK1, "num_nextn_predict_layers": 0}))
+    args = resolved_from(converted, monkeypatch, f"--attention {attention} --seq-length 32")
+    validate_arguments(args)
+    set_vocabulary(args, 1)
+    gpt = build_gpt(model_config(args), torch.device("cpu"))
+    kinds = [type(layer.mlp) for layer in gpt.decoder.layers]
+    assert kinds == [MLP, NormedMoE, NormedMoE]
+    assert model_from_args(args) == model_of(args)
 
 
 def test_a_converted_models_scaling_comes_along(monkeypatch):

@@ -307,8 +307,9 @@ def test_refused_without_experts():
         get_absorbed_mla_layer_spec,
         get_absorbed_mla_hybrid_stack_spec,
     ):
-        with pytest.raises(ValueError, match="num_moe_experts is None, and options of a router"):
-            spec(config_for(TINY), backend="local", options=AbsorbedMLAOptions(**MEGATRONS))
+        for given in (MEGATRONS, {"post_mlp_layernorm": True}):
+            with pytest.raises(ValueError, match=f"num_moe_experts is None.* given: {given}"):
+                spec(config_for(TINY), backend="local", options=AbsorbedMLAOptions(**given))
 
 
 def test_defaults_of_megatrons_arguments(monkeypatch):

@@ -26,7 +26,7 @@ from checkpoint_conversion.megatron_args import router_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.rotary import LAYER_OPTIONS
 from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
-from tests.conversion.support import MINICPM3, MISTRAL4, load_all, tiny_config
+from tests.conversion.support import AXK1, MINICPM3, MISTRAL4, load_all, tiny_config
 from tests.support.adapters import wrap
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
@@ -195,6 +195,7 @@ class TestRouter:
         first.decoder.layers = nn.ModuleList()
         assert live.layer_options([first]) == set()
         expected = router_options(args) | dict.fromkeys(LAYER_OPTIONS)
+        expected["post_mlp_layernorm"] = False
         assert self.options(first, model) == expected
         found = set(expected.items())
         assert live.one_of_each([set(), found, found]) == expected
@@ -244,6 +245,13 @@ def test_minicpm3(tmp_path):
     assert_equal(dict(hf_weights(model, hf_config=config.hugging_face)), converted(tmp_path / "hf"))
     with refusal("scaling of queries", "mup_embedding_mult is", "in the model"):
         hf_weights(model, hf_config={**config.hugging_face, "scale_emb": 6})
+
+
+def test_norm_of_experts():
+    """It is in the weights, and makes another model type of them."""
+    config = tiny_config(**{**AXK1, "num_nextn_predict_layers": 0})
+    model = logits.megatron_model(config, "absorbed")
+    assert dict(hf_weights(model)).keys() == hugging_face_shapes(config).keys()
 
 
 class TestValues:
