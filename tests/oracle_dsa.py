@@ -65,7 +65,6 @@ class OracleDSA:
 
     @property
     def hidden(self) -> int:
-        """Width of the hidden states."""
         return self.mla.hidden
 
     def indexer_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -47,7 +47,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served(folder):
-    """The server."""
     options = {"max_num_seqs": 16, "cache_tokens": 8192, "prompt_logprobs": True}
     with LLM(folder, **options) as llm, serving(llm=llm) as made:
         yield made

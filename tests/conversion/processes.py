@@ -73,7 +73,6 @@ class Process:
         self._process.kill()
 
     def wait(self) -> Done:
-        """Wait until it ends."""
         self._process.join(120)
         code = self._process.exitcode
         assert code is not None, "it hangs"

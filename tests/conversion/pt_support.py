@@ -30,7 +30,6 @@ def rebuilt(values: Tensor, offset: int, shape: tuple, strides: tuple) -> Calls:
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of an archive by name."""
     with zipfile.ZipFile(path) as archive:
         return {entry.filename: archive.read(entry) for entry in archive.infolist()}
 

@@ -79,7 +79,6 @@ def convert_json(run, source, tmp_path):
 
 
 def one_document(out: str) -> dict:
-    """The only thing on stdout."""
     (line,) = out.splitlines()
     return json.loads(line)
 

@@ -23,8 +23,6 @@ from tests.conversion.support import random_tensors, tensor_checksum, tiny_confi
 
 
 class Recorder(Reporter):
-    """Remembers what it hears."""
-
     def __init__(self) -> None:
         self.total = self.done = 0
         self.said: list[str] = []

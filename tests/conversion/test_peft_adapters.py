@@ -236,6 +236,5 @@ def test_other_rotary_channels(models, adapter, tmp_path, monkeypatch):
 
 
 def test_no_folder(models, tmp_path):
-    """A name that is no folder."""
     with refusal("is no adapter in PEFT's format", "adapter_config.json"):
         load_peft_adapter(models.ours, tmp_path)

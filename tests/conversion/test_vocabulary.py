@@ -47,7 +47,6 @@ def stale(tmp_path) -> Path:
 
 @pytest.fixture(params=["megatron", "megatron-legacy"])
 def source(tmp_path, request) -> Path:
-    """A checkpoint of the model with them."""
     folder = tmp_path / "source"
     if request.param == "megatron":
         write_torch_dist(folder, CONFIG, TENSORS)

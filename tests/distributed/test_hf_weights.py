@@ -257,7 +257,6 @@ class TestLeaving:
 
     @pytest.mark.parametrize("after", [0, 7, 60])
     def test_one_rank_leaves(self, after, model):
-        """The others hear of it."""
         weights = hf_weights(model)
         if world.rank() == world.size() - 1:
             for _ in range(after):

@@ -52,7 +52,6 @@ def built(options: str) -> tuple[argparse.Namespace, DistributedDataParallel, Me
 
 
 def step(optimizer: MegatronOptimizer) -> float:
-    """The gradient norm of a step."""
     updated, norm, _ = optimizer.step()
     assert updated
     optimizer.zero_grad()

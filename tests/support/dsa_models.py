@@ -31,7 +31,6 @@ def fields(**changes) -> dict[str, object]:
 
 
 def dsa_model(dtype: torch.dtype = torch.float64, **changes) -> GPTModel:
-    """A model with the block spec."""
     changes = fields(**changes)
     config = config_for(DSA.mla, dtype, **changes)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local")

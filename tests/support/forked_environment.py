@@ -66,7 +66,6 @@ hand_over()
 
 @contextlib.contextmanager
 def forks_programs(environment: Path) -> Iterator[None]:
-    """Fork the programs of an environment inside the block."""
     (site,) = environment.glob("lib/python*/site-packages")
     # The path of a socket is short.
     address = f"/tmp/forked-{os.getpid()}.socket"

@@ -40,12 +40,10 @@ class Done:
 
 
 def generate(*argv: object, stdin: bytes = b"") -> Done:
-    """``generate.py argv``."""
     return _run(main, argv, stdin)
 
 
 def train(*argv: object) -> Done:
-    """``train.py argv``."""
     return _run(train_main, argv, b"")
 
 

@@ -21,7 +21,6 @@ _MAX_LENGTH = 256
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Random prompts of these lengths."""
     return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 

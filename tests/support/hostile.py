@@ -160,6 +160,5 @@ def evaluate(
 
 
 def named(attended: AttentionOutput, grads: AttentionInputs) -> dict[str, Tensor]:
-    """Results by name."""
     names = ("out", "lse", "dq_content", "dq_rope", "dlatent", "dk_rope")
     return dict(zip(names, (*(x.detach() for x in attended), *grads[:4])))

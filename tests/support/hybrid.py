@@ -50,7 +50,6 @@ def hybrid_model(
 
 
 def hybrid_twin(gpt: GPTModel, pattern: str, **config_changes) -> HybridModel:
-    """A HybridModel with the weights of a GPTModel."""
     model = hybrid_model(pattern, seed=1, **config_changes)
     model.load_state_dict(to_hybrid_state_dict(gpt.state_dict()))
     return model

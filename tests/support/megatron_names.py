@@ -35,7 +35,6 @@ _PACKAGE = str(Path(absorbed_mla.__file__).parent)
 
 
 def owner_of(name: MegatronName) -> type | ModuleType:
-    """The class or module of the name."""
     try:
         return importlib.import_module(name.owner)
     except ModuleNotFoundError:

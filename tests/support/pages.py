@@ -63,7 +63,6 @@ def all_pages() -> list[Path]:
 
 
 def blocks(text: str) -> list[Block]:
-    """All fenced blocks of a Markdown text."""
     return [
         Block(
             kind=m["kind"],

@@ -104,8 +104,6 @@ class Model:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Arguments of a forward."""
-
     tokens: Tensor
     positions: Tensor
     labels: Tensor

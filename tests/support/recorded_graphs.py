@@ -24,7 +24,6 @@ class OnDevice(TorchDispatchMode):
     """Raises at what waits for a GPU: values read by the host, tensors made from its values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator."""
         name = func._schema.name.removeprefix("aten::")
         if name in _ON_HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")

@@ -108,7 +108,6 @@ def device() -> torch.device:
 
 
 def tp_size() -> int:
-    """Tensor-parallel size."""
     return parallel_state.get_tensor_model_parallel_world_size()
 
 
@@ -118,7 +117,6 @@ def tp_fields() -> dict[str, object]:
 
 
 def cp_size() -> int:
-    """Context-parallel size."""
     return parallel_state.get_context_parallel_world_size()
 
 

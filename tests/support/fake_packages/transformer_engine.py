@@ -22,8 +22,6 @@ _NAMES = ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType", "FusedAttn
 
 @dataclass(frozen=True)
 class Call:
-    """What a function was called with."""
-
     function: str
     layout: str
     mask: str

@@ -120,7 +120,6 @@ def _sharded() -> list[Recipe]:
 
 
 def all_recipes() -> list[Recipe]:
-    """Every recipe."""
     return [
         *_PLAIN.values(),
         *_distributed_optimizers(),

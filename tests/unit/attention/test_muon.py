@@ -44,7 +44,6 @@ def absorbed(choice: str = "combined") -> nn.Module:
 
 
 def matrices(attention: nn.Module) -> dict[str, nn.Parameter]:
-    """What Muon updates."""
     return {name: p for name, p in attention.named_parameters() if p.ndim == 2}
 
 

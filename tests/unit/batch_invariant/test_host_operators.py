@@ -47,7 +47,6 @@ def _interpreted():
 
 
 def installed() -> list:
-    """What Megatron would install."""
     return [getattr(megatron, name) for name in NAMES]
 
 

@@ -62,7 +62,6 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def steps(coefficient: float | None, overlap: bool, **fields) -> list[dict[str, Tensor]]:
-    """The gradients of three steps."""
     model = dsa_model(num_layers=2, dsa_indexer_loss_coeff=coefficient, **fields).train()
     wrapped, found = ddp(model, overlap), []
     for step in range(3):

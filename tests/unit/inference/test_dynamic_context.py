@@ -278,7 +278,6 @@ def test_layers_of_a_pipeline_stage():
 
 @torch.no_grad()
 def refuse(layer, hidden, context, match):
-    """The layer's error."""
     with pytest.raises(ValueError, match=match):
         layer(hidden, None, inference_context=context)
 

@@ -63,8 +63,6 @@ class ToyStep:
 
 
 class ToyCache:
-    """See ``LatentCache``."""
-
     name = "toy"
     summary = "one request in one tensor"
 

@@ -60,7 +60,6 @@ def random_logits(rows: int, vocabulary: int, dtype=torch.float32, seed: int = 0
 
 
 def numbers_of(kinds: list[dict], vocabulary: int, seed: int = 0) -> torch.Tensor:
-    """With random numbers."""
     random = torch.rand(len(kinds), dtype=torch.float64, generator=generator(seed)).tolist()
     rows = [{**kind, "random": value} for kind, value in zip(kinds, random)]
     return table_of(rows, vocabulary, DEVICE)

@@ -41,7 +41,6 @@ CASES = {
 
 
 def attention_of(folder: str, prefix: str, mla: OracleMLA, **fields):
-    """An attention of transformers, in float64."""
     parts = (
         f"transformers.models.{folder}.{kind}_{folder}" for kind in ("configuration", "modeling")
     )

@@ -38,7 +38,6 @@ def test_chunks_of_queries(span, size):
 @given(any_span())
 @often
 def test_number_of_pairs(span):
-    """As many as there are."""
     assert span.num_pairs == len(pairs_in((span,)))
 
 

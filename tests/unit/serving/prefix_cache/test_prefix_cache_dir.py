@@ -293,7 +293,6 @@ def write(folder: PrefixFolder, *numbers: int) -> None:
 
 
 def read(folder: PrefixFolder, *numbers: int) -> list[float]:
-    """The values of the blocks that are read."""
     found = blocks(*[-1.0] * len(numbers))
     targets = [[[bytes_of(part[i])] for part in found.values()] for i in range(len(numbers))]
     count = folder.read(numbers, targets)

@@ -442,7 +442,6 @@ def captures(monkeypatch):
 
 
 def with_layer(model, **fields):
-    """The model with another second layer."""
     vars(model.decoder.layers[1].self_attention).update(fields)
     return model
 

@@ -10,5 +10,4 @@ collect_ignore_glob = ["test_*.py"] if MISSING else []
 
 
 def pytest_report_header() -> str | None:
-    """Says so."""
     return f"tests of the server are left out: no {', '.join(MISSING)}" if MISSING else None

@@ -24,7 +24,6 @@ def served():
 
 
 def send(served, method, path, body=b"", headers=None):
-    """Status and body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = {"content-type": "application/json"} if method == "POST" else {}
@@ -36,7 +35,6 @@ def send(served, method, path, body=b"", headers=None):
 
 
 def head(path: str, *lines: str) -> bytes:
-    """The head of a request."""
     first = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json")
     return "\r\n".join([*first, *lines, "", ""]).encode()
 

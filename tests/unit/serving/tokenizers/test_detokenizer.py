@@ -36,7 +36,6 @@ BYTE_LEVEL = byte_level()
 
 @pytest.fixture(params=["bytes", "byte_level"])
 def stream_and_tokens(request):
-    """A stream for tokens that are bytes, and the tokens of bytes."""
     if request.param == "bytes":
         return ByteStream(EOD), list
     # Its tokens are the bytes in another order.
