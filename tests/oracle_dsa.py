@@ -11,8 +11,6 @@ Beside the letters of :mod:`tests.oracle`:
     Di  width of one of them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

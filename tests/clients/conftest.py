@@ -1,7 +1,5 @@
 """A server around a tiny DeepSeek model with a byte-level tokenizer, for clients of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 

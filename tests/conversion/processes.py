@@ -3,8 +3,6 @@
 They are forked from a process that has loaded torch already, so that each starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

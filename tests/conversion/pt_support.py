@@ -1,7 +1,5 @@
 """Files of torch.save whose archive or pickle was tampered with."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

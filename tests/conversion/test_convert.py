@@ -1,7 +1,5 @@
 """A conversion from plan to target, and what survives its interruption."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """``inspect`` prints the model as words that Megatron's own parser reads back as the same model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

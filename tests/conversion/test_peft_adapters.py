@@ -4,8 +4,6 @@ A folder that is written here, by PEFT or by this package gives the same logits 
 float32 on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

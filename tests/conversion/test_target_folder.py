@@ -1,7 +1,5 @@
 """A target is absent or complete, and nothing but a checkpoint is ever replaced."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

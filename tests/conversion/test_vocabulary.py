@@ -3,8 +3,6 @@
 Tied models may store the output layer all the same, as DeepSpeed and older trainers do.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parity mode over tensor-parallel ranks: 2 as they are, 4 with sums by a tree over them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

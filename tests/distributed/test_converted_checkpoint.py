@@ -3,8 +3,6 @@
 The logits are then those of transformers. And the other way: what ranks saved is read as one.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A cache that tensor-parallel ranks share: the tokens of one process, in a part of the memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import parallel_state

@@ -4,8 +4,6 @@ If these fail, clipping depends on how a model is cut, bf16 loses small updates,
 gradients or weights that are not its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

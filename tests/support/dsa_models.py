@@ -1,7 +1,5 @@
 """Small GPT models with sparse attention, whose layers may share selections."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Greedy requests to an engine, and the expected tokens, from forwards without a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Every interpreter of the environment asks a server at its start, hands it its st
 the end of the program that the server has forked; those that import nothing large run as ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Run scripts/generate.py and scripts/train.py in the processes of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

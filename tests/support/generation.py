@@ -1,7 +1,5 @@
 """Greedy generation without a context, over a static context, and over a dynamic one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

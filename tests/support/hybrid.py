@@ -1,7 +1,5 @@
 """Small HybridModels, alone or with the weights of a GPTModel."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel

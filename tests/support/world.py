@@ -3,8 +3,6 @@
 All of them are tensor-parallel, except inside :func:`parallel`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -5,8 +5,6 @@ experts of a token, after which two runs would differ. If these fail, gradients 
 padding contributes to the loss, or a rank has the wrong tokens or positions.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

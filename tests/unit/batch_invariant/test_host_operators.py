@@ -4,8 +4,6 @@ Without a GPU Megatron replaces the CPU's operators instead, and kernels are int
 of TransformerEngine stand empty modules with its names.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace

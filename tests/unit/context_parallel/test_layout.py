@@ -3,8 +3,6 @@
 No processes: every rank of every size is asked in turn.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """An indexer's loss in Megatron's backward and in its log; training without a loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.distributed import (

@@ -1,7 +1,5 @@
 """The attention over Megatron's ``DynamicInferenceContext``, against forwards without a cache."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import ClassVar
 

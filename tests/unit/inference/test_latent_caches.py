@@ -1,7 +1,5 @@
 """Which cache keeps latents in a context: Megatron's two kinds, and one that a test adds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Latents on the device and in host memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 Without a GPU the ``triton`` kernels run in Triton's interpreter, on the same blocks as on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Kernels that draw tokens against the definition, in Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The choice of keys over a paged cache and by scores in FP8, against plain PyTorch, to the key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

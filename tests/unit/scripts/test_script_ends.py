@@ -3,8 +3,6 @@
 The processes are small programs that use ``console.script``, with torchrun's environment.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

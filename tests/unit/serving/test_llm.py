@@ -1,7 +1,5 @@
 """``LLM`` around a live model: outputs, stop strings, streams, requests that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -3,8 +3,6 @@
 Every position is compared with transformers in fp32; the bound is what transformers loses in bf16.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

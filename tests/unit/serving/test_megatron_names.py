@@ -1,7 +1,5 @@
 """On a Megatron with other names, generation goes on, or an error says which one is missing."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

@@ -3,8 +3,6 @@
 The first test puts one entry into a copy of the sources and finds the option everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

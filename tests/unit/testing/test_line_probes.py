@@ -1,7 +1,5 @@
 """Probes find the lines that coverage's tracer finds."""
 
-from __future__ import annotations
-
 import ast
 import sys
 

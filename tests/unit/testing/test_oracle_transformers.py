@@ -1,7 +1,5 @@
 """The oracle's gates, scaled queries and channels that stay, against attentions of transformers."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 An explicit choice raises with the reason; "auto" takes another backend.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Spans cut by queries, into calls of kernels, and into blocks; merging over parts of the keys."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

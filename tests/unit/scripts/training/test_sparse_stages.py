@@ -4,8 +4,6 @@ If these fail, a warm-up changes the model that it should leave alone, or a stag
 with what the one before has learned.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

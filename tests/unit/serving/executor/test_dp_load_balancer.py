@@ -1,7 +1,5 @@
 """Which rank gets which request, where each has requests of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from absorbed_mla import LLM, SamplingParams

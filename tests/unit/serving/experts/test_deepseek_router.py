@@ -1,7 +1,5 @@
 """The router that ranks groups and normalises as it is told: a float64 router, and Megatron's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker

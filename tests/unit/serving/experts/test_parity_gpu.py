@@ -1,7 +1,5 @@
 """Grouped experts in parity mode on a GPU: the bits of Megatron's experts, also in CUDA graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Blocks of generated tokens are found by later prompts, and hold what a prompt's would."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

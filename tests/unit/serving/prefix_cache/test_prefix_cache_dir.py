@@ -1,7 +1,5 @@
 """The prefix cache on disk: what a later engine finds there, and what it refuses."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The scheduler sees no layers: one is enough."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.serving.conftest import made

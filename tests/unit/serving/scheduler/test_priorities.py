@@ -1,7 +1,5 @@
 """``scheduling_policy="priority"``: who begins first, who loses its blocks, and equal answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams

@@ -1,7 +1,5 @@
 """Without the server's libraries its tests are not collected, which a GPU machine may lack."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 LIBRARIES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "openai")

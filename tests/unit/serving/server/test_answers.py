@@ -1,7 +1,5 @@
 """Answers of the server as OpenAI's client reads them: whole, streamed, with log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Many clients at once, those that go away, and those that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The end of the model and of the server: every client hears of it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.error

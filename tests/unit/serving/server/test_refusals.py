@@ -1,7 +1,5 @@
 """What the server refuses: in OpenAI's shape, and without harm to those that come after."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """``/v1/responses`` as OpenAI's client reads it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

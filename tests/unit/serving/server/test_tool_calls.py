@@ -1,7 +1,5 @@
 """Tool calls and reasoning as OpenAI's client reads them, of a model that says what it is told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

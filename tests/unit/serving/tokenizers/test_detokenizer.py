@@ -3,8 +3,6 @@
 If these fail, users see broken characters, or a script dies of a model's bytes.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Tokenizers of ``LLM``: bytes, and a Hugging Face folder with special tokens and a template."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
