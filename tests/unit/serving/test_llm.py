@@ -46,11 +46,6 @@ LETTERS = Letters()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def llm():
     """Awake all the time, so its model is not that of tests that train."""
     with LLM.from_model(

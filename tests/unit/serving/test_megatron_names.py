@@ -47,11 +47,6 @@ ALL = (
 
 
 @pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def expected(model):
     return engine_of(model, decode_loop=False).generate(PROMPTS, GREEDY)
 
