@@ -16,12 +16,6 @@ from tests.unit.serving.server.test_refusals import head
 REASON = "the model has stopped"
 
 
-@pytest.fixture
-def served():
-    with serving() as made:
-        yield made
-
-
 def ask(served, stream: bool, prompt="some text") -> str:
     """The error that a client gets."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=20) as client:
