@@ -3,8 +3,6 @@
 Wrong paths and ``--help`` are answered before torch is imported.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

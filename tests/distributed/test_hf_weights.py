@@ -1,7 +1,5 @@
 """Export of live weights from several ranks: whole tensors, on every rank, without deadlocks."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs that find mistakes in kernels: NaN in memory, odd strides, extreme scores, unseen rows."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

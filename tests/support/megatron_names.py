@@ -1,7 +1,5 @@
 """Megatron with another name for something, as a later release may have."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

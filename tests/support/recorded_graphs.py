@@ -4,8 +4,6 @@ As on a GPU, a replay runs no Python: it reads and writes the tensors of the cap
 their memory is never given to others, so that use after freeing does not show.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -3,8 +3,6 @@
 Strides are taken for granted as they are there: what is not contiguous is refused here.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The recipes."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 

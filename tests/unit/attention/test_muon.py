@@ -3,8 +3,6 @@
 If these fail, K and V up-projections train at other rates than in standard MLA, without a word.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """The ring of context parallelism in one process: whom a rank talks to, and in which precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -8,8 +8,6 @@ import coverage
 from tests.support import line_probes
 
 PROGRAM = '''"""A module."""
-from __future__ import annotations
-
 import functools
 
 

@@ -1,7 +1,5 @@
 """scripts/generate.py, all but its torchrun: checkpoints, prompts, options, output and faults."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Steps that read prompts, as CUDA graphs hold them: padded, recorded once and run again."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys
