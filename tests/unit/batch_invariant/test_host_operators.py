@@ -171,15 +171,12 @@ class TestGeneralGemm:
             ({"quantization_params": 1}, "needs quantization_params=None; got 1"),
             ({"bulk_overlap": True}, "bulk_overlap=False, .*; got bulk_overlap=True"),
             ({"alpha": 2.0}, "alpha=1 and .*alpha=2.0"),
+            ({"B": B.double()}, r"needs B in bf16, fp16 or fp32; got torch\.float64"),
         ],
     )
     def test_refused(self, options, message):
         with pytest.raises(ValueError, match=message):
-            te_gemm.general_gemm(self.A, self.B, **options)
-
-    def test_refused_dtype(self):
-        with pytest.raises(ValueError, match=r"needs B in bf16, fp16 or fp32; got torch\.float64"):
-            te_gemm.general_gemm(self.A, self.B.double())
+            te_gemm.general_gemm(**{"A": self.A, "B": self.B, **options})
 
 
 class TestInTransformerEngine:
