@@ -128,7 +128,7 @@ def test_legacy_files_of_a_models_ranks_are_read(name, folder):
         assert_same_tensors(load_all(to_megatron(found, config)), expected)
 
 
-# With one rank all of them: tests/conversion/test_logits.py.
+# With one rank, every three properties: tests/conversion/test_logits.py.
 @two_ranks
 @needs.no_gpu
 @grid(
