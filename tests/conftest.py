@@ -1,7 +1,5 @@
 """Processes, seeds and hostile defaults for every test."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

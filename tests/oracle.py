@@ -13,8 +13,6 @@ Shape letters:
     C  kv_lora_rank
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Beside the letters of :mod:`tests.oracle`:
     Di  width of one of them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,7 +63,6 @@ class OracleDSA:
 
     @property
     def hidden(self) -> int:
-        """Width of the hidden states."""
         return self.mla.hidden
 
     def indexer_shapes(self) -> dict[str, tuple[int, ...]]:

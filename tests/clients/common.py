@@ -1,7 +1,5 @@
 """What clients ask for: an answer of bounded length, whatever the model would say."""
 
-from __future__ import annotations
-
 import json
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A server around a tiny DeepSeek model with a byte-level tokenizer, for clients of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -47,7 +45,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served(folder):
-    """The server."""
     options = {"max_num_seqs": 16, "cache_tokens": 8192, "prompt_logprobs": True}
     with LLM(folder, **options) as llm, serving(llm=llm) as made:
         yield made

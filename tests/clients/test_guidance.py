@@ -1,7 +1,5 @@
 """guidance: a JSON schema through its model of OpenAI's interface."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.clients.common import Answer

@@ -1,7 +1,5 @@
 """guidellm: a benchmark of synthetic prompts, whose requests are all answered in full."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """inspect-ai: an evaluation of two samples."""
 
-from __future__ import annotations
-
 import pytest
 
 inspect_ai = pytest.importorskip("inspect_ai")

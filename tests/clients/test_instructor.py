@@ -1,7 +1,5 @@
 """instructor: a pydantic model, by JSON schema and by tools."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """langchain-openai: invoke, stream, structured output, tools."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.clients.common import PARAMETERS, TOOLS, TOWNS, Answer

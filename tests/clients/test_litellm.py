@@ -1,7 +1,5 @@
 """litellm: completion, streams, JSON schema."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.clients.common import ASK, Answer

@@ -1,7 +1,5 @@
 """llama-index: OpenAILike, complete, chat and streams."""
 
-from __future__ import annotations
-
 import pytest
 
 like = pytest.importorskip("llama_index.llms.openai_like")

@@ -1,7 +1,5 @@
 """lm-eval: multiple choice and perplexity, equal to those of its own model of transformers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

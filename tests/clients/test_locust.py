@@ -1,7 +1,5 @@
 """locust: users that ask as fast as they are answered, none of them refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

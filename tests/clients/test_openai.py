@@ -1,7 +1,5 @@
 """openai: sync, async, streams, parsed answers, tools, responses."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """outlines: a pydantic model as the type of an answer."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

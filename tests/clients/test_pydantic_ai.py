@@ -1,7 +1,5 @@
 """pydantic-ai: an agent whose output is a pydantic model, by a tool and by JSON schema."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.clients.common import Answer

@@ -1,7 +1,5 @@
 """vLLM's benchmark client: requests of both interfaces, all answered in full."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

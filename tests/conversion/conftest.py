@@ -1,7 +1,5 @@
 """Fixtures: a tiny model, its weights, and a Hugging Face folder of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

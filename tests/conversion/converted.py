@@ -1,7 +1,5 @@
 """Converted models of transformers under tensor parallelism: on rank 0's disk, loaded by all."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A checkpoint in memory and a writer of raw bytes, for tests of what stands between formats."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Per-rank checkpoints: written here with ``torch.save``, read by the package."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

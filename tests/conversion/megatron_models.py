@@ -1,7 +1,5 @@
 """Tiny Megatron models with either attention, for the configs of the conversion's tests."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``megatron.training`` needs ``typing.override`` of Python 3.12, and changes much on import.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

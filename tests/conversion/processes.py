@@ -3,8 +3,6 @@
 They are forked from a process that has loaded torch already, so that each starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource
@@ -73,7 +71,6 @@ class Process:
         self._process.kill()
 
     def wait(self) -> Done:
-        """Wait until it ends."""
         self._process.join(120)
         code = self._process.exitcode
         assert code is not None, "it hangs"

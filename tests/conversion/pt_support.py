@@ -1,7 +1,5 @@
 """Files of torch.save whose archive or pickle was tampered with."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path
@@ -30,7 +28,6 @@ def rebuilt(values: Tensor, offset: int, shape: tuple, strides: tuple) -> Calls:
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of an archive by name."""
     with zipfile.ZipFile(path) as archive:
         return {entry.filename: archive.read(entry) for entry in archive.infolist()}
 

@@ -1,7 +1,5 @@
 """What decides the function of released models, as their config.json says it."""
 
-from __future__ import annotations
-
 # fmt: off
 _COMMON = {
     "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",

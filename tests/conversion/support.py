@@ -147,14 +147,12 @@ def in_memory(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
 
 
 def lazy(name: str, tensor: Tensor) -> LazyTensor:
-    """A lazy tensor that loads ``tensor``."""
     return LazyTensor(
         tuple(tensor.shape), tensor.dtype, lambda session: tensor, frozenset({name}), tensor.nbytes
     )
 
 
 def load_all(tensors: dict[str, LazyTensor]) -> dict[str, Tensor]:
-    """The values of lazy tensors."""
     result = {}
     for name, tensor in tensors.items():
         with ReadSession() as session:
@@ -269,7 +267,6 @@ def change_json(path: Path, **changes) -> None:
 def write_torch_dist(
     folder: Path, config: ModelConfig, tensors: dict[str, Tensor], to: str = "megatron", **options
 ) -> list[PartResult]:
-    """Write a checkpoint with the package."""
     return write_lazy(folder, config, in_memory(tensors), to, **options)
 
 

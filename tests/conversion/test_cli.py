@@ -3,8 +3,6 @@
 Wrong paths and ``--help`` are answered before torch is imported.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -79,7 +77,6 @@ def convert_json(run, source, tmp_path):
 
 
 def one_document(out: str) -> dict:
-    """The only thing on stdout."""
     (line,) = out.splitlines()
     return json.loads(line)
 

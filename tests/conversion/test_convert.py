@@ -1,7 +1,5 @@
 """A conversion from plan to target, and what survives its interruption."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import threading
@@ -23,8 +21,6 @@ from tests.conversion.support import random_tensors, tensor_checksum, tiny_confi
 
 
 class Recorder(Reporter):
-    """Remembers what it hears."""
-
     def __init__(self) -> None:
         self.total = self.done = 0
         self.said: list[str] = []

@@ -1,7 +1,5 @@
 """What a config.json leaves out is what transformers takes for the model type, or an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """A disk that is full before or while a target is written, and files that may not grow further."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

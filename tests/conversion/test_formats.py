@@ -1,7 +1,5 @@
 """From any format to any other and back, the tensors are the same to the last bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Block-scaled FP8, against a loop over blocks written from its definition."""
 
-from __future__ import annotations
-
 import math
 import re
 

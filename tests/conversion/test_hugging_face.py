@@ -3,8 +3,6 @@
 Then folders that are damaged, contradictory or mean harm: everything is listed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing Hugging Face checkpoints: shards, index, config.json, FP8, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What an interrupted conversion recorded, and when it is not believed."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -3,8 +3,6 @@
 ``KILL_COUNT`` sets how often each of the tests kills; the default keeps them short.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

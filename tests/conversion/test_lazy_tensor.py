@@ -1,7 +1,5 @@
 """Lazy tensors: parts, joins, what they are made of and what they cost."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Per-rank checkpoints are read: every model, layout, grid of ranks and module of experts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

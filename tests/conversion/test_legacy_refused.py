@@ -3,8 +3,6 @@
 First the arithmetic of ranks and names, without files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The manifest: written beside the weights, and not believed when it is read."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The table against real Megatron models, and what happens to tensors that do not fit."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

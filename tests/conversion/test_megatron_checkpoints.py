@@ -1,7 +1,5 @@
 """Checkpoints of real, tiny Megatron models in one process: read from them, loaded into them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """``inspect`` prints the model as words that Megatron's own parser reads back as the same model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -17,6 +15,7 @@ from checkpoint_conversion.megatron_options import megatron_options, option_note
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 from tests.conversion.support import CONFIGS, tiny_config, write_model
+from tests.support.forked_python import forks_python
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
@@ -35,13 +34,14 @@ pipeline_model_parallel_size expert_model_parallel_size virtual_pipeline_model_p
 def megatron() -> dict:
     """What Megatron's parser makes of every model's words."""
     lines = [megatron_options(config) for config in MODELS.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.conversion.megatron_parser"],
-        input=json.dumps(lines),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-    )
+    with forks_python():
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.conversion.megatron_parser"],
+            input=json.dumps(lines),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     return {"fields": answer["fields"], **dict(zip(MODELS, answer["parsed"], strict=True))}

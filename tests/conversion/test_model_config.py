@@ -1,7 +1,5 @@
 """config.json to the dimensions of a model: what is read, what is refused, what is written."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

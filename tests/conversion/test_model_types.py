@@ -1,7 +1,5 @@
 """Model types: declarations, text models of images, stacked experts, one file for a new one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

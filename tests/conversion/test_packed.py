@@ -1,7 +1,5 @@
 """Weights of four bits: against their definition and compressed-tensors, and in whole folders."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Threads within a bound on memory, stopped by the first error; the disk is waited for beside."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

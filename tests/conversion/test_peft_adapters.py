@@ -4,8 +4,6 @@ A folder that is written here, by PEFT or by this package gives the same logits 
 float32 on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -236,6 +234,5 @@ def test_other_rotary_channels(models, adapter, tmp_path, monkeypatch):
 
 
 def test_no_folder(models, tmp_path):
-    """A name that is no folder."""
     with refusal("is no adapter in PEFT's format", "adapter_config.json"):
         load_peft_adapter(models.ours, tmp_path)

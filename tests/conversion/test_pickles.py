@@ -1,7 +1,5 @@
 """Reading .metadata: what torch and Megatron write, and nothing else."""
 
-from __future__ import annotations
-
 import collections
 import copyreg
 import os

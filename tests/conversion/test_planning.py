@@ -1,7 +1,5 @@
 """What is decided before a byte is written, above all that nothing gets lost."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

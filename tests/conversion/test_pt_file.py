@@ -3,8 +3,6 @@
 Then what is refused: calls, damage, and tensors that are not where they say.
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import codecs

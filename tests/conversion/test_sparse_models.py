@@ -3,8 +3,6 @@
 Their logits are compared in ``test_logits.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel

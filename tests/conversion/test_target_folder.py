@@ -1,7 +1,5 @@
 """A target is absent or complete, and nothing but a checkpoint is ever replaced."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -231,19 +229,15 @@ class TestInterrupted:
             assert names(folder.contents) == []
             assert not folder.journal.exists()
 
-    def test_killed_between_the_renames(self, tmp_path):
+    @pytest.mark.parametrize("found", ["old", "new"])
+    def test_killed_between_the_renames_and_after(self, tmp_path, found):
         make_checkpoint(tmp_path / ".out.replaced", "old")
+        if found == "new":
+            make_checkpoint(tmp_path / "out", "new")
+            (tmp_path / ".out.converting").mkdir()
+            (tmp_path / ".out.converting" / "journal").touch()
         with target(tmp_path / "out"):
-            assert (tmp_path / "out" / "weights").read_text() == "old"
-        assert names(tmp_path) == ["out"]
-
-    def test_killed_after_the_renames(self, tmp_path):
-        make_checkpoint(tmp_path / ".out.replaced", "old")
-        make_checkpoint(tmp_path / "out", "new")
-        (tmp_path / ".out.converting").mkdir()
-        (tmp_path / ".out.converting" / "journal").touch()
-        with target(tmp_path / "out"):
-            assert (tmp_path / "out" / "weights").read_text() == "new"
+            assert (tmp_path / "out" / "weights").read_text() == found
         assert names(tmp_path) == ["out"]
 
     def test_files_that_no_part_recorded_are_removed(self, tmp_path):

@@ -1,7 +1,5 @@
 """Distributed checkpoints: written, read back, and what else is in their folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

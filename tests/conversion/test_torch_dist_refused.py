@@ -1,7 +1,5 @@
 """Distributed checkpoints that contradict themselves, or name what no checkpoint may name."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

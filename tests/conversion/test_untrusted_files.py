@@ -3,8 +3,6 @@
 Then what every format refuses of any of its files: links, special files, missing halves, code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Values that are not finite, and tensors wider than their model: converted, and said."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

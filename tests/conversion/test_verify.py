@@ -1,7 +1,5 @@
 """What ``verify`` calls equal, different and damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

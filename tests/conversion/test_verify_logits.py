@@ -1,7 +1,5 @@
 """Comparing predictions: the numbers, the text they are for, and the process that computes them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Tied models may store the output layer all the same, as DeepSpeed and older trainers do.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -47,7 +45,6 @@ def stale(tmp_path) -> Path:
 
 @pytest.fixture(params=["megatron", "megatron-legacy"])
 def source(tmp_path, request) -> Path:
-    """A checkpoint of the model with them."""
     folder = tmp_path / "source"
     if request.param == "megatron":
         write_torch_dist(folder, CONFIG, TENSORS)

@@ -23,7 +23,6 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def module_folder() -> Iterator[Path]:
-    """As ``folder``, for all tests of a file."""
     with shared_folder() as path:
         yield path
 

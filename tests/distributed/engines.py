@@ -1,7 +1,5 @@
 """Requests that crowd an engine over ranks, and the tokens of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """``LLM`` over ranks: what it generates, and whether company changes a request's tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

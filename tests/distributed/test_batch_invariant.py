@@ -1,7 +1,5 @@
 """Parity mode over tensor-parallel ranks: 2 as they are, 4 with sums by a tree over them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,13 +28,14 @@ LAYERS_AND_DTYPES = [
     # Both of everything, also where not all combinations are run.
     LAYERS_AND_DTYPES[:: (3 if world.size() == 2 else 4) if thinned() else 1],
 )
-def test_every_way_gives_the_same_bits(layers, dtype, sequence_parallel):
+def test_every_way_gives_the_same_bits(layers, dtype, sequence_parallel, **more):
     with batch_invariant_mode():
         model = parity_model(
             dtype,
             tensor_model_parallel_size=world.tp_size(),
             sequence_parallel=sequence_parallel,
             **LAYERS[layers],
+            **more,
         )
         assert differences(model) == []
 
@@ -45,15 +44,7 @@ def test_every_way_gives_the_same_bits(layers, dtype, sequence_parallel):
 def test_every_way_over_an_fp8_cache_gives_the_same_bits():
     """Ranks round the same latents, of which each has all."""
     options = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
-    with batch_invariant_mode():
-        model = parity_model(
-            torch.bfloat16,
-            options=options,
-            tensor_model_parallel_size=world.tp_size(),
-            sequence_parallel=True,
-            **LAYERS["dense"],
-        )
-        assert differences(model) == []
+    test_every_way_gives_the_same_bits("dense", torch.bfloat16, True, options=options)
 
 
 def parts(dtype: torch.dtype = torch.float32, rows: int = 8) -> torch.Tensor:

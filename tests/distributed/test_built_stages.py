@@ -3,8 +3,6 @@
 One of them has multi-token prediction (MTP) and no decoder layer.
 """
 
-from __future__ import annotations
-
 import re
 import typing
 

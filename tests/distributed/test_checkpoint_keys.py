@@ -3,8 +3,6 @@
 TransformerEngine's layers take part where they can run.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import dist_checkpointing

@@ -3,8 +3,6 @@
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 2, 4.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

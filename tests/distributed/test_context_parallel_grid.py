@@ -6,8 +6,6 @@ gradients and the gradients of every parameter are put together and compared as 
 On a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

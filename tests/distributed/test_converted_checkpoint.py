@@ -3,8 +3,6 @@
 The logits are then those of transformers. And the other way: what ranks saved is read as one.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from tests.conversion.megatron_models import (
     megatron_model,
     save_torch_dist,
 )
-from tests.conversion.models import ARCHITECTURES
+from tests.conversion.models import Architecture
 from tests.conversion.support import (
     assert_same_tensors,
     in_memory,
@@ -130,19 +128,22 @@ def test_legacy_files_of_a_models_ranks_are_read(name, folder):
         assert_same_tensors(load_all(to_megatron(found, config)), expected)
 
 
-# With one rank: tests/conversion/test_logits.py.
+# With one rank, every three properties: tests/conversion/test_logits.py.
 @two_ranks
 @needs.no_gpu
 @grid(
-    1,
+    2,
     {
-        "architecture": {a.name.replace(" ", "-"): a for a in ARCHITECTURES},
+        "version": ("v2", "v3"),
+        "q_lora": {"q_lora": True, "no-q_lora": False},
+        "moe": {"moe": True, "dense": False},
+        "rope": ("rope", "yarn"),
         "to": ("absorbed", "megatron"),
     },
 )
-def test_logits_of_transformers(architecture, to):
+def test_logits_of_transformers(version, q_lora, moe, rope, to):
     """Of the largest logit; float32 sums in another order stay 10 times below."""
-    with converted(architecture, to) as (folder, tokens, expected):
+    with converted(Architecture(version, q_lora, moe, rope), to) as (folder, tokens, expected):
         logits = loaded_logits(folder, tokens)
     assert logits.shape == expected.shape
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -4,8 +4,6 @@ Names that only these layers have (fused norms, extra states, grouped experts) m
 checkpoint and nothing else; what the model then predicts is what transformers does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole attention on each rank, other weights divided: the tokens of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

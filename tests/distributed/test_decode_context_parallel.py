@@ -1,7 +1,5 @@
 """A cache that tensor-parallel ranks share: the tokens of one process, in a part of the memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -72,7 +70,7 @@ def test_crowded(form):
 @needs.processes(2)
 def test_beside_plain_tensor_parallelism():
     """The scheduler sees no difference."""
-    model = generating_model()
+    model = generating_model(num_layers=1)
     found, plain = generated(model), generated(model, decode_context_parallel=False)
     assert_same(found.results, plain.results)
     assert found.statistics == plain.statistics
@@ -98,9 +96,10 @@ def test_drafts():
 @pytest.mark.parametrize("sizes", layouts(({"tp": 2},), ({"cp": 2},)), ids=str)
 def test_generated_blocks(sizes):
     """The next turn of a chat finds the answer, and evicted requests their own blocks."""
-    first, fields = Request(prompt(60), 90), {"context_parallel_size": sizes.get("cp", 1)}
+    # Of 129 tokens there are latents, in two full blocks.
+    first, layers = Request(prompt(60), 70), {"num_layers": 1}
     with world.parallel(**sizes):
-        model = generating_model(**fields)
+        model = generating_model(context_parallel_size=sizes.get("cp", 1), **layers)
         with engine_of(model, **KEPT, **SHARED) as engine:
             [answer] = generate(engine, [first]).tokens
             later = Request([*first.prompt, *answer, 1, 2], 4)
@@ -108,9 +107,9 @@ def test_generated_blocks(sizes):
         crowded = generated(model, **KEPT)
     assert found.statistics.prefix_blocks == 2 and crowded.statistics.evicted
     with world.parallel(tp=1):
-        expected = generate(engine_of(generating_model()), [later], log_probs=True)
+        expected = generate(engine_of(generating_model(**layers)), [later], log_probs=True)
     assert_same(found.results, expected.results)
-    assert_same(crowded.results, alone().results)
+    assert_same(crowded.results, alone(**layers).results)
 
 
 @pytest.mark.usefixtures("small_exchanges")

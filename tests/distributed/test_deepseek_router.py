@@ -1,7 +1,5 @@
 """DeepSeekRouter where ranks divide tokens and experts: what one process gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker

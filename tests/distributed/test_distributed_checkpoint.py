@@ -90,6 +90,17 @@ def other_sizes(size: int) -> list[int]:
     return [other for other in SIZES if other != size] or [size]
 
 
+def assert_loaded(expected: Content, folder, size: int, *kinds: str, **model_of) -> None:
+    """At other sizes, by models that had other weights."""
+    for loaded_at, reader in itertools.product(other_sizes(size), kinds or ("absorbed",)):
+        with world.parallel(tp=loaded_at):
+            target = model(reader, seed=1, **model_of)
+            with pytest.raises(AssertionError):
+                expected.check(target)
+            load_model_weights(target, folder)
+            expected.check(target)
+
+
 @grid(1, {"size": {f"TP{size}": size for size in SIZES[::-1]}, "kind": ("absorbed", "standard")})
 def test_every_size_and_attention_reads_it(kind, size, folder):
     """Save with one, load with both."""
@@ -97,13 +108,7 @@ def test_every_size_and_attention_reads_it(kind, size, folder):
         source = model(kind)
         expected = Content.of(source)
         save_model_weights(source, folder)
-    for loaded_at, reader in itertools.product(other_sizes(size), ("absorbed", "standard")):
-        with world.parallel(tp=loaded_at):
-            target = model(reader, seed=1)
-            with pytest.raises(AssertionError):
-                expected.check(target)
-            load_model_weights(target, folder)
-            expected.check(target)
+    assert_loaded(expected, folder, size, "absorbed", "standard")
 
 
 @few_ranks
@@ -118,11 +123,7 @@ def test_parameters_that_the_standard_lacks(size, folder):
     keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
     for name in ("linear_gate", "k_rope_layernorm"):
         assert f"decoder.layers.1.self_attention.{name}.weight" in keys
-    for loaded_at in other_sizes(size):
-        with world.parallel(tp=loaded_at):
-            target = model(layers=DENSE, mla=mla, seed=1)
-            load_model_weights(target, folder)
-            expected.check(target)
+    assert_loaded(expected, folder, size, layers=DENSE, mla=mla)
 
 
 @few_ranks
@@ -156,11 +157,7 @@ def test_stacked_layers(kind, size, folder):
         dist_checkpointing.save(entries, str(folder))
     keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
     assert f"decoder.layers.self_attention.{KV_UP}" in keys
-    for loaded_at in other_sizes(size):
-        with world.parallel(tp=loaded_at):
-            target = model("absorbed", DENSE, seed=1)
-            load_model_weights(target, folder)
-            expected.check(target)
+    assert_loaded(expected, folder, size, layers=DENSE)
 
 
 @few_ranks

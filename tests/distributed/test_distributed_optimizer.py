@@ -3,8 +3,6 @@
 If it fails, a mark or the memory of a parameter is not what Megatron's buffers expect.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

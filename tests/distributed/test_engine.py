@@ -1,7 +1,5 @@
 """Megatron's dynamic engine over tensor-parallel ranks: the tokens of whole forwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

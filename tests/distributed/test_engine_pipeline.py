@@ -3,8 +3,6 @@
 If a test fails, stages or replicas schedule differently, or a token comes from other logits.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

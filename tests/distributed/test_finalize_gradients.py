@@ -4,8 +4,6 @@ The oracle grid sums marked gradients itself. Here Megatron decides what to sum,
 names, and a layer that is right alone can still train wrongly.
 """
 
-from __future__ import annotations
-
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

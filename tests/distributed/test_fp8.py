@@ -4,8 +4,6 @@ Run as ``torchrun --nproc-per-node N -m pytest tests/distributed/test_fp8.py`` w
 or 2 (TP 2 with sequence parallelism, CP 2).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Run as ``torchrun --nproc-per-node N -m pytest tests/distributed/test_fp8_model.
 two processes are data-parallel, or TP 2 with sequence parallelism.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """PyTorch's ``fully_shard`` (FSDP2) of the attention, of its children, of those that refuse it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

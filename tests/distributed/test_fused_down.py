@@ -4,8 +4,6 @@ Weights get from one to the other through state dicts that are put together here
 another order show.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

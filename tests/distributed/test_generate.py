@@ -3,8 +3,6 @@
 If it fails, the cache, the engine or the script changes what a checkpoint says.
 """
 
-from __future__ import annotations
-
 import pytest
 from megatron.core import parallel_state
 

@@ -3,8 +3,6 @@
 On a CPU nothing is captured, but steps are padded, and experts get room, as they are for graphs.
 """
 
-from __future__ import annotations
-
 import zlib
 from unittest import mock
 

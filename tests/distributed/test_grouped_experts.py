@@ -1,7 +1,5 @@
 """Grouped experts over ranks: what Megatron's experts give on the same ranks."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

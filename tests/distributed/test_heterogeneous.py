@@ -1,7 +1,5 @@
 """A model with two kinds of MLA: the same weights and tokens as alone, in all that it does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Export of live weights from several ranks: whole tensors, on every rank, without deadlocks."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -257,7 +255,6 @@ class TestLeaving:
 
     @pytest.mark.parametrize("after", [0, 7, 60])
     def test_one_rank_leaves(self, after, model):
-        """The others hear of it."""
         weights = hf_weights(model)
         if world.rank() == world.size() - 1:
             for _ in range(after):

@@ -1,7 +1,5 @@
 """HybridModel with absorbed MLA is GPTModel under other names: losses, gradients, checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import dist_checkpointing

@@ -4,8 +4,6 @@ However a sequence is cut into prefill chunks and decoded tokens, a token's outp
 training gives it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext

@@ -3,8 +3,6 @@
 With one process, or over two: tensor- or context-parallel.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec

@@ -5,8 +5,6 @@ not depend on what runs beside it, and drafts must change nothing. One rank of t
 tested in tests/unit/serving, and in a process of its own in tests/unit/serving/executor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

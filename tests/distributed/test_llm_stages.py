@@ -3,8 +3,6 @@
 If a test fails, a rank has read another share of a checkpoint than its own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

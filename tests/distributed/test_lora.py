@@ -1,7 +1,5 @@
 """LoRA of whole models: checkpoints of any tensor-parallel size, generation, merging, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import dist_checkpointing

@@ -5,8 +5,6 @@ where N divides at CP 2. The base is frozen; output, input gradient, and the gra
 are compared as whole tensors on every rank, with the oracle's own LoRA.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -12,8 +12,6 @@ with Megatron's own MLA at the same size would prove nothing: it has gradient bu
 On a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The overlap scheduler over tensor-parallel ranks: those of Megatron's scheduler."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

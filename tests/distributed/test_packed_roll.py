@@ -1,7 +1,5 @@
 """Multi-token prediction in packs with padding: as if every document were alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

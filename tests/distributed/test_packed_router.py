@@ -5,8 +5,6 @@ expectation is Megatron's own router, given the real tokens of all ranks in one 
 padding on two ranks, Megatron's router weights the balancing loss wrongly and cannot count tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

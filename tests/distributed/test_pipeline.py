@@ -4,8 +4,6 @@ The judge is the same model in one process, with the same microbatches; the laye
 compared with the oracle elsewhere. If a test fails, a model trains differently when it is cut.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -1,7 +1,5 @@
 """Steps that read prompts, padded as for CUDA graphs, over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 

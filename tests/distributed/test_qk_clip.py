@@ -3,8 +3,6 @@
 At TP = world size and under context parallelism; each rank has its own heads and its own tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

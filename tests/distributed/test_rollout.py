@@ -1,7 +1,5 @@
 """scripts/rollout_train.py under tensor and data parallelism, in the processes of the test."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ the rollout if every token goes to the experts that it went to there. If these f
 or replay experts of other tokens or layers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Second derivatives raise under tensor and context parallelism too, for every strategy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

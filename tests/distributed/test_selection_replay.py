@@ -3,8 +3,6 @@
 If these fail, ranks replay the keys of other tokens, or record different ones.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

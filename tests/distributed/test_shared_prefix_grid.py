@@ -3,8 +3,6 @@
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2, 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.distributed import test_sparse_grid

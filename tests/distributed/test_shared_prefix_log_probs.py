@@ -1,7 +1,5 @@
 """A GPT model on a pack with shared prefixes: as if every sequence had its own copy of them."""
 
-from __future__ import annotations
-
 import types
 from itertools import chain
 

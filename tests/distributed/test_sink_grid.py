@@ -5,8 +5,6 @@ making N of TP and CP. Outputs and the gradients of the input and of every param
 included, are compared as whole tensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 If these fail, ranks cache or choose different keys. Tokens of transformers: test_sparse_logits.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

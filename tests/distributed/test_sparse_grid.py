@@ -4,8 +4,6 @@ Output, the indexer's reported loss, input gradient and every parameter's gradie
 losses in the warm-up, sums in the sparse stage.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

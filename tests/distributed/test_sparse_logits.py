@@ -4,8 +4,6 @@ Weights are copied by name; the converter has tests of its own. If these fail, a
 caches and chooses, something else than transformers' does.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Models with sparse attention in Megatron's schedules; one rank's model is the judge."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

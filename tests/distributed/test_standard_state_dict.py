@@ -4,8 +4,6 @@ The combined linear_kv_up_proj is put together here, head by head, so a wrong ro
 package shows even where it undoes itself on the way back.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

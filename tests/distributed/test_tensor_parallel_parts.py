@@ -3,8 +3,6 @@
 Ranks of 2, 4 and 8 processes are compared with one each, so all of them are equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

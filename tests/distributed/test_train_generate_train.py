@@ -3,8 +3,6 @@
 If these fail, ranks sample from weights of another update, or a rollout leaves them out of step.
 """
 
-from __future__ import annotations
-
 from tests.distributed.whole import of_all_ranks
 from tests.support import world
 from tests.support.combinations import grid, two_ranks

@@ -4,8 +4,6 @@ If these fail, clipping depends on how a model is cut, bf16 loses small updates,
 gradients or weights that are not its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace
@@ -52,7 +50,6 @@ def built(options: str) -> tuple[argparse.Namespace, DistributedDataParallel, Me
 
 
 def step(optimizer: MegatronOptimizer) -> float:
-    """The gradient norm of a step."""
     updated, norm, _ = optimizer.step()
     assert updated
     optimizer.zero_grad()

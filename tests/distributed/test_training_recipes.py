@@ -6,8 +6,6 @@ layers else. Its losses and weights must be those of the plain run in the same l
 to the bit or within rounding; the plain run's, those of one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What ranks have together: folders, results of one or all, whole tensors, entries of states."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator

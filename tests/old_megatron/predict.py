@@ -5,8 +5,6 @@ A program of its own, because one process imports one Megatron:
     PYTHONPATH=OLD_MEGATRON:REPOSITORY python -m tests.old_megatron.predict CHECKPOINT TOKENS LOGITS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@
 its folder in ``ABSORBED_MLA_OLD_MEGATRON``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The commands and the Python of README.md and docs/, as they stand, in a fresh checkout."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A low-rank adapter around a linear layer, as programs for fine-tuning put them into models."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

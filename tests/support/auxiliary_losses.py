@@ -1,7 +1,5 @@
 """Megatron's process-wide state of losses beside the main one."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,

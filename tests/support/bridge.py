@@ -1,7 +1,5 @@
 """Megatron-Bridge on a machine without TransformerEngine, which parts of it import all the same."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec

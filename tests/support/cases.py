@@ -1,7 +1,5 @@
 """Layer shapes and the Megatron configs that describe them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ On a CPU tests run a covering array: any two (or three) dimensions take all comb
 values. GPUs run all combinations.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence

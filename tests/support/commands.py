@@ -3,8 +3,6 @@
 Nothing runs: a program is left as soon as it has parsed its command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

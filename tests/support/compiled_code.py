@@ -8,8 +8,6 @@
   lanes next to each other, copies among them.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 

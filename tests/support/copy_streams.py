@@ -1,7 +1,5 @@
 """Two streams that run as far apart as their events allow, for the staging buffers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

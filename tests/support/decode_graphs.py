@@ -1,7 +1,5 @@
 """Models whose decode steps are captured in CUDA graphs, beside the same steps from the host."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """An attention backend as one differentiable function, and operands for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Models with data-parallel attention, with the weights of a model in one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Drawing tokens as the definition says, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

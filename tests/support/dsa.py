@@ -1,7 +1,5 @@
 """Small layers with DeepSeek Sparse Attention, and random weights for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

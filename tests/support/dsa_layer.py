@@ -1,7 +1,5 @@
 """Layers with sparse attention straight from the spec, run on whole weights at any layout."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,

@@ -1,7 +1,5 @@
 """Small GPT models with sparse attention, whose layers may share selections."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -31,7 +29,6 @@ def fields(**changes) -> dict[str, object]:
 
 
 def dsa_model(dtype: torch.dtype = torch.float64, **changes) -> GPTModel:
-    """A model with the block spec."""
     changes = fields(**changes)
     config = config_for(DSA.mla, dtype, **changes)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local")

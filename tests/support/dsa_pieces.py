@@ -4,8 +4,6 @@ The projections are the oracle's, so that what is computed by the package is the
 selection, the sparse attention and the losses.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Greedy requests to an engine, and the expected tokens, from forwards without a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +47,6 @@ KEPT = {"prefix_caching": True, "inference_config": LRU}
 
 @dataclass(frozen=True)
 class Request:
-    """A greedy request."""
-
     prompt: Sequence[int]
     num_tokens: int
 
@@ -162,7 +158,6 @@ def whole_forwards(
 
 @torch.no_grad()
 def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
-    """Continue texts [B, S]."""
     was_active, was_training = InferenceMode.is_active(), model.training
     InferenceMode.unset_active()
     model.eval()

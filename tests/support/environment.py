@@ -1,7 +1,5 @@
 """The environment of programs that tests start, and Python in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Written by rank 0 to the file that ``ABSORBED_MLA_ERROR_TABLE`` names (appended 
 several sizes add up), else to ``absorbed_mla_errors/errors.jsonl`` in pytest's cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run the layer on random weights and input, and compare it with the oracle."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

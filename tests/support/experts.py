@@ -1,7 +1,5 @@
 """Models with grouped experts beside the same models with Megatron's own."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor

@@ -9,8 +9,6 @@ Ranks of pytest are forked when the tests are collected, which takes longer than
 Only for machines without a GPU.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -5,8 +5,6 @@ Every interpreter of the environment asks a server at its start, hands it its st
 the end of the program that the server has forked; those that import nothing large run as ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -66,7 +64,6 @@ hand_over()
 
 @contextlib.contextmanager
 def forks_programs(environment: Path) -> Iterator[None]:
-    """Fork the programs of an environment inside the block."""
     (site,) = environment.glob("lib/python*/site-packages")
     # The path of a socket is short.
     address = f"/tmp/forked-{os.getpid()}.socket"

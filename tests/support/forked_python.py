@@ -9,8 +9,6 @@ its own process id, and is a child of the process that called ``Popen``.
 Not for tests of what a new interpreter does.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Whether Python of the pages could work: it compiles, and what it imports and calls exists."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

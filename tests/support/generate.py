@@ -1,7 +1,5 @@
 """Run scripts/generate.py and scripts/train.py in the processes of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -40,12 +38,10 @@ class Done:
 
 
 def generate(*argv: object, stdin: bytes = b"") -> Done:
-    """``generate.py argv``."""
     return _run(main, argv, stdin)
 
 
 def train(*argv: object) -> Done:
-    """``train.py argv``."""
     return _run(train_main, argv, b"")
 
 

@@ -1,7 +1,5 @@
 """Greedy generation without a context, over a static context, and over a dynamic one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +19,6 @@ _MAX_LENGTH = 256
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Random prompts of these lengths."""
     return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 

@@ -5,8 +5,6 @@ ranks, and tests have many layouts: without this the hundreds of idle threads of
 most of a machine.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from datetime import timedelta

@@ -154,8 +154,6 @@ def _learn(known: dict[Barrier, int], more: dict[Barrier, int]) -> None:
 
 
 class Barriers:
-    """Some barriers."""
-
     def __init__(self, roles: Roles, count: int):
         self.all = [Barrier(roles) for _ in range(count)]
 

@@ -1,7 +1,5 @@
 """Calls on a GPU as engines make them: recorded in a CUDA graph, and side by side on streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training steps of a small GPT model, from the host or in Megatron's CUDA graphs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

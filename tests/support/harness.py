@@ -1,7 +1,5 @@
 """Run the attention on whole weights at any parallel layout, and gather whole gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

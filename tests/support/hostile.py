@@ -1,7 +1,5 @@
 """Inputs that find mistakes in kernels: NaN in memory, odd strides, extreme scores, unseen rows."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,6 +158,5 @@ def evaluate(
 
 
 def named(attended: AttentionOutput, grads: AttentionInputs) -> dict[str, Tensor]:
-    """Results by name."""
     names = ("out", "lse", "dq_content", "dq_rope", "dlatent", "dk_rope")
     return dict(zip(names, (*(x.detach() for x in attended), *grads[:4])))

@@ -1,7 +1,5 @@
 """A model's folder as the Hugging Face hub's download cache holds it."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

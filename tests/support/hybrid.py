@@ -1,7 +1,5 @@
 """Small HybridModels, alone or with the weights of a GPTModel."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -50,7 +48,6 @@ def hybrid_model(
 
 
 def hybrid_twin(gpt: GPTModel, pattern: str, **config_changes) -> HybridModel:
-    """A HybridModel with the weights of a GPTModel."""
     model = hybrid_model(pattern, seed=1, **config_changes)
     model.load_state_dict(to_hybrid_state_dict(gpt.state_dict()))
     return model

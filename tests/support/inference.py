@@ -1,7 +1,5 @@
 """Run the attention over a static context, or over a paged cache that a test fills."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -78,7 +78,6 @@ def prefill(tokens: int) -> None:
 
 
 def main() -> None:
-    """Print the counts."""
     driver.set_active(_H200())
     JITFunction.__getitem__ = _launch
     plan.processors = lambda device: 132

@@ -1,7 +1,5 @@
 """Token layouts: a dense batch, a pack, a pack with padding between its sequences."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

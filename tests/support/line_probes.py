@@ -8,8 +8,6 @@ to nothing. What was found is written as coverage's own data, for ``coverage com
     ABSORBED_MLA_LINES=1 COVERAGE_FILE=.coverage python -m pytest tests/unit
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

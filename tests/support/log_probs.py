@@ -5,8 +5,6 @@ they are: a near tie, which rounding decides, changes no later position. What ro
 is measured on transformers' own model in bf16 over the same texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA with random A and B on attentions and models."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Megatron's own attention with DSA (0.19.2), without TransformerEngine and on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec

@@ -1,7 +1,5 @@
 """Megatron with another name for something, as a later release may have."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
@@ -35,7 +33,6 @@ _PACKAGE = str(Path(absorbed_mla.__file__).parent)
 
 
 def owner_of(name: MegatronName) -> type | ModuleType:
-    """The class or module of the name."""
     try:
         return importlib.import_module(name.owner)
     except ModuleNotFoundError:

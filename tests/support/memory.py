@@ -1,7 +1,5 @@
 """Peak memory of tensors, counted from their storages, on any device."""
 
-from __future__ import annotations
-
 import weakref
 
 from torch import Tensor

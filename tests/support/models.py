@@ -1,7 +1,5 @@
 """Small GPT models with absorbed or standard MLA, a batch for them, and their logits."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel

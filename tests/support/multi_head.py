@@ -1,7 +1,5 @@
 """Calls of attention with keys and values of every head, and what they must give."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

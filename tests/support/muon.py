@@ -1,7 +1,5 @@
 """Muon as its authors describe it (Jordan 2024; Moonlight, arXiv:2502.16982), on one rank."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer

@@ -1,7 +1,5 @@
 """Markers that skip a test, with the reason: what the machine or the run lacks."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

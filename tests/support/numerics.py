@@ -5,8 +5,6 @@ lower precision is three times the error of the oracle's equations computed in p
 precision: the module rounds at other places (absorbed query, partial sums), not much more often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Beyond what Megatron checks, a tensor must not be asked for before the backward 
 begun, where Megatron waits for its copy: on a GPU it might not be there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Requests for an engine with and one without the overlap scheduler, compared after every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Documents for models with multi-token prediction (MTP), packed or alone, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

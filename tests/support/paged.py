@@ -1,7 +1,5 @@
 """Paged caches with NaN in all unused places, and attention over them in plain PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

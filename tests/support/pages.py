@@ -1,7 +1,5 @@
 """The pages of README.md and docs/ as fenced blocks, and a fresh checkout to run them in."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -63,7 +61,6 @@ def all_pages() -> list[Path]:
 
 
 def blocks(text: str) -> list[Block]:
-    """All fenced blocks of a Markdown text."""
     return [
         Block(
             kind=m["kind"],

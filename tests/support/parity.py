@@ -1,7 +1,5 @@
 """Logits of the same tokens from training, prefill and decode, in many ways to split them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """GPT models cut over pipeline stages and experts' ranks, and Megatron's schedules for them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,8 +102,6 @@ class Model:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Arguments of a forward."""
-
     tokens: Tensor
     positions: Tensor
     labels: Tensor

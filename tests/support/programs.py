@@ -1,7 +1,5 @@
 """Scripts that tests run, forked from a process that has imported PyTorch and Megatron."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

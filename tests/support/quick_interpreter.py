@@ -3,8 +3,6 @@
 What a kernel computes stays the same, to the bit.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Ranks of pytest as torchrun starts them, forked when the tests are collected."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ As on a GPU, a replay runs no Python: it reads and writes the tensors of the cap
 their memory is never given to others, so that use after freeing does not show.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 
@@ -24,7 +22,6 @@ class OnDevice(TorchDispatchMode):
     """Raises at what waits for a GPU: values read by the host, tensors made from its values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator."""
         name = func._schema.name.removeprefix("aten::")
         if name in _ON_HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")

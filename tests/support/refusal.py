@@ -1,7 +1,5 @@
 """Check of error messages: they name the argument, what it got and what it accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@
     python -m tests.support.report unit.jsonl ...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

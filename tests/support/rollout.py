@@ -1,7 +1,5 @@
 """Texts that a model has generated, and the forwards that train on them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any

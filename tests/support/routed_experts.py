@@ -1,7 +1,5 @@
 """Models with experts whose rollouts say which of them each token was routed to."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.models.gpt import GPTModel
 

@@ -1,7 +1,5 @@
 """A process that keeps a GPU busy, so that others have it in turns: ``with shared_gpu(): ...``."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import subprocess

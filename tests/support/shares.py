@@ -1,7 +1,5 @@
 """A cache that ranks share, computed in one process, one rank after the other."""
 
-from __future__ import annotations
-
 import functools
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Spans of queries and keys: difficult ones by name, random ones, and their visible pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

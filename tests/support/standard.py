@@ -1,7 +1,5 @@
 """Megatron's own MLA, and whole weights in the layout of its checkpoints."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module

@@ -1,7 +1,5 @@
 """Structured outputs of tiny models, whose other outputs are junk, and what is valid of them."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """A backend of the expanded form that knows which query sees which key from the tile table only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Small Hugging Face tokenizers: byte-level BPE, and SentencePiece-like, with byte fallback."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

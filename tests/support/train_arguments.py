@@ -1,7 +1,5 @@
 """Command lines of scripts/train.py, as it has them before any work."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

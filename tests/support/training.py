@@ -1,7 +1,5 @@
 """A GPT model and its optimizer as ``scripts/train.py`` has them on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Small models of transformers with sparse attention: DeepSeek-V3.2 and GLM-5."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from transformers import (

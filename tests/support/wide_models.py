@@ -1,7 +1,5 @@
 """Checkpoints of transformers' models in bfloat16, with widths that the GPU kernels have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 All of them are tensor-parallel, except inside :func:`parallel`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -108,7 +106,6 @@ def device() -> torch.device:
 
 
 def tp_size() -> int:
-    """Tensor-parallel size."""
     return parallel_state.get_tensor_model_parallel_world_size()
 
 
@@ -118,7 +115,6 @@ def tp_fields() -> dict[str, object]:
 
 
 def cp_size() -> int:
-    """Context-parallel size."""
     return parallel_state.get_context_parallel_world_size()
 
 

@@ -1,7 +1,5 @@
 """Runs of scripts/train.py: in forked processes, which start quickly, or under torchrun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ experts of a token, after which two runs would differ. If these fail, gradients 
 padding contributes to the loss, or a rank has the wrong tokens or positions.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -57,11 +55,19 @@ def folder(tmp_path_factory, train) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "exchange"), [("sbhd", "all_gather"), ("packed", "p2p")])
-def test_iterations_are_those_of_one_process(folder, train, kind, exchange):
+@pytest.mark.parametrize(
+    ("kind", "exchange", "processes", "count"),
+    [
+        ("sbhd", "all_gather", 2, ITERATIONS),
+        ("packed", "p2p", 2, ITERATIONS),
+        ("packed", "all_gather p2p --tensor-model-parallel-size 2 --sequence-parallel", 4, FEW),
+    ],
+)
+def test_iterations_are_those_of_one_process(folder, train, kind, exchange, processes, count):
     options = f"{RUN} {KINDS[kind]} --context-parallel-size 2 --cp-comm-type {exchange}"
-    train(folder, f"{options} --train-iters {ITERATIONS} --metrics {kind}-cp2.jsonl", processes=2)
-    assert_same_run(folder, f"{kind}-cp2", kind, range(1, ITERATIONS + 1))
+    name = f"{kind}-{processes}"
+    train(folder, f"{options} --train-iters {count} --metrics {name}.jsonl", processes=processes)
+    assert_same_run(folder, name, kind, range(1, count + 1))
 
 
 def test_resumed_at_another_context_parallel_size(folder, train):
@@ -72,13 +78,6 @@ def test_resumed_at_another_context_parallel_size(folder, train):
     assert f"resumed at iteration {FEW}" in output
     assert "CP 1, DP 1" in output
     assert_same_run(folder, "resumed", "sbhd", range(1, ITERATIONS + 1))
-
-
-def test_packed_with_tensor_and_sequence_parallelism(folder, train):
-    parallel = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
-    options = f"{RUN} {KINDS['packed']} {parallel} --cp-comm-type all_gather p2p"
-    train(folder, f"{options} --train-iters {FEW} --metrics tp2.jsonl", processes=4)
-    assert_same_run(folder, "tp2", "packed", range(1, FEW + 1))
 
 
 def test_packed_with_pipeline_stages(folder, train):

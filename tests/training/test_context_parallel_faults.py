@@ -4,8 +4,6 @@ Two processes, with a process-group timeout of a few seconds. On a GPU the watch
 processes that wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

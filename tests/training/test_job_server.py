@@ -1,7 +1,5 @@
 """The job server: environment of the programs that it forks, and their exit codes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ Losses and gradient norms must be equal to the last bit: any difference means th
 dropout, the optimizer's state or some weights were lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

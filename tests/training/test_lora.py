@@ -1,7 +1,5 @@
 """scripts/train.py --lora-rank: only the adapter changes, alike on every layout of processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

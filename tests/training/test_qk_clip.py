@@ -1,7 +1,5 @@
 """scripts/train.py --qk-clip holds the largest attention score, alike on one process and on two."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.metrics import read_metrics, series

@@ -3,8 +3,6 @@
 If these fail, a run that was interrupted does not continue as if it had not been.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

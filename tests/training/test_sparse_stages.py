@@ -4,8 +4,6 @@ If these fail, the indexer loss in the log depends on how the model is split, or
 learns something else.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 If this fails, the mistake is hidden among reports about processes that torchrun ended.
 """
 
-from __future__ import annotations
-
 import subprocess
 
 

@@ -1,7 +1,5 @@
 """Packs of sequences that share prefixes: what the nodes are, and where each token is."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

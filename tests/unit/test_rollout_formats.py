@@ -1,7 +1,5 @@
 """Routed experts and chosen keys in the formats of vLLM and SGLang."""
 
-from __future__ import annotations
-
 import base64
 from types import SimpleNamespace
 

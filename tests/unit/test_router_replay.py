@@ -1,7 +1,5 @@
 """Training on the experts that a rollout's tokens were routed to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

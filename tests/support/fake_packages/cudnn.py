@@ -1,7 +1,5 @@
 """The backend ``cudnn`` with cuDNN's calls for one dense block replaced."""
 
-from __future__ import annotations
-
 from absorbed_mla.core_attention.backends.cudnn import CudnnBackend
 from tests.support.fake_packages import kit
 

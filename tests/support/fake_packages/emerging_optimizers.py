@@ -3,8 +3,6 @@
 The package itself wants Python 3.12. Where it is installed, the tests run with it as well.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """flash_attn.cute.interface of flash-attn-4, as far as it is used."""
 
-from __future__ import annotations
-
 from tests.support.fake_packages import kit
 
 NAME = "flash_attn.cute.interface"

@@ -3,8 +3,6 @@
 The package needs Triton and a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

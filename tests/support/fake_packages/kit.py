@@ -4,8 +4,6 @@ Shapes: q [..., Q, N, D], k [..., K, N or 1, D], v [..., K, N or 1, V]; the LSE 
 ``causal_offset`` lets query i see keys up to i + offset; None lets it see all.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -3,8 +3,6 @@
 Strides are taken for granted as they are there: what is not contiguous is refused here.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections import defaultdict
@@ -22,8 +20,6 @@ _NAMES = ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType", "FusedAttn
 
 @dataclass(frozen=True)
 class Call:
-    """What a function was called with."""
-
     function: str
     layout: str
     mask: str

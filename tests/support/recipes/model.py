@@ -1,7 +1,5 @@
 """The model that recipes train, in the parallel layout of the moment, and its first weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -34,8 +34,6 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run ends with."""
-
     losses: list[float]  # of every microbatch of every step
     tensors: Mapping[str, Tensor]  # this rank's weights, by name
     # Weights by Hugging Face name, where runs of different layouts are compared.
@@ -44,8 +42,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train."""
-
     name: str  # of the test
     layout: Layout
     run: Callable[[Recipe], Outcome]

@@ -1,7 +1,5 @@
 """The recipes."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -120,7 +118,6 @@ def _sharded() -> list[Recipe]:
 
 
 def all_recipes() -> list[Recipe]:
-    """Every recipe."""
     return [
         *_PLAIN.values(),
         *_distributed_optimizers(),

@@ -1,7 +1,5 @@
 """What recipes run: five steps of Megatron's schedule and optimizer on the same tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple

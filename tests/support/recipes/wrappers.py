@@ -1,7 +1,5 @@
 """What computes and reduces the gradients of a chunk of the model: Megatron's DDP and two FSDPs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

@@ -1,7 +1,5 @@
 """torch.compile around the layer, and CUDA graphs of a whole step of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

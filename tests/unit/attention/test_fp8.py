@@ -1,7 +1,5 @@
 """FP8 without a GPU: what is switched, and when; what it computes is in tests/distributed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

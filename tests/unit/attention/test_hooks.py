@@ -1,7 +1,5 @@
 """Forward hooks: tensors that they return or keep are not changed by the layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext

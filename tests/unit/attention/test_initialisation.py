@@ -1,7 +1,5 @@
 """What the weights are before training, and that building a layer leaves the config as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

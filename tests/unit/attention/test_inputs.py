@@ -3,8 +3,6 @@
 Boundaries that are off by one move tokens from one sequence to the next without any other sign.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

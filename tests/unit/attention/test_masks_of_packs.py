@@ -1,7 +1,5 @@
 """A mask beside a pack, as Megatron's trainers pass the causal one: it must not say more."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

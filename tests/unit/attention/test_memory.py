@@ -4,8 +4,6 @@ Recomputation must save what it says. The expected numbers are sums over named t
 that is kept twice shows.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

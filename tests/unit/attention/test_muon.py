@@ -3,8 +3,6 @@
 If these fail, K and V up-projections train at other rates than in standard MLA, without a word.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
@@ -44,7 +42,6 @@ def absorbed(choice: str = "combined") -> nn.Module:
 
 
 def matrices(attention: nn.Module) -> dict[str, nn.Parameter]:
-    """What Muon updates."""
     return {name: p for name, p in attention.named_parameters() if p.ndim == 2}
 
 

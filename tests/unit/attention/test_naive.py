@@ -3,8 +3,6 @@
 Three evaluations that share no code: the layer, ``naive.py``, and the oracle in float64.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

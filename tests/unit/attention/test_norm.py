@@ -1,7 +1,5 @@
 """RMSNorm: its values in every precision, its dtype, and the mark of its weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 If it fails, backward reads memory that is not back from the host, or nothing is saved.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

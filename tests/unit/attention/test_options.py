@@ -3,8 +3,6 @@
 A refusal that is missing here is an option that is silently ignored, or a wrong result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

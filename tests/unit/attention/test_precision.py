@@ -1,7 +1,5 @@
 """Where fp16 ends: the absorbed query is a product of two weights, and may leave fp16's range."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Layouts and parallel ranks: tests/distributed/test_qk_clip.py; kernels: tests/unit/kernels.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """The rotary table: far positions, all frequencies, both ends of YaRN's ramp, and its growth."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

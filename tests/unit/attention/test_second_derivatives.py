@@ -1,7 +1,5 @@
 """Second derivatives raise, however they are asked for; first ones under create_graph are right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

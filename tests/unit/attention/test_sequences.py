@@ -1,7 +1,5 @@
 """Boundaries of packed sequences: positions and segments, read again when they change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

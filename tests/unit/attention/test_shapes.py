@@ -4,8 +4,6 @@ Odd widths, one head, one channel, sequences of one token or none, padding anywh
 and longer than sequences. One process, float64.
 """
 
-from __future__ import annotations
-
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

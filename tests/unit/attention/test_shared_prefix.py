@@ -1,7 +1,5 @@
 """What packs with shared prefixes refuse; that they are right: tests/distributed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ At tensor-parallel size 1, where Megatron's gradients are right. Agreement here 
 trained with one continues with the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Training: every dtype, dense and mixed layers, recomputation, frozen parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -5,8 +5,6 @@ Graphs of whole iterations are refused in training, and unnoticed in generation.
 Without a GPU, Megatron's own code runs with graphs that repeat PyTorch's operators.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The operators of parity mode: rows are independent of each other, values are those of PyTorch."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,8 +3,6 @@
 In Triton's interpreter without a GPU.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -3,8 +3,6 @@
 On a GPU the module takes it by itself; elsewhere it is made to, with the kernel interpreted.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -3,8 +3,6 @@
 In Triton's interpreter without a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Sums over a fixed number of parts on one rank; tests/distributed compares ranks."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

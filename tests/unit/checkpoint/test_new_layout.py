@@ -1,7 +1,5 @@
 """A checkpoint layout is one file: everything that writes and reads layouts takes it from there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

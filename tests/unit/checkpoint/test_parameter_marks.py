@@ -1,7 +1,5 @@
 """Megatron's marks on parameters, after state dicts were loaded in every way torch has."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -3,8 +3,6 @@
 Ranks are made up, so that every tensor-parallel size is checked in milliseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

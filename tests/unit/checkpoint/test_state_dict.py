@@ -4,8 +4,6 @@ Loading only moves data, so everything is compared bit for bit. The layouts are 
 from tests.support.standard, not by the package.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """State dicts that do not fit: the error names the key, both shapes and the recognised layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of models some of whose layers adapters wrap, under other names than before."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core import dist_checkpointing
 from torch import nn

@@ -1,7 +1,5 @@
 """Which exchange ``cp_comm_type="auto"`` takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 No processes: every rank of every size is asked in turn.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -104,20 +102,26 @@ def by_rank(part: ContextParallelLayout, cp_size: int, causal: bool):
         yield part.block_spans(key_rank, causal), part.tokens(key_rank).tolist()
 
 
+def assert_every_pair_once(layout, cp_size: int, causal: bool, keys) -> list[int]:
+    """Returns how many pairs each rank has."""
+    seen, work = [], []
+    for part in ranks_of(cp_size, layout):
+        queries, before = part.tokens().tolist(), len(seen)
+        for spans, key_tokens in keys(part, cp_size, causal):
+            for level in (spans, *spans.further):
+                assert_each_query_once(level)
+                seen += [(queries[query], key_tokens[key]) for query, key in pairs_in(level)]
+        work.append(len(seen) - before)
+    assert len(seen) == len(set(seen)) and set(seen) == visible_pairs(layout, causal)
+    return work
+
+
 @pytest.mark.parametrize("keys", [gathered, by_rank])
 @every_mask
 @every_case
 def test_what_ranks_see(cp_size, name, causal, keys):
     """All ranks together see every visible pair once."""
-    layout = layouts(cp_size)[name]
-    seen = []
-    for part in ranks_of(cp_size, layout):
-        queries = part.tokens().tolist()
-        for spans, key_tokens in keys(part, cp_size, causal):
-            assert_each_query_once(spans)
-            seen += [(queries[query], key_tokens[key]) for query, key in pairs_in(spans)]
-    assert len(seen) == len(set(seen))
-    assert set(seen) == visible_pairs(layout, causal)
+    assert_every_pair_once(layouts(cp_size)[name], cp_size, causal, keys)
 
 
 @every_mask
@@ -143,16 +147,7 @@ def test_causal_work_is_balanced(cp_size):
 @pytest.mark.parametrize("cp_size", SIZES)
 def test_shared_prefixes(cp_size, name, keys):
     """Ranks together see every pair once, and without padding each as many of them."""
-    layout = tree_layout(name, 2 * cp_size)
-    seen, work = [], []
-    for part in ranks_of(cp_size, layout):
-        queries, before = part.tokens().tolist(), len(seen)
-        for spans, key_tokens in keys(part, cp_size, True):
-            for level in (spans, *spans.further):
-                assert_each_query_once(level)
-                seen += [(queries[query], key_tokens[key]) for query, key in pairs_in(level)]
-        work.append(len(seen) - before)
-    assert len(seen) == len(set(seen)) and set(seen) == visible_pairs(layout, True)
+    work = assert_every_pair_once(tree_layout(name, 2 * cp_size), cp_size, True, keys)
     assert len(set(work)) == 1 or name == "deep_padded"
 
 

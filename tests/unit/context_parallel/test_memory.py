@@ -3,8 +3,6 @@
 One process plays rank 0; what it would receive is what it would send.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The ring of context parallelism in one process: whom a rank talks to, and in which precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +8,7 @@ from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategies import p2p as ring
 from absorbed_mla.context_parallel.strategies.p2p import Ring, Transfer
 from absorbed_mla.sequences import SequenceLayout
+from tests.unit.context_parallel.test_memory import Over
 
 CP_SIZE, SHARE, WIDTH = 4, 2, 3
 
@@ -73,11 +72,6 @@ class Group:
         return len(self.GLOBAL)
 
 
-class Done:
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
 @pytest.mark.parametrize(("rank", "to", "source"), [(0, 3, 7), (1, 5, 1), (3, 1, 5)])
 def test_neighbours_are_global_ranks(monkeypatch, rank, to, source):
     """torch.distributed counts those of the job, the layout those of the group."""
@@ -85,7 +79,7 @@ def test_neighbours_are_global_ranks(monkeypatch, rank, to, source):
 
     def send_and_receive(operations):
         asked.extend(operations)
-        return [Done() for _ in operations]
+        return [Over() for _ in operations]
 
     monkeypatch.setattr(ring.dist, "get_global_rank", lambda of, rank: of.GLOBAL[rank])
     monkeypatch.setattr(ring.dist, "P2POp", lambda op, x, peer, group: (op, x, peer, group))

@@ -1,7 +1,5 @@
 """The two forms as one module, and the choice between them."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Causal, padding and no masks, in both forms, against the oracle in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType

@@ -1,7 +1,5 @@
 """A backend is one new file: options, the automatic choice and errors follow from the registry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

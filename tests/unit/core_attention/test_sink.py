@@ -1,7 +1,5 @@
 """Attention sinks of one layer: kinds of softmax, largest scores, what is trained, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

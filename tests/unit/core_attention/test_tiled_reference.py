@@ -1,7 +1,5 @@
 """The reference of parity mode: a token's bits are its own, whatever its widths and neighbours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

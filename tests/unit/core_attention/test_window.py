@@ -1,7 +1,5 @@
 """Sliding windows: how spans are cut, masks and dropout, mixed layers in an engine, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """An indexer's loss in Megatron's backward and in its log; training without a loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.distributed import (
@@ -62,7 +60,6 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def steps(coefficient: float | None, overlap: bool, **fields) -> list[dict[str, Tensor]]:
-    """The gradients of three steps."""
     model = dsa_model(num_layers=2, dsa_indexer_loss_coeff=coefficient, **fields).train()
     wrapped, found = ddp(model, overlap), []
     for step in range(3):

@@ -4,8 +4,6 @@ In float64, with more tokens than top-k. If these fail, generation attends to ot
 training.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The choice among cached keys is that of training, for rows of any lengths and any blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron's layers with DSA load strictly, and ours are like them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each call of a checkpoint has one scope, which its recomputation enters again."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from types import SimpleNamespace

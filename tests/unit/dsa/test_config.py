@@ -1,7 +1,5 @@
 """The settings of sparse attention, and which layer selects for which."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     is_dsa_skip_topk_layer,

@@ -1,7 +1,5 @@
 """The layer with sparse attention on one process: stages of training, recomputation, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

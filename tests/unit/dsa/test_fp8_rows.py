@@ -1,7 +1,5 @@
 """Rows in e4m3 with a power of two as their scale."""
 
-from __future__ import annotations
-
 import torch
 
 from absorbed_mla.dsa.fp8_rows import E4M3, LEAST, rounded_to_fp8, to_fp8

@@ -1,7 +1,5 @@
 """Layers that share selections, on which stage they are, and selections that are replayed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

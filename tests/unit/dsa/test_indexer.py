@@ -1,7 +1,5 @@
 """The indexer's projections against the oracle, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The indexer's loss and its gradient against autograd on whole matrices, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -3,8 +3,6 @@
 Whole models: tests/unit/serving/test_sparse.py, on a GPU with these kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -17,8 +17,6 @@ What Megatron does differently:
 - ``compute_dsa_indexer_loss`` adds its masks to the scores in place.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

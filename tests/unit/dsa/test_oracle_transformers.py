@@ -16,8 +16,6 @@ What transformers does differently, none of which changes the function:
 - ``indexer_types`` "shared" layers take the selection of the layer before, which passes it on.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

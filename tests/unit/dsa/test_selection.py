@@ -1,7 +1,5 @@
 """The selection against a sort of every row: highest score first, then the lowest index."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over chosen keys against a dense softmax with a mask, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Layers of multi-token prediction (MTP) have a selection and a loss of their own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper

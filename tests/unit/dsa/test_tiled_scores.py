@@ -1,7 +1,5 @@
 """Scores of parity mode: the same bits in a whole sequence, a chunk, a pack and a decode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Training of nothing but the indexers, also where Megatron recomputes whole layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper

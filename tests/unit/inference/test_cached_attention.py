@@ -1,7 +1,5 @@
 """Attention over the latent cache: forms row by row, parts, chunks of context, workspace."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Attention over the shares of a cache that ranks keep, as over the whole cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

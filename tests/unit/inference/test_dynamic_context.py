@@ -1,7 +1,5 @@
 """The attention over Megatron's ``DynamicInferenceContext``, against forwards without a cache."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import ClassVar
 
@@ -278,7 +276,6 @@ def test_layers_of_a_pipeline_stage():
 
 @torch.no_grad()
 def refuse(layer, hidden, context, match):
-    """The layer's error."""
     with pytest.raises(ValueError, match=match):
         layer(hidden, None, inference_context=context)
 

@@ -1,7 +1,5 @@
 """The layer with a latent cache in FP8, against the float64 oracle and against training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

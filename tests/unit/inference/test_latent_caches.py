@@ -1,7 +1,5 @@
 """Which cache keeps latents in a context: Megatron's two kinds, and one that a test adds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -63,8 +61,6 @@ class ToyStep:
 
 
 class ToyCache:
-    """See ``LatentCache``."""
-
     name = "toy"
     summary = "one request in one tensor"
 

@@ -1,7 +1,5 @@
 """Latents on the device and in host memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -99,16 +97,17 @@ class TestStaticContext:
         first = [part.cache[0, :, 0].clone() for part in step.parts()]
         assert torch.cat(first)[:6].tolist() == [10, 11, 12, 13, 14, 15]
 
-    def test_too_long(self):
+    @pytest.mark.parametrize(
+        ("offset", "value", "parts"),
+        [
+            ("sequence_len_offset", 3, ("max_sequence_length=5", "needs 7", "larger max_sequence")),
+            ("batch_size_offset", 1, ("max_batch_size=2", "needs 3")),
+        ],
+    )
+    def test_no_room(self, offset, value, parts):
         context = StaticInferenceContext(BATCH, 5)
-        context.sequence_len_offset = 3
-        with refusal("max_sequence_length=5", "needs 7", "larger max_sequence_length"):
-            self.open(context)
-
-    def test_too_many(self):
-        context = StaticInferenceContext(BATCH, 5)
-        context.batch_size_offset = 1
-        with refusal("max_batch_size=2", "needs 3"):
+        setattr(context, offset, value)
+        with refusal(*parts):
             self.open(context)
 
     def test_context_of_another_model(self):

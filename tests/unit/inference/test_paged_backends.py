@@ -1,7 +1,5 @@
 """Which backend attends over the paged cache, and FlashMLA's, whose package is stood in for."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

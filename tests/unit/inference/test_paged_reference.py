@@ -1,7 +1,5 @@
 """Absorbed attention over a paged cache in plain PyTorch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

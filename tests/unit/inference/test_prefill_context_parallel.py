@@ -1,7 +1,5 @@
 """Which new tokens of a step a context-parallel rank has."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies ahead of the attention: which are queued when, and that none is read or lost too early."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Comparisons that all tests of paged kernels make: with the reference, and to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """tests/support/compiled_code.py, which judges what the compiler makes of kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.compiled_code import idle_barriers, reduced_across_copies

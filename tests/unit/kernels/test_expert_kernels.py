@@ -1,7 +1,5 @@
 """Kernels of grouped experts against PyTorch in float64, in Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 The memory between them is never touched, so it costs nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

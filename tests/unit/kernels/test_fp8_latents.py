@@ -1,7 +1,5 @@
 """Rows of a latent cache in FP8: what they hold, the same bits by kernels, attention over them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The indexer's kernels against plain PyTorch, in Triton's interpreter without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Without a GPU the ``triton`` kernels run in Triton's interpreter, on the same blocks as on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -247,13 +245,8 @@ class TestEveryCase:
     @pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
     def test_deterministic_hopper(self, name):
         """From what it stores of all pairs of a part of the queries."""
-        case = CASES[name]
-        backend = backend_for("hopper", case)
-        inputs = case.hide(case.operands(DEVICE), case.gradient(DEVICE))
         torch.use_deterministic_algorithms(True)
-        with poisoned_memory():
-            actual = compute(backend, case, *inputs)
-        check(actual, case)
+        self.test_equals_the_reference("hopper", name)
 
     @KERNELS
     def test_the_same_bits_again(self, kernel):

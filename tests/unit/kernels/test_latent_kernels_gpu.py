@@ -3,8 +3,6 @@
 Their results are tested in ``test_latent_kernels.py``; here two ways to the same one are compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Without a GPU the kernel runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The one launch that makes the latents of new tokens, beside the kernels that it replaces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels over a paged cache on a GPU: what the interpreter cannot show."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Operators of PyTorch made of functions: called, traced, and without gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

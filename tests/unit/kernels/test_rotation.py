@@ -1,7 +1,5 @@
 """Rotating a query in place: the kernel, its twin in PyTorch, and autograd through both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

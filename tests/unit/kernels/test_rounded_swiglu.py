@@ -4,8 +4,6 @@ The interpreter takes NumPy's exponential, after which few results are rounded o
 subnormal numbers of bf16 for zero.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

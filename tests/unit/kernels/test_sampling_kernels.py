@@ -1,7 +1,5 @@
 """Kernels that draw tokens against the definition, in Triton's interpreter or on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -60,7 +58,6 @@ def random_logits(rows: int, vocabulary: int, dtype=torch.float32, seed: int = 0
 
 
 def numbers_of(kinds: list[dict], vocabulary: int, seed: int = 0) -> torch.Tensor:
-    """With random numbers."""
     random = torch.rand(len(kinds), dtype=torch.float64, generator=generator(seed)).tolist()
     rows = [{**kind, "random": value} for kind, value in zip(kinds, random)]
     return table_of(rows, vocabulary, DEVICE)

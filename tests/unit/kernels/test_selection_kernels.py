@@ -1,7 +1,5 @@
 """The choice of keys over a paged cache and by scores in FP8, against plain PyTorch, to the key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -76,22 +74,27 @@ class Requests:
         return triton_select_cached(*operands, topk, relu=relu, **more)
 
 
-@pytest.mark.parametrize("relu", [True, False])
-def test_one_token_each(relu):
-    """Of several parts, and rounds; a row of padding; a row with fewer keys than are chosen."""
-    requests = Requests([1, 0, 1, 1], [150, 0, 70, 9])
-    with poisoned_memory():
-        found = requests.found(20, relu)
-    assert torch.equal(found, requests.expected(20, relu))
+# Of several parts, and rounds; a row of padding; a row with fewer keys than are chosen.
+ONE_EACH = [1, 0, 1, 1], [150, 0, 70, 9], 20
+# Tiles with tokens of several requests, scores in parts, tokens in no row at the end.
+CHUNKS = [6, 1, 0, 9], [40, 90, 0, 9], 12
 
 
-@pytest.mark.parametrize("more", [{}, {"elements": 8 * 90}], ids=["whole", "in_parts"])
-def test_chunks_of_prompts(more):
-    """Tiles with tokens of several requests, scores in parts, tokens in no row at the end."""
-    requests = Requests([6, 1, 0, 9], [40, 90, 0, 9])
+@pytest.mark.parametrize(
+    ("lengths", "relu", "more"),
+    [
+        (ONE_EACH, True, {}),
+        (ONE_EACH, False, {}),
+        (CHUNKS, True, {}),
+        (CHUNKS, True, {"elements": 8 * 90}),
+    ],
+    ids=["one_each", "one_each-no_relu", "chunks", "chunks-in_parts"],
+)
+def test_requests(lengths, relu, more):
+    requests, topk = Requests(*lengths[:2]), lengths[2]
     with poisoned_memory():
-        found = requests.found(12, **more)
-    assert torch.equal(found, requests.expected(12))
+        found = requests.found(topk, relu, **more)
+    assert torch.equal(found, requests.expected(topk, relu))
 
 
 def test_no_choice():

@@ -1,7 +1,5 @@
 """The decode kernel for Hopper while another process has the GPU in turns, as nothing else may."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.paged import fp8_inputs

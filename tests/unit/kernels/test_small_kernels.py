@@ -1,7 +1,5 @@
 """The kernels that move or merge, beside their twins in PyTorch; interpreted on a CPU."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

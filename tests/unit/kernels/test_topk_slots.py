@@ -200,17 +200,22 @@ def test_reference_over_fp8_rows(name, dtype, forward, monkeypatch):
     assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
 
 
+def with_the_bits_of(kernels, rows: tuple, decoded: tuple):
+    with triton_interpreter(), poisoned_memory():
+        found = kernels.forward_cached(*rows)
+    with triton_interpreter():
+        expected = kernels.forward_cached(*decoded)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    return found
+
+
 @pytest.mark.parametrize(("name", "splits"), [("holes", 4), ("interleaved", 1)])
 def test_attention_over_fp8_rows(name, splits, monkeypatch):
     """The kernels' bits over decoded rows: in fp32 they compute as many keys at a time."""
     monkeypatch.setattr(splits_module, "_LEAST_KEYS", TOPK // splits)
     rows, decoded = fp8_inputs(CASES[name], 3, torch.float32)
     for kernels in (SPARSE_BACKENDS["triton"], SPARSE_BACKENDS["triton"].invariant):
-        with triton_interpreter(), poisoned_memory():
-            found = kernels.forward_cached(*rows)
-        with triton_interpreter():
-            expected = kernels.forward_cached(*decoded)
-        assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+        found = with_the_bits_of(kernels, rows, decoded)
     truth = attend_cached(sparse_forward, *rows)
     torch.testing.assert_close(found.out, truth.out, atol=1e-3, rtol=1e-5)
     torch.testing.assert_close(found.lse, truth.lse, atol=1e-5, rtol=1e-5)
@@ -222,11 +227,7 @@ def test_attention_over_fp8_rows_in_bf16(tokens, monkeypatch):
     """Four tokens of 16 heads in a tile, or one; blocks of keys are those of decoded rows."""
     monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1 if tokens == 4 else 1024)
     rows, decoded = fp8_inputs(Case(new=(5, 3), keys=(40, 9), loose=1), 16, torch.bfloat16)
-    with triton_interpreter(), poisoned_memory():
-        found = SPARSE_BACKENDS["triton"].forward_cached(*rows)
-    with triton_interpreter():
-        expected = SPARSE_BACKENDS["triton"].forward_cached(*decoded)
-    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    found = with_the_bits_of(SPARSE_BACKENDS["triton"], rows, decoded)
     truth = attend_cached(sparse_forward, *rows)
     assert relative_error(found.out.float(), truth.out) < 1e-2
 

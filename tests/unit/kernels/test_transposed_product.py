@@ -1,7 +1,5 @@
 """Products over rows miss none, also where cuBLAS leaves the last of 64 n + 1 out."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the pages say was measured is what the data in docs/measurements/ say."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

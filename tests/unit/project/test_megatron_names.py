@@ -1,7 +1,5 @@
 """Private names of Megatron's, and patches of it, are in the files with the tables of them only."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Packages of a program that have the names of ours, and come before them on sys.path."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -73,7 +73,6 @@ def checkout(tmp_path_factory) -> Path:
 
 
 def build(checkout: Path, kind: str, target: Path) -> Path:
-    """Build a wheel and return it."""
     call = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
     output_of("-c", call, cwd=checkout)
     (wheel,) = target.glob("*.whl")

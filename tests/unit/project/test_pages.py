@@ -3,8 +3,6 @@
 ``tests/readme`` runs what can run.
 """
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """The list of ``scripts/run_tests.sh --quick`` names tests that there are."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What scripts/run_tests.sh prints at the end of a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The site of docs/: mkdocs builds it without a warning, and it needs no other host."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """How many files of the package a reader has to open to follow a forward, a step or a request."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

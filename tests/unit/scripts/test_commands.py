@@ -85,7 +85,6 @@ class Machine:
         return self.bash("-c", script + 'printf "%s\\n" "$PYTHON"')
 
     def prepared(self) -> str:
-        """The interpreter."""
         done = self.prepare()
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]

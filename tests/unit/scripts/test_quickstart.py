@@ -1,7 +1,5 @@
 """What scripts/quickstart.py trains on, prints and compares; tests/readme runs all of it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 The processes are small programs that use ``console.script``, with torchrun's environment.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -77,7 +75,7 @@ class TestErrors:
         assert codes == [2, 0, 0, 0]
         assert job.reason(0) == "it.py: error: --lr is wrong"
 
-    def test_of_one_rank_is_printed_by_it(self, tmp_path, monkeypatch):
+    def test_of_one_rank_is_printed_by_it(self, tmp_path):
         work = "import console.errors as e; e._WAIT_FOR_FIRST = 0.5\n"
         work += "if rank == 1: raise OSError('no disk')\ntime.sleep(1.5)"
         job = Job(tmp_path, work, 2)

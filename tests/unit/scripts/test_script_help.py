@@ -4,8 +4,6 @@ Neither help nor a mistyped option may wait for the imports of PyTorch and Megat
 seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -3,8 +3,6 @@
 If these fail, a mistyped folder loses the results of a run of hours.
 """
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models that generate, one of each for every file that asks for it."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """``AsyncLLM``: cumulative outputs for tasks of one event loop, and requests that are aborted."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

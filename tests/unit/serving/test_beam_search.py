@@ -1,7 +1,5 @@
 """``LLM.beam_search`` finds what transformers' beam search finds, in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

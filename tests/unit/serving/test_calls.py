@@ -3,8 +3,6 @@
 If these fail, threads get tokens of each other's requests, or one Ctrl-C costs the loaded model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import signal

@@ -3,8 +3,6 @@
 Every case also says what must have happened, so that none passes because the engine had it easy.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

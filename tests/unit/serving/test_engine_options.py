@@ -1,7 +1,5 @@
 """Options of the engine: what they refuse, and what Megatron gets of them."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 

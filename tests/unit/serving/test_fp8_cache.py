@@ -1,7 +1,5 @@
 """The engine over a latent cache in FP8; ``test_engine.py`` has its tokens, too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

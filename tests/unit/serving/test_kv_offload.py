@@ -1,7 +1,5 @@
 """A cache that is partly in host memory: the tokens and log-probs of whole forwards."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """``LLM`` around a live model: outputs, stop strings, streams, requests that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -45,11 +43,6 @@ class Letters(ByteTokenizer):
 
 
 LETTERS = Letters()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -285,23 +278,22 @@ class TestStop:
         [output] = llm.generate([PROMPTS[0]], self.BASE.replace(**params), use_tqdm=False)
         return output.outputs[0]
 
-    def test_string(self, llm, text):
+    @pytest.mark.parametrize(
+        ("others", "place", "shown", "included"),
+        [
+            ((), (3, 6), 3, False),
+            ((), (3, 6), 6, True),
+            ((5,), (4, 6), 4, False),
+            ((), (8, 10), 8, False),
+        ],
+        ids=["string", "in the output", "first of two", "at the end"],
+    )
+    def test_string(self, llm, text, others, place, shown, included):
         """Also one that begins in one token and ends in another."""
-        one = self.run(llm, stop=["no such", text[3:6]])
-        assert (one.text, one.finish_reason, one.stop_reason) == (text[:3], "stop", text[3:6])
-        assert one.token_ids == LETTERS.encode(text[:6])
-
-    def test_string_in_the_output(self, llm, text):
-        one = self.run(llm, stop=text[3:6], include_stop_str_in_output=True)
-        assert (one.text, one.finish_reason) == (text[:6], "stop")
-
-    def test_the_first_of_two(self, llm, text):
-        one = self.run(llm, stop=[text[5], text[4:6]])
-        assert (one.text, one.stop_reason) == (text[:4], text[4:6])
-
-    def test_at_the_very_end(self, llm, text):
-        one = self.run(llm, stop=text[8:10])
-        assert (one.text, one.finish_reason) == (text[:8], "stop")
+        stop, params = text[slice(*place)], {"include_stop_str_in_output": included}
+        one = self.run(llm, stop=["no such", *(text[i] for i in others), stop], **params)
+        assert (one.text, one.finish_reason, one.stop_reason) == (text[:shown], "stop", stop)
+        assert one.token_ids == LETTERS.encode(text[: place[1]])
 
     def test_token(self, llm, text):
         tokens = LETTERS.encode(text)

@@ -3,8 +3,6 @@
 Every position is compared with transformers in fp32; the bound is what transformers loses in bf16.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from tests.conversion.models import Architecture
 from tests.support import needs
 from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
 from tests.support.wide_models import wide_folder
+from tests.unit.serving.test_llm import token_ids
 
 pytestmark = needs.gpu
 
@@ -72,10 +71,6 @@ def with_experts(path, experts: str):
     names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
     changes = dict(zip(names, EXPERTS[experts], strict=True))
     return wide_folder(path, Architecture("v3", True, True, "rope"), **changes)
-
-
-def token_ids(outputs) -> list[list[int]]:
-    return [one.token_ids for output in outputs for one in output.outputs]
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -1,7 +1,5 @@
 """Several adapters in one ``LLM``: each request as its adapter alone, merged into the weights."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

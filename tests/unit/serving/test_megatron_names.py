@@ -1,7 +1,5 @@
 """On a Megatron with other names, generation goes on, or an error says which one is missing."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re
@@ -46,11 +44,6 @@ ALL = (
     *operators.BATCH_INVARIANT_NEEDS,
     *names.SERVING_NEEDS,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return generating_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 The first test puts one entry into a copy of the sources and finds the option everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os
@@ -128,6 +126,7 @@ assert "| `boredom` | none | from 0 to 2 | of the model |" in TABLES["sampling p
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_new_option_is_one_entry(tmp_path):
     """In a copy of the sources: of ``LLM`` and engine, and of sampling."""
     for folder in ("absorbed_mla", "scripts", "specs", "checkpoint_conversion"):

@@ -3,8 +3,6 @@
 If these fail, a stop string is missed or cut in the wrong place, or text is shown and taken back.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

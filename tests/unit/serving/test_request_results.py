@@ -1,7 +1,5 @@
 """Requests that cannot run, end early or are aborted: each has a clear end, the others no harm."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

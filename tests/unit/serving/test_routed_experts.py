@@ -3,8 +3,6 @@
 In fp64, in which no two scores tie.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 

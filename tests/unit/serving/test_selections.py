@@ -3,8 +3,6 @@
 In fp64: prompts read in chunks, requests side by side, and some that lose their blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 In fp32 on the CPU, with four layers, two of which share a selection of an earlier one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of prompts over a ``StaticInferenceContext``, also by Megatron's engine, unmodified."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine

@@ -1,7 +1,5 @@
 """Stop strings in a text that grows, beside a search of the whole text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

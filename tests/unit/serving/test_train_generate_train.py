@@ -3,8 +3,6 @@
 If these fail, a rollout changes the training that it is a part of, or samples from old weights.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

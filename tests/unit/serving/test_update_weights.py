@@ -1,7 +1,5 @@
 """New weights for a loaded ``LLM``: from memory, in the middle of requests, refused, asleep."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 

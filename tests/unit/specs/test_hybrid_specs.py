@@ -1,7 +1,5 @@
 """The spec of HybridModel's stack: what it builds, what it leaves to Megatron, what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.models.hybrid import hybrid_layer_specs as megatron_specs

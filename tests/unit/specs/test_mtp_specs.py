@@ -1,7 +1,5 @@
 """Multi-token prediction (MTP) has our attention, on every stage and by Megatron's own builder."""
 
-from __future__ import annotations
-
 import contextlib
 import typing
 import warnings

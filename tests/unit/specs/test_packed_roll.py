@@ -1,7 +1,5 @@
 """Multi-token prediction (MTP) shifts tokens within documents, whatever padding is between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer import multi_token_prediction as host

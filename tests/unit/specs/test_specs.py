@@ -1,7 +1,5 @@
 """Layer and block specs inside Megatron's own layer, block, model and ``--spec`` option."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Its layers are not run here; their names stand in for them. Wrong parts in a slo
 TransformerEngine is installed only after a long build.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """A thinned grid still holds every pair, or triple, of values."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """tests/support/forked.py says what ended a rank that the others only see gone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Python programs that are forked behave as those that a new interpreter runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """However many process groups there are, their sockets have one device, which is one thread."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

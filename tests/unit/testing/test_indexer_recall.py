@@ -1,7 +1,5 @@
 """The recall of a selection, against sets of keys counted by hand and by sorting every row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Probes find the lines that coverage's tracer finds."""
 
-from __future__ import annotations
-
 import ast
 import sys
 
@@ -10,8 +8,6 @@ import coverage
 from tests.support import line_probes
 
 PROGRAM = '''"""A module."""
-from __future__ import annotations
-
 import functools
 
 

@@ -1,7 +1,5 @@
 """tests/support/log_probs.py, which judges whole models on GPUs: what passes, and what does not."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -3,8 +3,6 @@
 If one of these fails, no comparison with the oracle means anything.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

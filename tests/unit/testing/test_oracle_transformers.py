@@ -1,7 +1,5 @@
 """The oracle's gates, scaled queries and channels that stay, against attentions of transformers."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
@@ -41,7 +39,6 @@ CASES = {
 
 
 def attention_of(folder: str, prefix: str, mla: OracleMLA, **fields):
-    """An attention of transformers, in float64."""
     parts = (
         f"transformers.models.{folder}.{kind}_{folder}" for kind in ("configuration", "modeling")
     )

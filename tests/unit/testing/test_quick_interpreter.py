@@ -1,7 +1,5 @@
 """Triton's interpreter, some parts of which the tests replace: they do what Triton's own do."""
 
-from __future__ import annotations
-
 import pytest
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Without a GPU stand-ins with the signatures of the packages compute in float64; 
 packages themselves run as well.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A missing or broken package is a reason that the backend reports, not an error: "auto" falls back.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The dense twin below holds the whole score matrix and leaves gradients to autograd. float64.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

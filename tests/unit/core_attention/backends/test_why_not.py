@@ -3,8 +3,6 @@
 An explicit choice raises with the reason; "auto" takes another backend.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -150,20 +148,20 @@ def test_deterministic_algorithms():
         assert why_not("transformer_engine", attention_request("expanded")) is None
 
 
-@pytest.mark.parametrize("name", ["cudnn", "flash_attention_4"])
-def test_the_search_for_the_largest_scores_needs_triton(name, monkeypatch):
+OLD_CUDNN = "loaded cuDNN 9.18.0; cuDNN 9.19"
+
+
+@pytest.mark.parametrize(
+    ("name", "installed"),
+    [("cudnn", "3.5.1 is"), ("flash_attention_4", "3.5.1 is"), ("transformer_engine", OLD_CUDNN)],
+)
+def test_the_search_for_the_largest_scores_needs_triton_or_cudnn(name, installed, monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.5.1")
-    assert why_not(name, attention_request("expanded")) is None
-    reason = why_not(name, attention_request("expanded", max_logits=True))
-    assert "3.5.1 is installed" in reason and "qk_clip, log_max_attention_logit" in reason
-
-
-def test_largest_scores_of_an_old_cudnn(monkeypatch):
     fake_packages.transformer_engine.install(monkeypatch, cudnn=91800)
     te.why_not_installed.cache_clear()
-    assert why_not("transformer_engine", attention_request("expanded")) is None
-    reason = why_not("transformer_engine", attention_request("expanded", max_logits=True))
-    assert "loaded cuDNN 9.18.0; cuDNN 9.19" in reason and "qk_clip" in reason
+    assert why_not(name, attention_request("expanded")) is None
+    reason = why_not(name, attention_request("expanded", max_logits=True))
+    assert installed in reason and "qk_clip, log_max_attention_logit" in reason
 
 
 def test_who_records_largest_scores(monkeypatch):

@@ -1,7 +1,5 @@
 """Tile tables that are made where the numbers of the spans are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Attention dropout: drawn once per call, the same pattern in every execution of that call."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

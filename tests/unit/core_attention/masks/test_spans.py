@@ -1,7 +1,5 @@
 """Spans cut by queries, into calls of kernels, and into blocks; merging over parts of the keys."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -38,7 +36,6 @@ def test_chunks_of_queries(span, size):
 @given(any_span())
 @often
 def test_number_of_pairs(span):
-    """As many as there are."""
     assert span.num_pairs == len(pairs_in((span,)))
 
 

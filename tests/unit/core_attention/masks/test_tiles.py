@@ -3,8 +3,6 @@
 Parts of the queries: as many as fit into memory, each query once, with tiles of their own.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

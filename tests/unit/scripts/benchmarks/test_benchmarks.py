@@ -4,8 +4,6 @@ What is compared must be right there, too: a benchmark whose implementations com
 things would compare their times all the same.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

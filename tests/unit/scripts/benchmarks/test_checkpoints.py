@@ -3,8 +3,6 @@
 If these fail, one of the two is wrong, or serving was measured on something that is no checkpoint.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict

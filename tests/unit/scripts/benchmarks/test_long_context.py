@@ -1,7 +1,5 @@
 """One rank in one process: its tokens, what it computes, and the model of the exchange."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

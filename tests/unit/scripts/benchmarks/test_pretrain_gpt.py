@@ -1,7 +1,5 @@
 """pretrain_gpt.py: ``--spec`` in Megatron's own loop, for GPT and hybrid models."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

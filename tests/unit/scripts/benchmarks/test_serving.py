@@ -1,7 +1,5 @@
 """scripts/benchmarks/serving.py: ours on the CPU beside a fake vLLM, its clock and its client."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """What is counted as sent is what a rank sends."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

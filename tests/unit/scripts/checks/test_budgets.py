@@ -1,7 +1,5 @@
 """Lines and words against their budgets, in a small repository made for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from checks.budgets import Budget, report

@@ -1,7 +1,5 @@
 """What checks/tables/ reads of measured data for measurements/performance.md, and what it shows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/checks/llm_beside_transformers.py on a CPU: one small model, its rows and the table."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tables of ``scripts/checks/mutations`` fit the sources; mutation_check.py breaks them."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/checks/run_gpu_tests.py without a GPU: what it selects, runs together and reports."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """generate.py's command line: options of LLM and sampling under Megatron's names, and errors."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

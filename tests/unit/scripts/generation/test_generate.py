@@ -1,7 +1,5 @@
 """scripts/generate.py, all but its torchrun: checkpoints, prompts, options, output and faults."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -44,17 +42,14 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(checkpoint):
-    """Runs the command on the checkpoint."""
     return lambda *argv, stdin=b"": generate("--load", checkpoint, *argv, stdin=stdin)
 
 
 def prompted(*prompts: str) -> list[str]:
-    """Options for these prompts."""
     return [word for prompt in prompts for word in ("--prompt", prompt)]
 
 
 def continuation(run, prompt: str) -> str:
-    """The text of one prompt, alone."""
     done = run("--prompt", prompt, *FEW, "--greedy", "--ignore-eos")
     assert done.code == 0, done.err
     return done.out.removesuffix("\n")

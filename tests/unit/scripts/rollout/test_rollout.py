@@ -3,8 +3,6 @@
 If these fail, the example of reinforcement learning does not learn, or not from what it sampled.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

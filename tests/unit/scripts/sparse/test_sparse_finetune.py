@@ -1,7 +1,5 @@
 """scripts/sparse_finetune.py: all stages in a small size, its table and its refusals."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

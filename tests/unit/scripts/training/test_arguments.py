@@ -1,7 +1,5 @@
 """Models of scripts/train.py: presets, their scaling, single sizes, and the vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 
 from absorbed_mla.dims import MLADims, softmax_scale

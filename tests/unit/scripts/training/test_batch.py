@@ -3,8 +3,6 @@
 If these fail, a model learns something else under context parallelism.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

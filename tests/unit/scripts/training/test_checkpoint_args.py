@@ -1,7 +1,5 @@
 """The model in scripts/train.py's checkpoints, and --use-checkpoint-args."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

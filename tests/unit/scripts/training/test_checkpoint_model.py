@@ -4,8 +4,6 @@ If these fail, a mistyped preset initialises hundreds of gigabytes of weights fo
 weights compute another function without a warning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -3,8 +3,6 @@
 If these fail, a resumed run trains on other text than the interrupted run would have.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

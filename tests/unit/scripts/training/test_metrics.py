@@ -1,7 +1,5 @@
 """Metrics file and plot of scripts/train.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.metrics import MetricsFile, absolute_differences, plot_losses, read_metrics, series

@@ -1,7 +1,5 @@
 """Command lines that scripts/train.py refuses in one line that names the option."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 Also on a disk that is full, or where files may not grow, which is one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -4,8 +4,6 @@ If these fail, a warm-up changes the model that it should leave alone, or a stag
 with what the one before has learned.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -57,18 +55,15 @@ def ran(folder: Path, name: str, line: str, load: str | None = None) -> str:
 
 
 def tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
     loaded = dist_checkpointing.load_plain_tensors(str(find_checkpoint(str(folder / name))))
     return {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
 
 
 def losses(folder: Path, name: str, key: str = "indexer_loss") -> dict[int, float]:
-    """Of a run, by iteration."""
     return series(read_metrics(folder / f"{name}.jsonl"), key)
 
 
 def weights(folder: Path, name: str) -> dict[str, Tensor]:
-    """Those of the model."""
     return {k: v for k, v in tensors(folder, name).items() if not k.startswith("optimizer.")}
 
 

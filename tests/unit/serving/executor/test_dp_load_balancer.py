@@ -1,7 +1,5 @@
 """Which rank gets which request, where each has requests of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from absorbed_mla import LLM, SamplingParams
@@ -48,17 +46,18 @@ def lengths(ranks: FakeRanks) -> list[list[int]]:
     return [[len(one.prompt) for one in sent if isinstance(one, Add)] for sent in ranks.sent]
 
 
-def test_the_rank_with_fewest_tokens():
-    ranks = FakeRanks(2)
-    balancer = DPLoadBalancer(ranks, 2)
-    balancer.step([add(10), add(3), add(4), add(5), add(20)])
-    assert lengths(ranks) == [[10, 20], [3, 4, 5]]
-
-
-def test_a_rank_with_room_comes_first():
-    ranks = FakeRanks(2, room=2)
-    DPLoadBalancer(ranks, 2).step([add(30), add(1), add(1), add(1), add(1)])
-    assert lengths(ranks) == [[30, 1], [1, 1, 1]]
+@pytest.mark.parametrize(
+    ("options", "prompts", "expected"),
+    [
+        ({}, (10, 3, 4, 5, 20), [[10, 20], [3, 4, 5]]),
+        ({"room": 2}, (30, 1, 1, 1, 1), [[30, 1], [1, 1, 1]]),
+    ],
+    ids=["fewest tokens", "a rank with room first"],
+)
+def test_which_rank(options, prompts, expected):
+    ranks = FakeRanks(2, **options)
+    DPLoadBalancer(ranks, 2).step([add(length) for length in prompts])
+    assert lengths(ranks) == expected
 
 
 def test_what_was_generated_counts():

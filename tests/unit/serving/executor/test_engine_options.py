@@ -1,7 +1,5 @@
 """What is chosen for a model: shared caches, tokens of a step, steps in one CUDA graph."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A runner of one process: when its engine starts, and when it captures graphs of prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

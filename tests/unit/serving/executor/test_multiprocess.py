@@ -1,7 +1,5 @@
 """``LLM`` in processes of its own: from a plain script, and when processes die."""
 
-from __future__ import annotations
-
 import glob
 import os
 import signal

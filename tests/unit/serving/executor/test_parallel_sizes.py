@@ -1,7 +1,5 @@
 """Pipeline stages and ranks of experts: which processes ``LLM`` starts, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

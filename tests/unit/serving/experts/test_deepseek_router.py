@@ -1,7 +1,5 @@
 """The router that ranks groups and normalises as it is told: a float64 router, and Megatron's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -168,13 +166,13 @@ MEGATRONS = {"moe_router_group_score_topk": 1, "moe_router_norm_topk_prob": True
     ],
     ids=["sequence", "two losses", "z-loss", "capacity", "fp64"],
 )
-def test_all_the_rest_is_megatrons(more):
+def test_all_the_rest_is_megatrons(more, other=TopKRouter, padding=None, **config):
     """Options that say what Megatron does anyway: losses, dropping, counts of tokens, bits."""
     both = []
-    for kind in (DeepSeekRouter, TopKRouter):
+    for kind in (DeepSeekRouter, other):
         destroy_moe_metrics_tracker()
-        router = router_of({**ROUTED, **more}, MEGATRONS, kind)
-        probs, chosen = router(tokens_of())
+        router = router_of({**ROUTED, **more}, MEGATRONS, kind, **config)
+        probs, chosen = router(tokens_of(), padding)
         probs.square().sum().backward()
         both.append((probs, chosen, router.weight.grad, router.local_tokens_per_expert))
     destroy_moe_metrics_tracker()
@@ -184,16 +182,9 @@ def test_all_the_rest_is_megatrons(more):
 def test_padding_is_that_of_packs():
     """As of PackedRouter, which corrects Megatron's."""
     padding = torch.arange(TOKENS)[:, None] >= TOKENS - 7
-    both = []
-    for kind in (DeepSeekRouter, PackedRouter):
-        destroy_moe_metrics_tracker()
-        losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
-        router = router_of({**ROUTED, **losses}, MEGATRONS, kind, calculate_per_token_loss=True)
-        probs, _ = router(tokens_of(), padding)
-        probs.square().sum().backward()
-        both.append((router.weight.grad, router.local_tokens_per_expert))
-    destroy_moe_metrics_tracker()
-    assert all(map(torch.equal, *both))
+    losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+    config = {"calculate_per_token_loss": True}
+    test_all_the_rest_is_megatrons(losses, PackedRouter, padding, **config)
 
 
 def test_replay():

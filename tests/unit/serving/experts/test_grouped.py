@@ -1,7 +1,5 @@
 """Grouped experts: what Megatron's experts give, from the same parameters, without a sync."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

@@ -1,7 +1,5 @@
 """Grouped experts on a GPU: PyTorch's grouped product, no wait for the device, CUDA graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

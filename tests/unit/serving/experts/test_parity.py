@@ -3,8 +3,6 @@
 Of a training forward, since that is what parity mode promises.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

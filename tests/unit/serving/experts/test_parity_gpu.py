@@ -1,7 +1,5 @@
 """Grouped experts in parity mode on a GPU: the bits of Megatron's experts, also in CUDA graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,9 @@ from tests.support import needs
 from tests.support.backends import determinism
 from tests.support.experts import ROUTED, activations, pair, signs_of_zero
 from tests.support.wide_models import wide_folder
-from tests.unit.serving.test_llm_gpu import PROMPTS, SAMPLED, token_ids
+from tests.unit.serving.experts.test_grouped_gpu import hidden
+from tests.unit.serving.test_llm import token_ids
+from tests.unit.serving.test_llm_gpu import PROMPTS, SAMPLED
 
 pytestmark = needs.gpu
 
@@ -40,12 +40,6 @@ def layers(request):
 def _on():
     with batch_invariant_mode("cuda"):
         yield
-
-
-def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(tokens, 1, WIDTHS["hidden_size"], generator=generator, device="cuda")
-    return x.bfloat16()
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -1,7 +1,5 @@
 """The router's kernels on few tokens of a GPU, here by Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.moe import router as megatron_router

@@ -1,7 +1,5 @@
 """Leaving an export: what a rank still does for the others, whenever it leaves."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

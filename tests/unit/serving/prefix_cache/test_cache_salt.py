@@ -1,7 +1,5 @@
 """Requests share cached blocks with those of the same ``cache_salt``, and with no others."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks of generated tokens are found by later prompts, and hold what a prompt's would."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -39,16 +37,23 @@ def next_turn(text, seed=9) -> Request:
     return Request([*text, *prompt(5, seed)], 6)
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_next_turn(model, drafting, options):
-    """It finds the last answer: 129 tokens of the first turn have latents, in two full blocks."""
+@pytest.mark.parametrize(
+    ("options", "taken", "blocks"),
+    [*((options, None, 2) for options in WAYS.values()), ({}, 40, 1)],
+    ids=[*WAYS, "other end"],
+)
+def test_next_turn(model, drafting, options, taken, blocks):
+    """It finds the last answer: 129 tokens of the first turn have latents, in two full blocks.
+
+    Of a text with another end only the first block is shared.
+    """
     if "num_speculative_tokens" in options:
         model = drafting
     with engine_of(model, **KEPT | options) as engine:
         [answer] = generate(engine, [FIRST]).tokens
-        later = next_turn([*FIRST.prompt, *answer])
+        later = next_turn([*FIRST.prompt, *answer[:taken]])
         run = generate(engine, [later], log_probs=True)
-    assert run.statistics.prefix_blocks == 2
+    assert run.statistics.prefix_blocks == blocks
     assert_generates(run, by_whole_forwards(model, [later]))
 
 
@@ -97,16 +102,6 @@ def test_failed_requests_leave_nothing(model, options, length):
             [result] = step_to_the_end(engine)
         assert result.error
         assert not engine.host.context.kv_block_allocator.kv_hash_to_block_id
-
-
-def test_other_end_of_the_same_text(model):
-    """Only the first block is shared."""
-    with engine_of(model, **KEPT) as engine:
-        [answer] = generate(engine, [FIRST]).tokens
-        later = next_turn([*FIRST.prompt, *answer[:40]])
-        run = generate(engine, [later], log_probs=True)
-    assert run.statistics.prefix_blocks == 1
-    assert_generates(run, by_whole_forwards(model, [later]))
 
 
 def test_ends_are_evicted_before_beginnings(model):

@@ -1,7 +1,5 @@
 """The prefix cache on disk: what a later engine finds there, and what it refuses."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import closing
@@ -293,7 +291,6 @@ def write(folder: PrefixFolder, *numbers: int) -> None:
 
 
 def read(folder: PrefixFolder, *numbers: int) -> list[float]:
-    """The values of the blocks that are read."""
     found = blocks(*[-1.0] * len(numbers))
     targets = [[[bytes_of(part[i])] for part in found.values()] for i in range(len(numbers))]
     count = folder.read(numbers, targets)

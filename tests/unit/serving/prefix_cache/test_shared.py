@@ -1,7 +1,5 @@
 """A prefix of several requests is held once, and survives the eviction of those that use it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 If these fail, a model with NaN in it writes token 0 until the length, and nobody is told.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

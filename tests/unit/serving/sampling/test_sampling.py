@@ -1,7 +1,5 @@
 """Sampling parameters: what they refuse, and the distributions and tokens that they give."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """With drafts, too, a request ends at the first of its stop tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

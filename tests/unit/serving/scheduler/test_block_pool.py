@@ -1,7 +1,5 @@
 """The check for lost blocks, which the tests of the engine rely on, and blocks that are evicted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode steps whose requests share a prefix attend to it together, and results stay the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options of CUDA graphs, as Megatron takes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.enums import InferenceCudaGraphScope as Scope

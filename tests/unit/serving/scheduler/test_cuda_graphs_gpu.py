@@ -1,7 +1,5 @@
 """Steps that Megatron captures in CUDA graphs: the tokens of the same steps without a graph."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """A request that was evicted gets what it asked for, as one that was not."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

@@ -1,7 +1,5 @@
 """A cache that is full of blocks of ended requests serves others as an empty one does."""
 
-from __future__ import annotations
-
 import functools
 import random
 from contextlib import closing

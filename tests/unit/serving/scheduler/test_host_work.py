@@ -4,8 +4,6 @@ A GPU waits for it: each of these counts was higher, or grew with the layers, an
 prompts took as long as their host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import struct

@@ -4,8 +4,6 @@ Two engines get the same requests, one with the overlap scheduler and one withou
 their reports, Megatron's tables, the blocks and their latents are compared, bit by bit.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

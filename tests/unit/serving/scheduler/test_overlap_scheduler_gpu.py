@@ -1,7 +1,5 @@
 """Whole decode steps in CUDA graphs: what Megatron's steps of the same sizes leave."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

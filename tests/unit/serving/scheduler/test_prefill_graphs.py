@@ -1,7 +1,5 @@
 """Steps that read prompts, as CUDA graphs hold them: padded, recorded once and run again."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys
@@ -442,7 +440,6 @@ def captures(monkeypatch):
 
 
 def with_layer(model, **fields):
-    """The model with another second layer."""
     vars(model.decoder.layers[1].self_attention).update(fields)
     return model
 

@@ -1,7 +1,5 @@
 """``scheduling_policy="priority"``: who begins first, who loses its blocks, and equal answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from absorbed_mla.serving.sampling.parameters import SamplingParams
@@ -70,42 +68,33 @@ def test_evictions(model, drafting, way, case):
         assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
 
 
-@pytest.mark.parametrize("way", ["chunks", "megatron"])
-def test_who_begins(model, way):
-    """The smallest first, then by arrival; one that runs goes on."""
-    engine, ended = policy(model, None, WAYS[way], max_requests=1), []
+# Way, options, length and priority of each request, how many come before the first step, and the
+# order in which they end.
+FIVE = [(20, priority) for priority in (3, 0, 2, 0, -1)]
+EVICTED = [(60, 0), (60, 2), (20, 1)]
+ORDERS = {
+    "smallest, then by arrival": ("chunks", {"max_requests": 1}, FIVE, 1, [0, 4, 1, 3, 2]),
+    "megatron": ("megatron", {"max_requests": 1}, FIVE, 1, [0, 4, 1, 3, 2]),
+    "an evicted one waits": (None, {"max_requests": 2, "blocks": 3}, EVICTED, 2, [0, 2, 1]),
+    "in chunks": ("chunks", {"max_requests": 1}, [(150, 1), (20, 0)], 1, [0, 1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "requests", "early", "expected"), ORDERS.values(), ids=ORDERS
+)
+def test_who_begins(model, way, options, requests, early, expected):
+    """One that runs goes on."""
+    engine, ended = policy(model, None, WAYS.get(way, {}), **options), []
     with engine:
-        for number, priority in enumerate((3, 0, 2, 0, -1)):
-            engine.add_request(prompt(20, number), SAMPLED, priority=priority)
-            if number == 0:
+        for number, (length, priority) in enumerate(requests):
+            engine.add_request(prompt(length, number), SAMPLED, priority=priority)
+            if number == early - 1:
                 engine.step()
         while engine.is_busy():
             ended += [one.number for one in engine.step() if one.result is not None]
         engine.require_no_leak()
-    assert ended == [0, 4, 1, 3, 2]
-
-
-def test_an_evicted_one_waits_behind_others(model):
-    engine, ended = policy(model, None, {}, max_requests=2, blocks=3), []
-    with engine:
-        for number, (length, priority) in enumerate(((60, 0), (60, 2), (20, 1))):
-            engine.add_request(prompt(length, number), SAMPLED, priority=priority)
-            if number == 1:
-                engine.step()
-        while engine.is_busy():
-            ended += [one.number for one in engine.step() if one.result is not None]
-    assert engine.statistics.evicted and ended == [0, 2, 1]
-
-
-def test_a_prompt_that_is_read_in_chunks_goes_on(model):
-    engine, ended = policy(model, None, CHUNKED, max_requests=1), []
-    with engine:
-        engine.add_request(prompt(150), SAMPLED, priority=1)
-        engine.step()
-        engine.add_request(prompt(20), SAMPLED, priority=0)
-        while engine.is_busy():
-            ended += [one.number for one in engine.step() if one.result is not None]
-    assert ended == [0, 1]
+    assert ended == expected and bool(engine.statistics.evicted) == ("blocks" in options)
 
 
 @pytest.mark.parametrize(

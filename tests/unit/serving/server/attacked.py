@@ -3,8 +3,6 @@
 Its tokenizer is one of Hugging Face's, which takes seconds for a text of megabytes.
 """
 
-from __future__ import annotations
-
 import sys
 
 from absorbed_mla.serving.tokenizers.tokenizers import open_tokenizer

@@ -1,7 +1,5 @@
 """Answers of the server as OpenAI's client reads them: whole, streamed, with log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -23,23 +21,13 @@ from tests.support.llm import (
     expected_text,
     serving,
 )
-from tests.unit.serving.server.test_metrics import metrics_of
+from tests.unit.serving.server.test_metrics import complete, metrics_of
 
 
 @pytest.fixture(scope="module")
 def served():
     with serving(scheduling_policy="priority") as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
-
-
-def complete(client, prompt, **fields):
-    return client.completions.create(model="tiny", prompt=prompt, **fields)
 
 
 def chat(client, text, **fields):

@@ -1,7 +1,5 @@
 """One client that does its worst, over and over, while the streams of others go on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """``absorbed-mla-serve``: its options, and the whole of it around a real model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Many clients at once, those that go away, and those that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json
@@ -13,18 +11,12 @@ from openai import AsyncOpenAI, OpenAI
 from starlette.requests import ClientDisconnect
 
 from absorbed_mla.serving.server.app import _write
-from tests.support.llm import expected_text, serving, until
+from tests.support.llm import expected_text, until
 
 ROUTES = {
     "/v1/completions": {"prompt": "some text"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "some text"}]},
 }
-
-
-@pytest.fixture
-def served():
-    with serving() as made:
-        yield made
 
 
 def open_request(served, path="/v1/completions", body=None, receive_bytes=None, **fields):
@@ -96,19 +88,14 @@ class TestGoingAway:
         raw.close()
         self.require_aborted(served, 2)
 
-    @pytest.mark.parametrize("path", ROUTES)
+    @pytest.mark.parametrize("path", [*ROUTES, None])
     def test_streamed(self, served, path):
-        raw = open_request(served, path, max_tokens=400, stream=True)
+        """Also several prompts at once."""
+        several = {"path": path} if path else {"body": {"prompt": ["first", "second", "third"]}}
+        raw = open_request(served, **several, max_tokens=400, stream=True)
         assert raw.recv(10_000).startswith(b"HTTP/1.1 200")
         raw.close()
-        self.require_aborted(served, 1)
-
-    def test_several_prompts(self, served):
-        body = {"prompt": ["first", "second", "third"]}
-        raw = open_request(served, body=body, max_tokens=400, stream=True)
-        assert raw.recv(10_000).startswith(b"HTTP/1.1 200")
-        raw.close()
-        self.require_aborted(served, 3)
+        self.require_aborted(served, 1 if path else 3)
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_before_the_first_token(self, served, stream):

@@ -1,7 +1,5 @@
 """The end of the model and of the server: every client hears of it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.error
@@ -16,12 +14,6 @@ from tests.support.llm import serving, until
 from tests.unit.serving.server.test_refusals import head
 
 REASON = "the model has stopped"
-
-
-@pytest.fixture
-def served():
-    with serving() as made:
-        yield made
 
 
 def ask(served, stream: bool, prompt="some text") -> str:

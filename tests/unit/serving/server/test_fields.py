@@ -1,7 +1,5 @@
 """Fields of requests: null and values that ask for nothing are taken, others refused by name."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

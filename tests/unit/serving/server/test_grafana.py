@@ -1,7 +1,5 @@
 """The Grafana board: its panels do not overlap, and their metrics are a server's."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a client may send, and how slowly, before anybody looks at its key."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

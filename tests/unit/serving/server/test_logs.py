@@ -1,7 +1,5 @@
 """The server's log as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """``/metrics`` after known traffic: every figure is exact, or what its clients measured."""
 
-from __future__ import annotations
-
 import time
 import urllib.error
 import urllib.request

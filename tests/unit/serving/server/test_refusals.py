@@ -1,7 +1,5 @@
 """What the server refuses: in OpenAI's shape, and without harm to those that come after."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -24,7 +22,6 @@ def served():
 
 
 def send(served, method, path, body=b"", headers=None):
-    """Status and body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = {"content-type": "application/json"} if method == "POST" else {}
@@ -36,7 +33,6 @@ def send(served, method, path, body=b"", headers=None):
 
 
 def head(path: str, *lines: str) -> bytes:
-    """The head of a request."""
     first = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json")
     return "\r\n".join([*first, *lines, "", ""]).encode()
 

@@ -1,11 +1,9 @@
 """``/v1/responses`` as OpenAI's client reads it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from openai import APIError, BadRequestError, OpenAI
+from openai import APIError, BadRequestError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -30,12 +28,6 @@ def tokenizer():
 def served(tokenizer):
     parsers = OutputParsers(TOOL_PARSERS["glm45"], REASONING_PARSERS["glm45"])
     with serving(tokenizer=tokenizer, app_options={"parsers": parsers}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
         yield made
 
 

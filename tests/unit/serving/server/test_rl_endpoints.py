@@ -1,7 +1,5 @@
 """Endpoints for trainers, around a fake model; ``test_update_weights.py`` has a real one."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The thread that runs the model, with a model that only counts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

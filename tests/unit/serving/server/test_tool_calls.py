@@ -1,11 +1,8 @@
 """Tool calls and reasoning as OpenAI's client reads them, of a model that says what it is told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
@@ -38,12 +35,6 @@ def tokenizer():
 def served(tokenizer):
     parsers = OutputParsers(TOOL_PARSERS["glm45"], REASONING_PARSERS["glm45"])
     with serving(tokenizer=tokenizer, app_options={"parsers": parsers}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
         yield made
 
 

@@ -1,7 +1,5 @@
 """Tool calls and reasoning in texts as models write them, whole and in pieces of every kind."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """What is checked before a request runs: parameters, grammars and what they may take."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import time

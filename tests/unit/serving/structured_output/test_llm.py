@@ -1,7 +1,5 @@
 """Structured outputs of ``LLM``, ``AsyncLLM`` and the server's clients, around a model of junk."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

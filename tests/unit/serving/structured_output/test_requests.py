@@ -1,7 +1,5 @@
 """No request emits what its grammar does not allow; others beside it do not notice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 If these fail, users see broken characters, or a script dies of a model's bytes.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +34,6 @@ BYTE_LEVEL = byte_level()
 
 @pytest.fixture(params=["bytes", "byte_level"])
 def stream_and_tokens(request):
-    """A stream for tokens that are bytes, and the tokens of bytes."""
     if request.param == "bytes":
         return ByteStream(EOD), list
     # Its tokens are the bytes in another order.

@@ -1,7 +1,5 @@
 """Tokenizers of ``LLM``: bytes, and a Hugging Face folder with special tokens and a template."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -113,16 +111,11 @@ class TestHuggingFace:
         assert found.encode(TEXT) == tokenizer.encode(TEXT)
         assert open_tokenizer(found, None) is found
 
-    def test_without_a_template(self, folder, tmp_path):
-        copy = tmp_path / "copy"
-        shutil.copytree(folder, copy)
+    def test_faults(self, folder, tmp_path):
+        copy = shutil.copytree(folder, tmp_path / "copy")
         (copy / "chat_template.jinja").unlink()
         with pytest.raises(ValueError, match="the tokenizer has no chat template; use generate"):
             open_tokenizer(copy, None).chat(MESSAGES)
-
-    def test_broken(self, folder, tmp_path):
-        copy = tmp_path / "copy"
-        shutil.copytree(folder, copy)
         (copy / "tokenizer.json").write_text("{")
         with pytest.raises(ValueError, match=f"tokenizer: cannot load a tokenizer from {copy}"):
             open_tokenizer(copy, None)

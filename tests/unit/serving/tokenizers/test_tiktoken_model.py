@@ -3,8 +3,6 @@
 If these fail, models read other tokens than they were trained with, or code of a checkpoint runs.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

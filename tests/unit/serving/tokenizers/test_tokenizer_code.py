@@ -1,7 +1,5 @@
 """Tokenizers that are Python code of their folder: it runs if it is trusted, and never else."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers of ``LLM``: prompts to tokens, and tokens back to text."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing

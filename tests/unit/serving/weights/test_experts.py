@@ -1,7 +1,5 @@
 """Which experts a loaded model has, and that their weights are the checkpoint's."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

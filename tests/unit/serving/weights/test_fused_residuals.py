@@ -1,7 +1,5 @@
 """Residual connections that make what the norm behind them returns, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The activation that replaces Megatron's in models that only generate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Head weights of indexers in a model in bf16: the file's bits, and the selections of fp32."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Routings that Megatron's router does not compute, in ``LLM``: transformers' log-probs, fp32."""
 
-from __future__ import annotations
-
 import logging
 import os
 from unittest import mock

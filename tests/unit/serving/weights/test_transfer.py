@@ -1,7 +1,5 @@
 """Buckets of tensors between a sender and receivers in threads: bits, memory, failures."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

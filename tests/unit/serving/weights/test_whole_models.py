@@ -1,7 +1,5 @@
 """Every model type, trained and generating as transformers' own class does, in float32."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
