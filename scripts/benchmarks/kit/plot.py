@@ -13,6 +13,8 @@ from console.figure import figure
 
 # More panels would be too small to read.
 MOST_PANELS = 16
+# A legend of more would cover them.
+MOST_LINES = 6
 Points = list[tuple[float, float]]
 
 
@@ -56,7 +58,7 @@ def draw(panels: Sequence[Panel], path: Path) -> bool:
 def _draw(axes, panel: Panel) -> None:
     for number, (name, points) in enumerate(panel.lines.items()):
         # Lines drawn first are wider, so that equal ones stay visible.
-        width = 1.2 + 0.8 * (len(panel.lines) - 1 - number)
+        width = 1.2 + min(0.8, 4 / len(panel.lines)) * (len(panel.lines) - 1 - number)
         xs, ys = zip(*sorted(points))
         axes.plot(xs, ys, marker="o", markersize=4, linewidth=width, label=name)
     sizes = sorted({x for points in panel.lines.values() for x, _ in points})
@@ -67,4 +69,5 @@ def _draw(axes, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.xlabel)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    many = len(panel.lines) > MOST_LINES
+    axes.legend(fontsize=7, **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {}))
