@@ -26,7 +26,7 @@ PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
 CP_COMM_TYPES = CP_STRATEGIES.names()
 # What no field of Megatron's config says of a model's router.
 ROUTER_OPTIONS = ("moe_router_group_score_topk", "moe_router_norm_topk_prob")
-_SWITCHES = ("batch_invariant", "k_rope_layernorm", "post_mlp_layernorm")
+_SWITCHES = ("batch_invariant", "train_on_cached_latents", "k_rope_layernorm", "post_mlp_layernorm")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
@@ -166,7 +166,7 @@ class AbsorbedMLAOptions:
             raise ValueError(
                 f"moe_router_norm_topk_prob must be None, True or False, got {normalised!r}"
             )
-        for name in (*_SWITCHES, "train_on_cached_latents"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.train_on_cached_latents and self.latent_cache_dtype == "model":

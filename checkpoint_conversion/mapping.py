@@ -203,9 +203,11 @@ def _in_pairs(
     tensor: LazyTensor, row: Row, config: ModelConfig, *, back: bool = False
 ) -> LazyTensor:
     """A tensor whose rotary channels are pairs of neighbours; ``back``: as the model has them."""
+    if config.model.rope_interleave:
+        return tensor
     others = {"heads*qk": config.qk_nope_head_dim, "kv_rank+rope": config.kv_lora_rank}
     kept_rows, rope = others.get(row.shape.split()[0]), config.qk_rope_head_dim
-    if config.model.rope_interleave or kept_rows is None:
+    if kept_rows is None:
         return tensor
 
     def permute(values: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         names = text_names(find_model_type(fields.get("model_type")), tensors)
         images = [name for name, own in names.items() if own is None]
         buffers = [name for name, own in names.items() if own and _BUFFER.fullmatch(own)]
-        unread = [name for name, own in names.items() if own in unread_norms(config)]
+        norms = unread_norms(config)
+        unread = [name for name, own in names.items() if own in norms]
         others = (*buffers, *images, *unread)
         self.left_alone = {name: tensors.pop(name).nbytes for name in others}
         self.stored = tensors

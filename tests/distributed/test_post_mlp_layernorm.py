@@ -46,7 +46,7 @@ def layer(divided: bool = True, change=lambda spec: spec, **fields) -> NormedMoE
     return made
 
 
-def whole_output(x: Tensor) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Output and gradient of the norm's weight in one process."""
     with world.parallel():
         made = layer(divided=False)
@@ -58,7 +58,7 @@ def whole_output(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_sequence_parallel():
     """A rank norms its own tokens, and its gradient is marked as one to sum."""
     x = torch.randn(8, 1, TINY.hidden, generator=torch.Generator().manual_seed(0)).double()
-    expected, gradient = whole_output(x)
+    expected, gradient = reference(x)
     with world.parallel(tp=2):
         made = layer(tensor_model_parallel_size=2, sequence_parallel=True)
         output, _ = made(world.own_part(x, 0))
@@ -73,7 +73,7 @@ def test_data_parallel_attention():
     """Ranks sum up parts of the experts' output first."""
     generator = torch.Generator().manual_seed(world.rank())
     x = torch.randn(3 + world.rank(), 1, TINY.hidden, generator=generator).double()
-    expected, _ = whole_output(x)
+    expected, _ = reference(x)
     with layout("parts", 1) as fields:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
         made = layer(change=lambda spec: shard_layers(spec, exchange), **fields).eval()

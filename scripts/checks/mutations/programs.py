@@ -14,8 +14,7 @@ scripts/checks/fuzz/families/cache.py
 scripts/checks/fuzz/families/experts.py
   fuzz_other_experts: unlike | twice | outside -> twice | outside
 scripts/checks/fuzz/families/sampling.py
-  fuzz_edges_of_tokens: _EDGE * most.sum(-1, keepdim=True) + 1
-    -> 0.9 * most.sum(-1, keepdim=True) + 1
+  fuzz_edges_of_tokens: _EDGE * whole + 1 -> 0.9 * whole + 1
 scripts/checks/fuzz/results.py
   fuzz_kernel_never_launched: sorted(declared - set(self.kernels)) -> []
 scripts/checks/fuzz/runner.py

@@ -128,8 +128,9 @@ def may_be_drawn(logits: Tensor, numbers: Tensor, tokens: Tensor) -> Tensor:
     own = most.gather(-1, tokens[:, None])
     begin = fewest.cumsum(-1).gather(-1, tokens[:, None]) - own
     end, random = most.cumsum(-1).gather(-1, tokens[:, None]), numbers[1][:, None]
-    edge = _EDGE * most.sum(-1, keepdim=True) + 1
-    reached = begin - edge <= random * most.sum(-1, keepdim=True)
+    whole = most.sum(-1, keepdim=True)
+    edge = _EDGE * whole + 1
+    reached = begin - edge <= random * whole
     fits = reached & (random * fewest.sum(-1, keepdim=True) <= end + edge) & (own > 0)
     return fits[:, 0]
 
