@@ -222,7 +222,7 @@ def _check_complete(
 ) -> None:
     # Pipeline stages hold different layers. All ranks judge the whole model, so that all of them
     # raise together, and know what has no place in it.
-    own = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(requested)}
+    own = {tensor.key: tuple(tensor.global_shape) for tensor in sharded_tensors(requested)}
     stages: list[dict[str, tuple]] = [{}] * dist.get_world_size()
     dist.all_gather_object(stages, own)
     needed = {key: shape for stage in stages for key, shape in stage.items()}
@@ -242,10 +242,8 @@ def _check_complete(
         raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))
 
 
-def _tensors(entries: ShardedStateDict) -> Iterator[ShardedTensor]:
-    """Every tensor a checkpoint holds, of which a factory makes several."""
+def sharded_tensors(entries: ShardedStateDict) -> Iterator[ShardedTensor]:
+    """Every tensor that a checkpoint would hold, of which a factory makes several."""
     for entry in nested_values(entries):
-        if isinstance(entry, ShardedTensorFactory):
-            yield from nested_values(entry.build())
-        else:
-            yield entry
+        made = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        yield from (one for one in made if isinstance(one, ShardedTensor))

@@ -166,7 +166,7 @@ class Region:
         return replace(self, start=tuple(starts), size=tuple(sizes)).lazy()
 
     def _load(self, session: ReadSession) -> Tensor:
-        overlaps = list(self._overlaps())
+        overlaps = list(self.overlaps())
         loaded = self.tensor.load(overlaps, session)
         if len(overlaps) == 1:
             [(_, result)] = loaded
@@ -179,7 +179,8 @@ class Region:
                 target.copy_(values)
         return result[(0,) * self.dropped]
 
-    def _overlaps(self) -> Iterator[Overlap]:
+    def overlaps(self) -> Iterator[Overlap]:
+        """Where it meets the chunks, each with the part of it that it covers."""
         along = []
         dims = zip(self.tensor.grid, self.tensor.shape, self.start, self.size)
         for starts, whole, start, size in dims:
@@ -197,7 +198,7 @@ class Region:
     def _peak(self) -> int:
         """Bytes mapped from the largest chunk, plus the result if it is assembled of several."""
         itemsize, mapped = self.tensor.dtype.itemsize, []
-        for overlap in self._overlaps():
+        for overlap in self.overlaps():
             whole = self.tensor.chunk_size(overlap.chunk)
             last = sum(
                 (length - 1) * math.prod(whole[dim + 1 :])

@@ -69,6 +69,25 @@ def sharded(config: ModelConfig, kind: str = "absorbed", **changes: object) -> G
     return megatron_model(config, kind, stage=ends, **fields).to(world.device())
 
 
+VIRTUAL = {PP: 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+def sharded_chunks(config: ModelConfig) -> list[GPTModel]:
+    """This rank's chunks of a virtual pipeline."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    fields = {**VIRTUAL, **SILU, "pipeline_dtype": torch.float32}
+    return [
+        megatron_model(
+            config,
+            "absorbed",
+            stage=tuple((chunk, rank) == end for end in ((0, 0), (1, 1))),
+            vp_stage=chunk,
+            **fields,
+        ).to(world.device())
+        for chunk in range(2)
+    ]
+
+
 def written(config: ModelConfig, tensors: dict[str, Tensor], folder) -> Path:
     """A distributed checkpoint of whole weights."""
     made = folder / "made"
@@ -209,21 +228,8 @@ def test_chunks_of_a_virtual_pipeline(folder):
     config = four_layers()
     tensors = random_tensors(config, torch.float32)
     made = written(config, tensors, folder)
-    virtual = {"virtual_pipeline_model_parallel_size": 2}
-    with world.parallel(**{PP: 2}, **virtual):
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        ends = ((0, 0), (1, 1))
-        fields = {PP: 2, **virtual, **SILU, "pipeline_dtype": torch.float32}
-        chunks = [
-            megatron_model(
-                config,
-                "absorbed",
-                stage=tuple((chunk, rank) == end for end in ends),
-                vp_stage=chunk,
-                **fields,
-            ).to(world.device())
-            for chunk in range(2)
-        ]
+    with world.parallel(**VIRTUAL):
+        chunks = sharded_chunks(config)
         entries = {
             f"{chunk.vp_stage}.{name}": entry
             for chunk in chunks

@@ -1,5 +1,6 @@
 """Models whose decode steps are captured in CUDA graphs, beside the same steps from the host."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -10,7 +11,6 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.scheduler.cuda_graphs import (
     delete_graphs,
-    deleting_graphs,
     graph_fields,
     seed_generators,
 )
@@ -28,7 +28,8 @@ FEW_GRAPHS = {
 @pytest.fixture
 def decode_graphs() -> Iterator[None]:
     """The random-number tracker that graphs need, and the usual one afterwards."""
-    with deleting_graphs(True):
+    with contextlib.ExitStack() as after:
+        after.callback(delete_graphs)
         seed_generators(0, graphs=True)
         yield
     seed_generators(1234, graphs=False)

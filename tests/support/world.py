@@ -15,10 +15,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
 
+from absorbed_mla.serving.parallel_groups import ParallelGroups
 from tests.support.gloo import share_one_device
 
 # A rank that fails between two collectives leaves the others waiting this long.
 _TIMEOUT = timedelta(seconds=120)
+_outermost = contextlib.ExitStack()
 
 
 def start() -> None:
@@ -37,7 +39,7 @@ def start() -> None:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-    _enter(tp=dist.get_world_size())
+    _outermost.enter_context(parallel(tp=dist.get_world_size()))
 
 
 def _limit_memory() -> None:
@@ -48,42 +50,32 @@ def _limit_memory() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
-# Megatron's process groups by sizes, created once: each has threads and sockets until the job ends.
-_GROUPS: dict[tuple, dict] = {}
-_entered: list[dict] = []
+# By sizes, created once: each has threads and sockets until the job ends.
+_GROUPS: dict[tuple, ParallelGroups] = {}
 
 
 @contextlib.contextmanager
-def parallel(**sizes) -> Iterator[None]:
+def parallel(*, tp: int = 1, cp: int = 1, **more) -> Iterator[None]:
     """Use other parallel sizes inside the block: ``tp``, ``cp``, and others that Megatron takes.
 
     Sizes that are not given are 1; the remaining ranks are data-parallel.
     """
-    [former] = _entered
-    _enter(**sizes)
-    try:
-        yield
-    finally:
-        _enter(**former)
-
-
-def _enter(*, tp: int = 1, cp: int = 1, **more) -> None:
     key = (tp, cp, *sorted(more.items()))
     if key not in _GROUPS:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, **more
-        )
-        # All that initialize_model_parallel sets.
-        state = vars(parallel_state)
-        _GROUPS[key] = {n: v for n, v in state.items() if n.startswith("_") and n.isupper()}
-    vars(parallel_state).update(_GROUPS[key])
-    _entered[:] = [{"tp": tp, "cp": cp, **more}]
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, **more}
+        _GROUPS[key] = ParallelGroups(**sizes)
+    try:
+        with _GROUPS[key]:
+            tensor_parallel.model_parallel_cuda_manual_seed(1234)
+            yield
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 def stop() -> None:
     """Leave the process group."""
+    _outermost.close()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
-from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
+from absorbed_mla.checkpoint.distributed import model_sharded_state_dict, sharded_tensors
 from absorbed_mla.serving.export.shards import GatheredTensor
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
@@ -190,7 +190,8 @@ def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:
     Raises:
         ValueError: If a weight is no plain tensor.
     """
-    shards = [shard for chunk in chunks for shard in _shards(chunk)]
+    states = (sharded_tensors(model_sharded_state_dict(chunk)) for chunk in chunks)
+    shards = [*itertools.chain.from_iterable(states)]
     for shard in shards:
         if type(shard.data) not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data):
             raise ValueError(
@@ -198,9 +199,3 @@ def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:
                 "tensors or FP8 parameters can be exported (no FSDP2)"
             )
     return shards
-
-
-def _shards(chunk: GPTModel) -> Iterator[ShardedTensor]:
-    for entry in nested_values(model_sharded_state_dict(chunk)):
-        made = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-        yield from (one for one in made if isinstance(one, ShardedTensor))

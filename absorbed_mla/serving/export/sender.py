@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -107,6 +108,29 @@ class WeightSender:
             if not accepted:
                 _of_rank_0(None, error)
             raise
+
+
+def weight_buckets(
+    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights in their order, in lists of at most so many bytes that loaders take one by one.
+
+    The tensors of a layer's attention are in one list, whatever their size: SGLang joins
+    ``q_a_proj`` and ``kv_a_proj_with_mqa``, and ignores one that comes without the other.
+
+    Args:
+        weights: As :func:`hf_weights` gives them, or :class:`LiveWeights`.
+        bucket_bytes: Of a list, unless one tensor, or one attention, has more.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    for _, together in itertools.groupby(weights, lambda pair: pair[0].split(".self_attn.")[0]):
+        unit = list(together)
+        if bucket and sum(x.nbytes for _, x in (*bucket, *unit)) > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket += unit
+    if bucket:
+        yield bucket
 
 
 def _of_rank_0(value: Any, error: Exception | None = None) -> Any:

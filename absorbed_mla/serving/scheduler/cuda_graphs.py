@@ -6,9 +6,6 @@ Megatron captures and replays the graphs. Capturing needs ``graph_fields`` in th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,23 +83,6 @@ def seed_generators(seed: int, *, graphs: bool) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed, inference_rng_tracker=graphs, force_reset_rng=True
     )
-
-
-@contextlib.contextmanager
-def deleting_graphs(captured: bool) -> Iterator[None]:
-    """Delete all CUDA graphs of the process at the end, and free their memory.
-
-    NCCL cannot destroy a process group while a graph holds one of its collectives
-    (pytorch/pytorch#115388).
-
-    Args:
-        captured: Whether graphs are captured meanwhile; False makes this do nothing.
-    """
-    try:
-        yield
-    finally:
-        if captured:
-            delete_graphs()
 
 
 def delete_graphs() -> None:

@@ -82,11 +82,7 @@ class Sender:
 
     Args:
         address: ``tcp://HOST:PORT``, where it listens; with port 0 ``address`` says which it got.
-        num_receivers: Processes that receive, each with a rank from 1.
-        backend: One of ``BACKENDS``.
-        bucket_bytes: Bytes that are sent together. Two buckets are held here, and one by each
-            receiver of a process group; a larger tensor is a bucket.
-        timeout: Seconds that it waits for a receiver.
+        num_receivers, backend, bucket_bytes, timeout: As for ``WeightSender``.
         ended: Why receivers do not go on, if they do not; called while it waits.
 
     Raises:

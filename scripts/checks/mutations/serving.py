@@ -106,6 +106,11 @@ absorbed_mla/serving/export/live.py
   export_without_layer_options: (model) | options -> (model)
   export_unwraps_once: while not isinstance(inner, GPTModel) -> if not isinstance(inner, GPTModel)
   export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
+absorbed_mla/serving/export/resharding.py
+  resharding_beyond_its_bytes: dtype.itemsize <= most: -> dtype.itemsize <= 2 * most:
+  resharding_of_parameters_that_were: id(x) if is_float8tensor(x) else x.data_ptr() -> id(x)
+absorbed_mla/serving/export/sender.py
+  buckets_part_an_attention: pair[0].split(".self_attn.")[0] -> pair[0]
 absorbed_mla/serving/export/shards.py
   export_with_gradients: = data.detach(), shard.size -> = data, shard.size
 absorbed_mla/serving/export/weights.py

@@ -8,7 +8,7 @@ import torch
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.scheduler.cuda_graphs import (
-    deleting_graphs,
+    delete_graphs,
     graph_fields,
     seed_generators,
 )
@@ -36,7 +36,8 @@ REQUESTS = [Request(prompt(100 + seed, seed, shared=70), 30) for seed in range(8
 @pytest.fixture
 def graphs():
     """The random-number tracker that graphs need, and the usual one afterwards."""
-    with deleting_graphs(True):
+    with contextlib.ExitStack() as after:
+        after.callback(delete_graphs)
         yield lambda: seed_generators(0, graphs=True)
     seed_generators(1234, graphs=False)
 
