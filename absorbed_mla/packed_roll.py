@@ -81,22 +81,49 @@ def roll_tensor(
         ValueError: If the boundaries are malformed or do not cover the tokens. It says that this
             package shifts them, since the model may be another's in the same process.
     """
-    ours = packed_seq_params is not None and (
-        packed_seq_params.cu_seqlens_q_padded is not None
-        or getattr(packed_seq_params, "prefix_tree", None) is not None
-    )
-    if tensor is None or not ours:
+    tree = getattr(packed_seq_params, "prefix_tree", None)
+    padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    if tensor is None or (tree is None and padded is None):
         assert _megatrons_roll is not None
         return _megatrons_roll(tensor, shifts, dims, cp_group, packed_seq_params)
     assert shifts == -1 and dims in (-1, tensor.ndim - 1), "MTP shifts tokens by one"
+    group = group_of_call(packed_seq_params, cp_group)
     try:
-        rolled = next_tokens(tensor, packed_seq_params, group_of_call(packed_seq_params, cp_group))
+        rolled = next_tokens(tensor, packed_seq_params, group)
     except ValueError as error:
         raise ValueError(
             f"{error} (absorbed_mla.packed_roll, which replaces Megatron's roll_tensor for all "
             "models of this process, needs boundaries of all tokens, padding included)"
         ) from error
-    return rolled, rolled.sum()
+    if tree is None or group is None or not rolled.is_floating_point():
+        return rolled, rolled.sum()
+    weights = rolled if isinstance(tensor, _LossWeights) else rolled * group.size()
+    return _LossWeights.of(weights, group)
+
+
+class _LossWeights(Tensor):
+    """Weights of MTP's losses of a context-parallel rank's tokens in a pack with shared prefixes.
+
+    Megatron divides a rank's losses by the sum of its weights, and takes the mean of the ranks. How
+    many tokens a rank has depends on the tree, so it is the sum over all ranks here, and weights
+    are multiplied by the number of ranks. With ``calculate_per_token_loss`` Megatron adds the ranks
+    up, and multiplies by :meth:`sum` before MTP's shifts, which takes that number back.
+    """
+
+    # Products are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _sum: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor, group: dist.ProcessGroup) -> tuple[_LossWeights, Tensor]:
+        total = weights.sum() / group.size()
+        dist.all_reduce(total, group=group)
+        found = weights.as_subclass(cls)
+        found._sum = total / group.size()
+        return found, total
+
+    def sum(self) -> Tensor:  # type: ignore[override]
+        return self._sum
 
 
 def next_tokens(values: Tensor, params: PackedSeqParams, group: dist.ProcessGroup | None) -> Tensor:
@@ -159,9 +186,8 @@ def _step(layout: SequenceLayout, size: int, rank: int, device: torch.device) ->
         if size > 1:
             part = ContextParallelLayout.of(layout, size, rank)
             own, places = part.tokens(), part.sequence_order()
-        lengths = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.slots))
-        starts = torch.tensor(layout.starts).repeat_interleave(torch.tensor(layout.slots))
-        left = (lengths - torch.arange(layout.num_tokens) + starts)[own]
+        after = torch.tensor(list(map(sum, layout.runs())))
+        left = after.repeat_interleave(torch.tensor(layout.slots))[own] - own
         following, ends = (own + 1).clamp(max=layout.num_tokens - 1), left <= 1
         here = torch.full_like(places, -1)
         here[own] = torch.arange(len(own))

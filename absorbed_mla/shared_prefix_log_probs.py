@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
@@ -57,14 +56,15 @@ def shared_prefix_log_probs(
 
     Returns:
         fp32 [U], 0 where there is no label; on every tensor- and context-parallel rank. Gradients
-        of context-parallel ranks add up to those of a loss that each of them computes as a whole.
+        of context-parallel ranks add up to those of a loss that each of them computes as a whole;
+        those of MTP's mean losses to ranks times these, unless ``calculate_per_token_loss``.
         From pipeline stages before the last: hidden states.
 
     Raises:
         ValueError: If the model does what cannot be the same with shared prefixes, naming the field
             of its config, or shapes do not fit.
     """
-    require_shared_prefixes(model)
+    _require_shared_prefixes(model)
     group = group_of_call(None, parallel_state.get_context_parallel_group(check_initialized=False))
     given = tree.expand().to(token_ids.device)
     if labels is None:
@@ -81,7 +81,11 @@ def shared_prefix_log_probs(
     tree = _laid_out(tree, get_model_config(model), 1 if group is None else group.size())
     params, expand = tree.packed_seq_params(given.device), tree.expand().to(given.device)
     pairs = _Pairs.of(expand, labels.to(given.device))
-    own = _tokens_of_rank(tree, group).to(given.device)
+    own = torch.arange(tree.num_tokens, device=given.device)
+    if group is not None:
+        layout = SequenceLayout.from_host(params, tree.num_tokens)
+        cut = ContextParallelLayout.of(layout, group.size(), group.rank())
+        own = cut.index("tokens", given.device)
     places = torch.full((tree.num_tokens,), -1, device=given.device)
     places[own] = torch.arange(len(own), device=given.device)
     rows = places[pairs.rows]
@@ -106,22 +110,8 @@ def shared_prefix_log_probs(
     return whole.new_zeros(len(expand)).index_copy(0, pairs.places, whole[pairs.inverse])
 
 
-def require_shared_prefixes(model: nn.Module) -> None:
-    """Check that a model can compute with shared prefixes what it does without them.
-
-    Args:
-        model: As of :func:`shared_prefix_log_probs`; in training mode if dropout is active.
-
-    Raises:
-        ValueError: Naming the field of the config, or the kind of layer, that does not go with it.
-    """
-    config = get_model_config(model)
-    for name in ("hidden_dropout", "attention_dropout") if model.training else ():
-        if getattr(config, name):
-            raise ValueError(
-                f"shared prefixes need {name}=0, got {getattr(config, name)}: each copy of a token "
-                "would drop other values"
-            )
+def _require_shared_prefixes(model: nn.Module) -> None:
+    """Refuse layers that do not know the tree; those that do refuse what they cannot do with it."""
     for layer in get_attr_wrapped_model(model, "decoder").layers:
         mixer = getattr(layer, "self_attention", layer)
         if not isinstance(mixer, AbsorbedMLASelfAttention):
@@ -129,14 +119,8 @@ def require_shared_prefixes(model: nn.Module) -> None:
                 "shared prefixes need AbsorbedMLASelfAttention in every layer, got "
                 f"{type(mixer).__name__}, which takes the nodes of a tree for whole sequences"
             )
-    if config.mtp_num_layers:
+    if get_model_config(model).mtp_num_layers:
         require_tree_roll()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"shared prefixes with mtp_num_layers={config.mtp_num_layers} need "
-                f"context_parallel_size=1, got {config.context_parallel_size}: Megatron divides "
-                "MTP's losses by each rank's own number of tokens"
-            )
 
 
 def _laid_out(tree: PrefixTree, config: TransformerConfig, cp_size: int) -> PrefixTree:
@@ -164,14 +148,6 @@ def _laid_out(tree: PrefixTree, config: TransformerConfig, cp_size: int) -> Pref
     slots = [-(-(length + more) // chunk) * chunk for length, more in zip(lengths, padding)]
     slots[-1] += -sum(slots) % (chunk * ranks)
     return replace(tree, lengths=lengths, padded_lengths=slots)
-
-
-def _tokens_of_rank(tree: PrefixTree, group: dist.ProcessGroup | None) -> Tensor:
-    """Tokens of the pack that a context-parallel rank has, int64."""
-    if group is None:
-        return torch.arange(tree.num_tokens)
-    layout = SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens)
-    return ContextParallelLayout.of(layout, group.size(), group.rank()).tokens()
 
 
 def _next_tokens(tree: PrefixTree, tokens: Tensor) -> Tensor:

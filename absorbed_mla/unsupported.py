@@ -216,10 +216,8 @@ def refuse_shared_prefixes(
     Raises:
         ValueError: Naming the option, what it is and what is supported.
     """
-    fields = dict(_PREFIX_FIELDS)
-    if not training:
-        del fields["attention_dropout"], fields["hidden_dropout"]
-    refuse_fields("A pack with shared prefixes", config, fields)
+    if training:
+        refuse_fields("A pack with shared prefixes", config, _PREFIX_FIELDS)
     if window is not None:
         raise ValueError(
             "packed_seq_params.prefix_tree must be None for a layer with a window_size, got a "

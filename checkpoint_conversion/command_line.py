@@ -101,21 +101,14 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument("a", metavar="A", type=Path, help="folder of a checkpoint")
     parser.add_argument("b", metavar="B", type=Path, nargs="?", help="folder of another one")
-    # fmt: off
-    parser.add_argument(
-        "--tolerance", type=not_negative, default=0.0, metavar="X",
-        help="largest relative error of a tensor that is accepted (default 0: bit for bit)")
-    parser.add_argument(
-        "--logits", action=argparse.BooleanOptionalAction,
-        help="compare what the models predict; default: if both can be evaluated here")
-    parser.add_argument(
-        "--logits-tolerance", type=not_negative, metavar="X",
-        help="largest relative error of the logits that is accepted (default 1e-4)")
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="text for the logits; default: a built-in one")
-    parser.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)")
-    # fmt: on
+    add, error = parser.add_argument, "largest relative error of {} that is accepted (default {})"
+    number: dict[str, Any] = {"type": not_negative, "metavar": "X"}
+    add("--tolerance", default=0.0, **number, help=error.format("a tensor", "0: bit for bit"))
+    what = "compare what the models predict; default: if both can be evaluated here"
+    add("--logits", action=argparse.BooleanOptionalAction, help=what)
+    add("--logits-tolerance", **number, help=error.format("the logits", "1e-4"))
+    add("--text", type=Path, metavar="FILE", help="text for the logits; default: a built-in one")
+    add("--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)")
     _add_mtp_and_workers(parser)
     _add_reading(parser)
 
@@ -221,37 +214,42 @@ class Flag(NamedTuple):
     help: str
 
 
+# What the options do, by field; those of layouts say it themselves.
+_HELP = {
+    "dtype": "of all weights except the routing's correction bias and the indexers' weights_proj; "
+    "default: each keeps its own, and quantised ones become bf16",
+    "fp8": "quantise to FP8 blocks with such scales; default: do not",
+    "quantised_like": "quantise the weights that this Hugging Face folder has in four bits (INT4, "
+    "MXFP4) as it does; groups of equal values keep its bits; default: do not",
+    "layers": "a tensor per layer or one for all; default: what Megatron writes for the "
+    "architecture",
+    "vocab_multiple": "pad the vocabulary with zeros to a multiple of this; default: no padding",
+    "iteration": "write the checkpoint of this iteration; default: a release",
+    "max_shard_bytes": "bound on a file of several tensors, such as 5GB; default: what memory "
+    "allows, which is never exceeded",
+}
+
+
 def flags() -> list[Flag]:
     """The options of ``convert`` that decide how the target is written."""
-    layouts = layout_options()
-    megatron = ("megatron", "absorbed")
-    # fmt: off
-    return [
-        Flag("--dtype", "dtype", TARGETS, tuple(_DTYPES),
-             "of all weights except the routing's correction bias and the indexers' weights_proj; "
-             "default: each keeps its own, and quantised ones become bf16"),
-        Flag("--fp8", "fp8", ("hf",), ("float", "ue8m0"),
-             "quantise to FP8 blocks with such scales; default: do not"),
-        Flag("--quantised-like", "quantised_like", ("hf",), Path,
-             "quantise the weights that this Hugging Face folder has in four bits (INT4, MXFP4) as "
-             "it does; groups of equal values keep its bits; default: do not"),
-        *(
-            Flag(f"--{one.option.replace('_', '-')}", one.option,
-                 megatron if one.in_absorbed else ("megatron",), layouts[one.option], one.help)
-            for one in {one.option: one for one in CHECKPOINT_LAYOUTS}.values()
-        ),
-        Flag("--layers", "layers", megatron, ("numbered", "stacked"),
-             "a tensor per layer or one for all; default: what Megatron writes for the "
-             "architecture"),
-        Flag("--make-vocab-size-divisible-by", "vocab_multiple", megatron, positive,
-             "pad the vocabulary with zeros to a multiple of this; default: no padding"),
-        Flag("--iteration", "iteration", megatron, positive,
-             "write the checkpoint of this iteration; default: a release"),
-        Flag("--max-shard-size", "max_shard_bytes", TARGETS, byte_count,
-             "bound on a file of several tensors, such as 5GB; default: what memory allows, which "
-             "is never exceeded"),
+    megatron, values = ("megatron", "absorbed"), layout_options()
+    layouts = {one.option: one for one in CHECKPOINT_LAYOUTS}
+    texts = _HELP | {name: one.help for name, one in layouts.items()}
+    rows: list[tuple[Any, ...]] = [
+        ("--dtype", "dtype", TARGETS, tuple(_DTYPES)),
+        ("--fp8", "fp8", ("hf",), ("float", "ue8m0")),
+        ("--quantised-like", "quantised_like", ("hf",), Path),
     ]
-    # fmt: on
+    for name, one in layouts.items():
+        formats = megatron if one.in_absorbed else ("megatron",)
+        rows.append((f"--{name.replace('_', '-')}", name, formats, values[name]))
+    rows += [
+        ("--layers", "layers", megatron, ("numbered", "stacked")),
+        ("--make-vocab-size-divisible-by", "vocab_multiple", megatron, positive),
+        ("--iteration", "iteration", megatron, positive),
+        ("--max-shard-size", "max_shard_bytes", TARGETS, byte_count),
+    ]
+    return [Flag(*row, texts[row[1]]) for row in rows]
 
 
 def target_options(args: argparse.Namespace) -> TargetOptions:

@@ -24,7 +24,7 @@ from absorbed_mla.core_attention.types import (
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixBackend:
-    """An ``AttentionBackend`` that sees the ``further`` spans, too.
+    """An ``AttentionBackend`` that also attends to shared prefixes, the spans' ``further``.
 
     Attributes:
         backend: Computes each part.
@@ -120,7 +120,7 @@ def _levels(spans: Spans) -> tuple[_Level, ...]:
 
 
 def joined(spans: Spans) -> Spans | None:
-    """What spans and their further ones see, in no more spans; a query may be in several.
+    """Spans extended to the queries of their ``further`` ones; a query may be in several.
 
     Queries right behind those of a node see all of it: they continue its span.
 

@@ -64,12 +64,12 @@ class SparsePlan(AttentionPlan):
     index: IndexVectors | None = None
 
     def paths(self, device: torch.device) -> PathKeys | None:
-        """Keys of nodes and their prefixes, if there are shared ones."""
+        """Keys of each tree node and its prefixes; None without shared prefixes."""
         tree = self.layout.tree
         return None if tree is None else PathKeys.of(self.keys.spans(), tree, device)
 
     def counts(self, device: torch.device) -> Tensor | None:
-        """Sequences of each of this rank's queries, [S_q]; None where each is in one."""
+        """How many sequences contain each of this rank's queries, [S_q]; None: one each."""
         if self.layout.tree is None:
             return None
         return self.layout.tree.token_counts().to(device)[self.keys.query_tokens(device)]

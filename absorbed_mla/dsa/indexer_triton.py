@@ -1,4 +1,4 @@
-"""Parts of the indexer's loss by the ``triton`` kernels, called like those they replace."""
+"""The indexer's loss by Triton kernels: KL target, scores and gradients of index vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from absorbed_mla.dsa.selection_triton import triton_index_scores
 
 
 class TritonHeadSum:
-    """As ``indexer_loss.HeadSum``, fp32."""
+    """The attention's probabilities summed over heads, as ``indexer_loss.HeadSum``, fp32."""
 
     sparse: SparseBackend = SPARSE
 
@@ -74,7 +74,7 @@ class TritonHeadSum:
 
 
 def triton_scores(index: IndexVectors, subset: VisibleKeys | ChosenKeys, relu: bool) -> Tensor:
-    """As ``index_scores``, fp32; where a key is not seen, anything."""
+    """Index scores as of ``index_scores``, fp32; where a key is not seen, anything."""
     from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
 
     with torch.cuda.device_of(index.query):

@@ -21,7 +21,7 @@ LEAST_TOKENS = 512
 
 
 class TokenShares:
-    """This rank's tokens: in each of equal pieces of all, the rank-th part.
+    """New tokens that this rank computes: the rank-th part of each of equal pieces of all.
 
     Args:
         group: The context-parallel ranks.
@@ -48,7 +48,7 @@ class TokenShares:
         return parts.transpose(0, 1).flatten(0, 2)
 
     def within(self, tokens: slice) -> list[tuple[slice, slice]]:
-        """Runs of this rank's tokens inside of ``tokens``: their places there, and on this rank."""
+        """Runs of this rank's tokens among ``tokens``: (slice of ``tokens``, slice of its own)."""
         found, before = [], 0
         for own in self.own:
             first, end = max(own.start, tokens.start), min(own.stop, tokens.stop)

@@ -73,7 +73,7 @@ def latent_attention_in_pieces(
     scale: float,
     record_largest: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`latent_attention_forward`, of ``kernels/hopper/forward_in_pieces.py``."""
+    """As :func:`latent_attention_forward`, in KV splits: ``hopper/forward_in_pieces.py``."""
     module = _kernel_module("hopper", "forward_in_pieces")
     largest = _largest(q_content, record_largest)
     inputs = q_content, q_rope, latent, k_rope, query_tiles

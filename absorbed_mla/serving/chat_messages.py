@@ -91,7 +91,7 @@ def _text_of(part: Any) -> str:
 
 
 def require_none(call: str, options: Mapping[str, Any]) -> None:
-    """Check that no option of a call is one of vLLM's that is not here.
+    """Refuse those of a call's options that vLLM has and this package does not.
 
     Raises:
         ValueError: Naming those that are.
@@ -104,7 +104,7 @@ def require_none(call: str, options: Mapping[str, Any]) -> None:
 def template_options_of(
     options: Mapping[str, Any], variables: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Options of ``apply_chat_template``, and variables of the template, in one.
+    """Arguments of ``apply_chat_template``: its options, and the template's variables.
 
     Raises:
         ValueError: If an option is vLLM's and not here, or both have a name.

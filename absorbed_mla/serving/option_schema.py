@@ -150,7 +150,7 @@ def option(default: Any = REQUIRED, **entry: Any) -> Any:
 
 
 def like(cls: type, name: str, **changes: Any) -> Any:
-    """The field of an option of ``LLM`` that its engine has in another way, with what differs.
+    """A field of ``LLM`` made from the engine's option of that meaning, with ``changes``.
 
     Args:
         cls: Class of the engine's option.
@@ -244,7 +244,7 @@ class Options:
 
 @functools.cache
 def needs_in(cls: type) -> Mapping[str, Mapping[str, tuple]]:
-    """Options of a class that need something -> what they need of others, by their names in it."""
+    """What options need of others: name -> the other's name in the class -> values it may have."""
     known = options_of(cls)
     names = {one.of_engine or own: own for own, one in known.items()} | {own: own for own in known}
     needs = {

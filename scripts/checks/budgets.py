@@ -59,7 +59,7 @@ BUDGETS = (
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 22_850, 14_000),
     Budget("tests", "lines", 78_850, 52_000),
-    Budget("docs", "words", 26_750, 22_000, but_not="docs/measurements"),
+    Budget("docs", "words", 25_990, 22_000, but_not="docs/measurements"),
 )
 
 

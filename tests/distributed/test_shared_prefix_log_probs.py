@@ -9,7 +9,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+)
 from torch import Tensor
 
 from absorbed_mla.packed_router import use_packed_router
@@ -21,20 +24,23 @@ from tests.distributed.whole import of_all_ranks
 from tests.support import needs, pipeline, world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.cases import TINY, config_for
-from tests.support.combinations import few_ranks
-from tests.support.layouts import cut_tokens, packed
+from tests.support.combinations import few_ranks, thinned
+from tests.support.dsa import dsa_fields
+from tests.support.dsa_models import DSA
+from tests.support.layouts import packed
 from tests.support.models import MIXED, VOCAB, gpt_model
 from tests.support.numerics import compare
 from tests.support.refusal import refusal
-
-pytestmark = few_ranks
 
 EXPERTS = {
     **MIXED,
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 0.5,
     "moe_router_dtype": "fp64",
+    "cp_comm_type": "all_gather",
 }
+SPARSE = {**dsa_fields(DSA), "dsa_indexer_loss_coeff": 0.5, "num_layers": 1}
+SPARSE["cp_comm_type"] = "allgather"
 PER_TOKEN = {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1}
 RECOMPUTED = {
     "recompute_granularity": "full",
@@ -42,12 +48,16 @@ RECOMPUTED = {
     "recompute_num_layers": 1,
 }
 CASES = {
-    "dense": {"num_layers": 2},
     "experts": EXPERTS,
     "experts_recomputed": {**EXPERTS, **PER_TOKEN, **RECOMPUTED},
-    "mtp": {"num_layers": 1, "mtp_num_layers": 2},
-    "mtp_per_token": {"num_layers": 1, "mtp_num_layers": 1, "calculate_per_token_loss": True},
+    "mtp": {"num_layers": 1, "mtp_num_layers": 2, "cp_comm_type": "p2p"},
+    "mtp_experts": {**EXPERTS, "num_layers": 1, "moe_layer_freq": 1, "mtp_num_layers": 1},
+    "mtp_per_token": {**SPARSE, "mtp_num_layers": 2, "calculate_per_token_loss": True},
 }
+# More ranks run the same code, but for MTP's means over them.
+MEANS_ONLY = thinned() and world.size() > 2
+# Of parameters with gradients of a tensor-parallel rank's tokens.
+MARKS = ("sequence_parallel", "average_gradients_across_tp_domain")
 
 
 @pytest.fixture
@@ -68,12 +78,15 @@ def in_fp64(monkeypatch):
 
 def model(**fields):
     fields = {**world.tp_fields(), "context_parallel_size": world.cp_size(), **fields}
-    config = config_for(TINY, torch.float64, **fields)
+    mla = DSA.mla if "dsa_indexer_topk" in fields else TINY
+    config = config_for(mla, torch.float64, **fields)
     block = get_absorbed_mla_decoder_block_spec(config, backend="local")
     use_packed_router(block)
     mtp = config.mtp_num_layers and get_absorbed_mla_mtp_block_spec(config, backend="local")
+    if mtp:
+        use_packed_router(mtp)
     forget_auxiliary_losses()
-    return gpt_model(dtype=torch.float64, spec=block, mtp_block_spec=mtp, **fields).train()
+    return gpt_model(mla=mla, dtype=torch.float64, spec=block, mtp_block_spec=mtp, **fields).train()
 
 
 def texts() -> list[list[int]]:
@@ -90,33 +103,33 @@ def texts() -> list[list[int]]:
 
 def gradients(gpt, log_probs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Of the weighted sum, over ranks that have a part of the tokens; and the log-probabilities."""
-    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        scaler.set_loss_scale(torch.tensor(1.0, device=world.device()))
+    one = torch.tensor(1.0, device=world.device())
+    MoEAuxLossAutoScaler.set_loss_scale(one)
+    # Megatron takes the mean of the ranks' means.
+    ranks = 1 if gpt.config.calculate_per_token_loss else world.cp_size()
+    MTPLossAutoScaler.set_loss_scale(one / ranks)
     gpt.zero_grad()
     (log_probs * weights).sum().backward()
     found = {"log_probs": log_probs.detach()}
+    logged = MTPLossLoggingHelper.tracker.get("loss_values", one)
+    found["mtp"] = world.all_reduce(logged, group=world.cp_group()) / world.cp_size()
     for name, parameter in gpt.named_parameters():
         if parameter.grad is not None:
             found[name] = world.all_reduce(parameter.grad, group=world.cp_group())
-            if getattr(parameter, "sequence_parallel", False):
+            if any(getattr(parameter, mark, False) for mark in MARKS):
                 found[name] = world.all_reduce(found[name], group=world.tp_group())
     return found
 
 
-def unshared_log_probs(gpt, labels: Tensor, given: list[list[int]]) -> Tensor:
-    """Of labels of the pack without shared prefixes, on every rank; 0 where they are negative."""
+def unshared_log_probs(gpt, labels: Tensor, given: list[list[int]], **more) -> Tensor:
+    """Of labels of the pack without shared prefixes; 0 where they are negative."""
     tokens = torch.tensor([*chain(*given)], device=world.device())
     layout = packed([len(text) for text in given])
-    own = cut_tokens(layout, world.cp_size(), world.cp_group().rank())
     positions = torch.cat([torch.arange(length) for length in layout.lengths]).to(tokens.device)
     params = layout.packed_seq_params(tokens.device)
-    logits = gpt(tokens[None, own], positions[None, own], None, packed_seq_params=params)
-    given = labels.clamp(min=0)[None, own]
-    losses = gpt.compute_language_model_loss(given, logits.transpose(0, 1))[0]
-    # Other context-parallel ranks have the other ones, and their gradients.
-    found = losses.new_zeros(len(tokens)).index_copy(0, tokens.new_tensor(own), -losses)
-    found = found + (world.all_reduce(found, group=world.cp_group()) - found.detach())
-    return found.masked_fill(labels < 0, 0.0)
+    logits = gpt(tokens[None], positions[None], None, packed_seq_params=params, **more)
+    losses = gpt.compute_language_model_loss(labels.clamp(min=0)[None], logits.transpose(0, 1))
+    return -losses[0].masked_fill(labels < 0, 0.0)
 
 
 def next_tokens(given: list[list[int]]) -> Tensor:
@@ -125,22 +138,25 @@ def next_tokens(given: list[list[int]]) -> Tensor:
     return torch.tensor([*chain(*found)], device=world.device())
 
 
-@pytest.mark.parametrize("cp", sorted({1, world.size()}))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cp", [world.size()] if MEANS_ONLY else sorted({1, world.size()}))
+@pytest.mark.parametrize("case", [name for name in CASES if "mtp" in name or not MEANS_ONLY])
 def test_it_is_the_pack_without_shared_prefixes(in_fp64, case, cp):
+    """Which is not cut: Megatron divides each rank's losses of MTP by the rank's own tokens."""
+    generator, count = torch.Generator().manual_seed(1), sum(map(len, texts()))
+    weights, loss_mask = torch.rand(2, count, generator=generator).to(world.device())
+    case = CASES[case]
+    if "num_moe_experts" in case:
+        loss_mask = loss_mask / count  # Megatron divides by 1 at least.
+    with world.parallel(tp=world.size() // cp):
+        gpt = model(**case)
+        found = unshared_log_probs(gpt, next_tokens(texts()), texts(), loss_mask=loss_mask[None])
+        expected = gradients(gpt, found, weights)
     with world.parallel(tp=world.size() // cp, cp=cp):
-        gpt = model(**CASES[case])
-        count = sum(map(len, texts()))
-        weights = torch.randn(count, generator=torch.Generator().manual_seed(1))
-        weights = weights.to(world.device())
-        tree, tokens = PrefixTree.from_token_ids(texts())
+        gpt = model(**case)
+        tree, tokens = PrefixTree.from_token_ids(texts(), multiple=cp)
         assert len(tree.lengths) == 8 and len(tokens) < count
-        if "mtp" in case and cp > 1:
-            with refusal("mtp_num_layers=", "context_parallel_size=1, got 2"):
-                shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
-            return
-        expected = gradients(gpt, unshared_log_probs(gpt, next_tokens(texts()), texts()), weights)
-        found = shared_prefix_log_probs(gpt, tree, tokens.to(world.device()))
+        tokens = tokens.to(world.device())
+        found = shared_prefix_log_probs(gpt, tree, tokens, loss_mask=loss_mask)
         compare(gradients(gpt, found, weights), expected, 1e-12).check()
 
 
@@ -190,6 +206,7 @@ def test_pipeline_stages(in_fp64):
     ).check()
 
 
+@few_ranks
 def test_labels():
     """Given ones: a token may have another in each sequence, or none."""
     gpt = model(num_layers=1)
@@ -201,11 +218,10 @@ def test_labels():
         shared_prefix_log_probs(gpt, tree, tokens.to(world.device()), labels[:3])
 
 
+@few_ranks
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_dropout": 0.1}, "need hidden_dropout=0, got 0.1"),
-        ({"attention_dropout": 0.1}, "need attention_dropout=0, got 0.1"),
         ({"mtp_num_layers": 5}, "mtp_num_layers=5 needs prefixes of 7 tokens or more"),
         (
             {**EXPERTS, "moe_expert_capacity_factor": 1.0},

@@ -22,7 +22,7 @@ from tests.support.recipes.table import all_recipes
 pytestmark = needs.processes(2)
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
 # On a CPU whole weights in another layout, and a wrapper with shards.
-NAMES = ("plain TP", "Megatron-FSDP, optim_grads_params") if thinned() else RECIPES
+NAMES = ("plain TP", "PyTorch's FSDP2") if thinned() else RECIPES
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
 
 
 def divide(call: PagedCall) -> plan.Division:
-    """As ``divide`` of paged/forward.py."""
+    """Query tiles and KV splits of :func:`forward`."""
     tokens, heads, _ = call.q_content.shape
     rows, num_splits = ROWS.value, call.num_splits
     # In parity mode a token's result must not depend on how many there are.

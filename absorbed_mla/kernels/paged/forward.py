@@ -98,7 +98,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
 
 
 def divide(call: PagedCall) -> plan.Division:
-    """How :func:`forward` divides its work."""
+    """Query tiles and KV splits of :func:`forward`."""
     tokens, heads, _ = call.q_content.shape
     blocks, _, resident = _blocks(call)
     tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, blocks.rows)

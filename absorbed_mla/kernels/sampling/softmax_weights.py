@@ -1,4 +1,4 @@
-"""Softmax weights of every block, summed, and of the tokens that reach the first edges."""
+"""Sums of softmax weights of a vocabulary block, in all and above the first top-k/p edges."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from absorbed_mla.kernels.triton.common import sum_of
 def launch_softmax_weights(
     logits: Tensor, parameters: Tensor, blocks: VocabularyBlocks, *, filters: bool
 ) -> None:
-    """Writes the first place of ``counted``; with filters also the maximum and the first record."""
+    """Writes the blocks' sums to ``counted``, with filters the maximum and edges to ``records``."""
     launch(
         _softmax_weights_kernel,
         (blocks.count, blocks.rows),

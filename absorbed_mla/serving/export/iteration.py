@@ -1,4 +1,4 @@
-"""The iteration of an export's tensors, collective over all ranks."""
+"""Iterates over an export's tensors, collectively on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoint_conversion.lazy_tensor import ReadSession
 
 
 def started(parts: Sequence[Part], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """An iterator over the tensors of all parts; every rank has to have one.
+    """A started iterator over the tensors of all parts; every rank has to make one.
 
     Loading a tensor is collective. Before each part the ranks agree that all go on; one whose
     iterator is closed or dropped loads the rest of its part for the others first.

@@ -23,8 +23,8 @@ from checkpoint_conversion.lazy_tensor import ReadSession
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a rank tells the others of one shard.
+class ShardMetadata:
+    """Name, shape, dtype and place of one shard, which its rank sends to the others.
 
     Attributes:
         name: Name of the whole tensor.
@@ -58,7 +58,7 @@ class GatheredTensor(TiledTensor):
     def load(
         self, overlaps: Sequence[Overlap], session: ReadSession
     ) -> Iterator[tuple[Overlap, Tensor]]:
-        """One message of each rank with all that it holds; never the model's own memory."""
+        """Broadcast the chunks of each rank in one message; copies of the model's memory."""
         of_rank: dict[int, list[Overlap]] = {}
         for overlap in overlaps:
             of_rank.setdefault(self.owners[overlap.chunk], []).append(overlap)
@@ -87,10 +87,10 @@ class GatheredTensor(TiledTensor):
         return chunk
 
 
-def describe(entry: ShardedTensor) -> Described:
-    """What the other ranks need to know of a shard."""
+def describe(entry: ShardedTensor) -> ShardMetadata:
+    """The metadata of a shard."""
     size = (*(1 for _ in range(entry.prepend_axis_num)), *entry.local_shape)
-    return Described(
+    return ShardMetadata(
         entry.key, tuple(entry.global_shape), entry.dtype, tuple(entry.global_offset), size
     )
 
@@ -101,11 +101,11 @@ def sent_by_this_rank(entry: ShardedTensor) -> bool:
 
 
 def gathered_tensors(
-    everything: Sequence[Sequence[Described]],
+    everything: Sequence[Sequence[ShardMetadata]],
     entries: Sequence[ShardedTensor],
     device: torch.device,
 ) -> dict[str, GatheredTensor]:
-    """The whole tensors of a model.
+    """The whole tensors of a model by name, put together from the ranks' shards.
 
     Args:
         everything: For each rank, the shards that it sends.
@@ -120,7 +120,7 @@ def gathered_tensors(
         shard, data = describe(entry), entry.data
         assert data is not None
         own.setdefault(shard.name, {})[shard.offset] = data.detach(), shard.size
-    shards: dict[str, list[tuple[int, Described]]] = {}
+    shards: dict[str, list[tuple[int, ShardMetadata]]] = {}
     for rank, of_rank in enumerate(everything):
         for shard in of_rank:
             shards.setdefault(shard.name, []).append((rank, shard))

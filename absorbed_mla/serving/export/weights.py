@@ -23,7 +23,7 @@ from absorbed_mla.serving.export.live import (
     one_of_each,
 )
 from absorbed_mla.serving.export.shards import (
-    Described,
+    ShardMetadata,
     describe,
     gathered_tensors,
     sent_by_this_rank,
@@ -126,7 +126,7 @@ def _described(
     options: TargetOptions,
     hf_config: Mapping[str, object] | None,
     layers: Mapping[str, object],
-) -> tuple[tuple[ModelConfig, list[ShardedTensor]], tuple[str, list[Described]]]:
+) -> tuple[tuple[ModelConfig, list[ShardedTensor]], tuple[str, list[ShardMetadata]]]:
     """The model and this rank's shards of it; what all ranks must ask for, and these shards."""
     config = model_config(chunks[0], hf_config, layers)
     writer_for("hf", config, options)
@@ -163,7 +163,7 @@ def _scale_format(fp8: bool | str) -> str | None:
     return fp8
 
 
-def _require_same(described: Sequence[tuple[str, list[Described]]]) -> None:
+def _require_same(described: Sequence[tuple[str, list[ShardMetadata]]]) -> None:
     """Refuse ranks that do not ask for the same."""
     first, _ = described[0]
     for rank, (asked, _) in enumerate(described):

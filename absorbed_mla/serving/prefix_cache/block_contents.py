@@ -1,4 +1,4 @@
-"""Contents of KV blocks: the bytes of a block in the cache, read and written."""
+"""Contents of KV blocks: copies them from an engine's cache to the CPU, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STAGED_BYTES = 2**26
 
 
 class BlockMemory:
-    """Latents of all layers of this rank, and index keys where layers have an indexer.
+    """Reads and writes blocks of a cache: latents of this rank's layers, and index keys of DSA.
 
     Args:
         context: Of a model without layers of other kinds.
@@ -48,7 +48,7 @@ class BlockMemory:
 
     @property
     def layout(self) -> BlockLayout:
-        """Of one block."""
+        """Shapes and dtype of one block's tensors."""
         shapes = {n: (len(t), *t.shape[2:]) for n, t in self._tensors().items()}
         return BlockLayout(shapes, self._context.params_dtype)
 
@@ -64,7 +64,7 @@ class BlockMemory:
         }
 
     def targets(self, blocks: Sequence[int]) -> list[list[Views]]:
-        """Memory of the CPU to fill with the tensors of at most ``together`` blocks.
+        """Staging memory on the CPU, to be filled with at most ``together`` blocks' tensors.
 
         That is where blocks in host memory are; the others' content goes on by :meth:`arrived`.
         """
@@ -81,7 +81,7 @@ class BlockMemory:
         return found
 
     def arrived(self, blocks: Sequence[int], count: int) -> None:
-        """The first ``count`` targets of these blocks are filled."""
+        """Copy the first ``count`` of these blocks, whose targets are filled, to the cache."""
         filled = list(zip(blocks, self._places(blocks)))[:count]
         here = [block for block, place in filled if place is not None]
         tiered = isinstance(self._context, OffloadingContext)

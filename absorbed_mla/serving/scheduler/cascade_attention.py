@@ -36,7 +36,7 @@ _MOST_LEVELS = 8
 
 
 class PrefixGroup(NamedTuple):
-    """Rows, by NumPy's numbers, that begin with so many equal blocks."""
+    """Requests, ``rows`` of the block table, whose first ``blocks`` blocks are the same."""
 
     rows: Any
     blocks: int
@@ -132,7 +132,7 @@ class CascadeAttention:
 
     @contextlib.contextmanager
     def in_graph(self) -> Iterator[tuple[object, ...]]:
-        """Around a step that one CUDA graph holds: what the graph's key has more if it cascades."""
+        """Around a step in one CUDA graph: yields what a cascade adds to the graph's key."""
         self._in_graph = True
         try:
             self._begin_step()

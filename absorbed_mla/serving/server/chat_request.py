@@ -145,7 +145,7 @@ class ChatRequest(GenerationRequest, Conversation, _OfChat):  # type: ignore[val
     _is_structured: bool = PrivateAttr(default=False)
 
     def use(self, parsers: OutputParsers) -> None:
-        """Find parts of the answer with the server's parsers.
+        """Take the server's parsers of tool calls and reasoning, which divide the answer.
 
         Raises:
             ValueError: If a field needs one that is not there, or ``tools``.

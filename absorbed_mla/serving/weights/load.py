@@ -90,9 +90,14 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     if options.enable_lora:
-        graph_tokens = options.step_tokens if options.cuda_graphs else None
-        LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
+        add_lora_slots(model, options)
     return model.eval()
+
+
+def add_lora_slots(model: GPTModel, options: LLMOptions) -> None:
+    """Give the attentions of a model room for the adapters of ``options``."""
+    graph_tokens = options.step_tokens if options.cuda_graphs else None
+    LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
 
 
 def _groups_experts(
@@ -212,13 +217,11 @@ def _build(
         batch_invariant=options.parity,
         **layer_options(args),
     )
-    backend = megatron_config.transformer_impl
-    spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)
+    impl = megatron_config.transformer_impl
+    spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=impl, options=attention)
     drafting = None
     if config.mtp_layers:
-        drafting = get_absorbed_mla_mtp_block_spec(
-            megatron_config, backend=backend, options=attention
-        )
+        drafting = get_absorbed_mla_mtp_block_spec(megatron_config, backend=impl, options=attention)
     exchange = None
     # Ranks that divide the vocabulary.
     parts = options.tensor_parallel_parts or megatron_config.tensor_model_parallel_size

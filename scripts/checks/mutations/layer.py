@@ -109,6 +109,10 @@ absorbed_mla/packed_roll.py
   mtp_shifts_padding_into_documents: num_tokens - 1), left <= 1 -> num_tokens - 1), left <= 0
   mtp_weighs_a_prefix_by_one_answer: index_add(-1, step.branches, pack[..., step.siblings])
     -> clone()
+  mtp_losses_over_a_ranks_tokens: or not rolled.is_floating_point() -> or True
+  mtp_weights_multiplied_at_each_depth: rolled if isinstance(tensor, _LossWeights) else rolled *
+    -> rolled *
+  mtp_per_token_as_often_as_ranks: found._sum = total / group.size() -> found._sum = total
   mtp_padding_as_tokens: found | (values & step.padding) if values.dtype is torch.bool else found
     -> found
   mtp_shift_within_a_rank: part.tokens(), part.sequence_order() -> part.tokens(), part.rank_major()

@@ -1,4 +1,4 @@
-"""Tables of wrong lines, and how they are written.
+"""Parser of tables of mutations: lines of code, and the wrong ones that replace them.
 
 A line without indentation names a file; below it stands one mutation after the other::
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """One wrong line: in ``file``, ``right`` becomes ``wrong``."""
+    """A change that makes the code wrong: in ``file``, ``right`` becomes ``wrong``."""
 
     file: str
     right: str

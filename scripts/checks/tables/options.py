@@ -1,4 +1,4 @@
-"""Tables of what is declared: options of ``LLM``, engine, server and sampling, implementations."""
+"""Markdown tables for docs/: options of ``LLM``, engine, server and sampling, implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What writes and reads a latent cache: FP8 rows, gathered keys, new latents, shared k_rope."""
+"""Fuzz families of a latent cache: FP8 rows, gathered keys, new latents, shared k_rope."""
 
 from __future__ import annotations
 

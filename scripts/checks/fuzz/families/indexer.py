@@ -1,4 +1,4 @@
-"""DSA's indexer: scores, also over a cache, their gradients, and the choice of the best keys."""
+"""Fuzz families of DSA's indexer: scores, also cached, their gradients, top-k of the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense attention over the latent (absorbed form), forward and backward: Triton and Hopper."""
+"""Fuzz families of dense absorbed attention, forward and backward: Triton and Hopper."""
 
 from __future__ import annotations
 

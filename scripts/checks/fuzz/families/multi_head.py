@@ -1,4 +1,4 @@
-"""Attention with keys and values of every head, on Hopper, and the search for large scores."""
+"""Fuzz families of the expanded form's attention on Hopper, and of the search for max logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a paged latent cache, in bf16, fp16 and FP8: Triton and Hopper."""
+"""Fuzz families of attention over a paged latent cache, bf16, fp16, FP8: Triton and Hopper."""
 
 from __future__ import annotations
 

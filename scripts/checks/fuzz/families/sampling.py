@@ -1,4 +1,4 @@
-"""The token of each row of logits: the most likely one, or drawn by temperature and filters.
+"""Fuzz families of sampling: a row's most likely token, or one drawn with filters.
 
 A drawn token is right if the row's random number falls into the token's part of the probabilities
 that the filters leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the

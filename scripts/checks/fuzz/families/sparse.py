@@ -1,4 +1,4 @@
-"""Attention over chosen keys (DSA): forward, backward, over a cache; what the indexer learns."""
+"""Fuzz families of attention over chosen keys (DSA), also cached, and of the KL target."""
 
 from __future__ import annotations
 
