@@ -54,7 +54,7 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
 @torch.no_grad()
 def _set(weight: Tensor, share: LazyTensor) -> None:
     with ReadSession() as session:
-        weight.copy_(share.load(session))
+        share.copy_to(weight, session)
 
 
 def own_weights(model: GPTModel) -> dict[str, Tensor]:
