@@ -68,6 +68,7 @@ class LazyTensor:
             it the whole tensor is loaded and cut.
         whole: (tensor, dim, start) if this is a part of another tensor, so that neighbouring parts
             can be recognised.
+        joined: (tensors, dim) if it is these, one after the other along a dim.
     """
 
     shape: tuple[int, ...]
@@ -77,11 +78,21 @@ class LazyTensor:
     peak: int
     part: Narrow | None = None
     whole: tuple[LazyTensor, int, int] | None = None
+    joined: tuple[Sequence[LazyTensor], int] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def copy_to(self, target: Tensor, session: ReadSession) -> None:
+        """Set ``target`` to the values; those of joined tensors are loaded one at a time."""
+        if self.joined is None:
+            target.copy_(self.load(session))
+            return
+        tensors, dim = self.joined
+        for tensor, place in zip(tensors, target.split([t.shape[dim] for t in tensors], dim)):
+            tensor.copy_to(place, session)
 
     def narrow(self, dim: int, start: int, length: int) -> LazyTensor:
         """``length`` entries from ``start`` along ``dim``; the whole tensor is itself."""
@@ -163,7 +174,7 @@ def concat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
         targets[0].copy_(values)
         del values
         for part, target in zip(tensors[1:], targets[1:]):
-            target.copy_(part.load(session))
+            part.copy_to(target, session)
         return result
 
     def part(along: int, start: int, length: int) -> LazyTensor:
@@ -173,7 +184,7 @@ def concat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
     leaves = frozenset().union(*(t.leaves for t in tensors))
     peak = nbytes + sum(t.peak for t in tensors)
-    return LazyTensor(shape, first.dtype, load, leaves, peak, part)
+    return LazyTensor(shape, first.dtype, load, leaves, peak, part, joined=(tensors, dim))
 
 
 def _overlapping(

@@ -1,6 +1,7 @@
 """Lazy tensors: parts, joins, what they are made of and what they cost."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def test_parts_along_another_dim_are_not():
     whole = lazy("x", torch.arange(4.0).reshape(2, 2))
     joined = concat(whole.chunk(2, dim=1), dim=0)
     assert load(joined).flatten().tolist() == [0, 2, 1, 3]
+
+
+def test_joined_tensors_are_copied_to_their_places():
+    """One at a time, also those of a part; the whole is never in memory beside its place."""
+    values = torch.arange(30.0).reshape(5, 6)
+    upper = concat([lazy("a", values[:2, :4]), lazy("b", values[:2, 4:])], dim=1)
+    part = concat([upper, lazy("c", values[2:])]).narrow(0, 1, 3)
+    target = torch.zeros(3, 6)
+    with ReadSession() as session:
+        replace(part, load=None).copy_to(target, session)
+    assert torch.equal(target, values[1:4])
 
 
 def test_leaves_are_what_it_is_made_of():

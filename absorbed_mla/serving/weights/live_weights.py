@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession, concat
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.model import ModelConfig
 
+# Tensors that are read side by side, unless together they take more bytes of the host's memory.
+_THREADS, _MOST_BYTES = 4, 2**30
 
-@torch.no_grad()
+
 def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTensor]) -> None:
     """Set every weight of this rank's model.
 
@@ -38,9 +41,20 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
     Raises:
         CheckpointError: If the tensors do not fit the config.
     """
-    for weight, share in shares(model, config, tensors):
-        with ReadSession() as session:
-            weight.copy_(share.load(session))
+    together: list[tuple[Tensor, LazyTensor]] = []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for pair in shares(model, config, tensors):
+            if sum(share.peak for _, share in (*together, pair)) > _MOST_BYTES:
+                list(pool.map(_set, *zip(*together)))
+                together.clear()
+            together.append(pair)
+        list(pool.map(_set, *zip(*together)))
+
+
+@torch.no_grad()
+def _set(weight: Tensor, share: LazyTensor) -> None:
+    with ReadSession() as session:
+        share.copy_to(weight, session)
 
 
 def own_weights(model: GPTModel) -> dict[str, Tensor]:
