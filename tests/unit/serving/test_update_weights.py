@@ -16,6 +16,7 @@ from absorbed_mla.serving.weights.load import load_model
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
+from tests.support.forked_python import forks_python
 from tests.support.llm import serving, tiny_folder
 
 pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
@@ -77,14 +78,14 @@ def new(folders) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def loaded(folders):
     """``LLM`` of the first checkpoint, and what it generates before it has other weights."""
-    with LLM(folders[0], **OPTIONS) as llm:
+    with forks_python(), LLM(folders[0], **OPTIONS) as llm:
         yield llm, outputs_of(llm)
 
 
 @pytest.fixture(scope="module")
 def expected(folders, loaded) -> tuple[list[tuple], list[tuple]]:
     """What models that were loaded from each checkpoint generate."""
-    with LLM(folders[1], **OPTIONS) as llm:
+    with forks_python(), LLM(folders[1], **OPTIONS) as llm:
         found = outputs_of(llm)
     assert loaded[1] != found
     return loaded[1], found
