@@ -32,6 +32,7 @@ from console.parent import ends_with_this_process
 from tests.support.gloo import share_one_device
 
 IMPORTS = (
+    "torch._dynamo",  # by torch.compiler.disable: as long as all of the package
     "torch.distributed.checkpoint",
     "torch.testing",
     "megatron.core.dist_checkpointing",

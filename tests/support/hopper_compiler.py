@@ -409,6 +409,7 @@ if __name__ == "__main__":
     driver.set_active(_H200())
     compiler.compile = _compile_unknown
     JITFunction.__getitem__ = _compiled_launch
+    torch.mm = lambda a, b: a.new_empty(len(a), b.shape[1])  # five seconds for what nothing reads
     training_kernels()
     multi_head_kernels()
     search_kernel()

@@ -87,10 +87,7 @@ CASES = {
     ),
     # A part of a prompt has log-probabilities of a token that is not drawn.
     "top-log-probs-in-parts": Case(
-        of((50, 60, 17), GREEDY.replace(logprobs=2)),
-        CHUNKED,
-        ahead=False,
-        finished=True,
+        of((50, 60, 17), GREEDY.replace(logprobs=2)), CHUNKED, ahead=False, finished=True
     ),
     "prompt-log-probs": Case(
         of(LENGTHS, GREEDY.replace(prompt_logprobs=2), sampled(logprobs=0), GREEDY),
@@ -131,7 +128,7 @@ CASES = {
     ),
     "waiting-for-blocks": Case(of((60,) * 9, GREEDY), {"blocks": 7, **CHUNKED}),
     "waiting-for-rows-and-blocks": Case(
-        of((60, 10, 30) * 6, GREEDY.replace(max_tokens=30), sampled(max_tokens=9)),
+        of((60, 10, 30) * 4, GREEDY.replace(max_tokens=20), sampled(max_tokens=9)),
         {"blocks": 12},
         joined=True,
     ),
@@ -144,7 +141,7 @@ CASES = {
     ),
     # Steps of 192 tokens hold four of these prompts with their beginnings, or one long one.
     "whole-prompts": Case(
-        of((40, 45, 44, 43, 100) * 5, GREEDY.replace(max_tokens=9), sampled(max_tokens=14)),
+        of((40, 45, 44, 43, 100) * 3, GREEDY.replace(max_tokens=9), sampled(max_tokens=14)),
         {"chunked_prefill": True},
         joined=True,
     ),
@@ -155,24 +152,24 @@ CASES = {
     ),
     "added": Case(
         of((20, 30), GREEDY.replace(max_tokens=25)),
-        later={4: of((40,), sampled()), 5: of((1, 64), GREEDY), 60: of((9,), GREEDY)},
+        later={4: of((40,), sampled()), 5: of((1, 64), GREEDY), 32: of((9,), GREEDY)},
         joined=True,
     ),
     "added-in-every-step": Case(
-        of((20,), GREEDY.replace(max_tokens=40)),
-        later={i: of((20 + i, i), sampled(max_tokens=i)) for i in range(2, 20)},
+        of((20,), GREEDY.replace(max_tokens=25)),
+        later={i: of((20 + i, i), sampled(max_tokens=i)) for i in range(2, 12)},
         joined=True,
     ),
     # Requests end by tokens that come after others have begun.
     "stopped-beside-prompts": Case(
-        of((40,) * 30, sampled(stop_token_ids=range(12), max_tokens=30), sampled(max_tokens=4)),
+        of((40,) * 16, sampled(stop_token_ids=range(12), max_tokens=20), sampled(max_tokens=4)),
         joined=True,
     ),
-    "one-token": Case(of((40,) * 30, GREEDY.replace(max_tokens=1), GREEDY), joined=True),
+    "one-token": Case(of((40,) * 16, GREEDY.replace(max_tokens=1), GREEDY), joined=True),
     # All requests of a step end with it, and others begin with the next one.
-    "one-token-each": Case(of((40,) * 30, GREEDY.replace(max_tokens=1)), joined=True),
+    "one-token-each": Case(of((40,) * 16, GREEDY.replace(max_tokens=1)), joined=True),
     "ends-together": Case(
-        of((40,) * 20, GREEDY.replace(max_tokens=5), sampled(max_tokens=5)),
+        of((40,) * 14, GREEDY.replace(max_tokens=5), sampled(max_tokens=5)),
         {"max_requests": 6},
         joined=True,
     ),
@@ -205,8 +202,7 @@ CASES = {
         joined=True,
     ),
     "aborted": Case(
-        of((20, 30, 58, 40), GREEDY.replace(max_tokens=40)),
-        aborts={3: [1], 4: [0, 1], 20: [3]},
+        of((20, 30, 58, 40), GREEDY.replace(max_tokens=20)), aborts={3: [1], 4: [0, 1], 12: [3]}
     ),
     "aborted-waiting": Case(
         of((40,) * 12, GREEDY.replace(max_tokens=20)), aborts={3: [8, 1], 5: [9, 10]}, joined=True

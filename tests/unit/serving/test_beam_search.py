@@ -6,6 +6,7 @@ import torch
 from absorbed_mla import LLM, BeamSearchParams, SamplingParams
 from tests.conversion.models import VOCABULARY, Architecture, make_model, save
 from tests.support import needs
+from tests.support.forked_python import forks_python
 from tests.support.llm import FAILING_PROMPT, FakeRunner, fake_llm
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ class TestAsTransformers:
             model.lm_head.weight.mul_(4)
         folder = save(model, tmp_path_factory.mktemp("beams"))
         sizes = {"max_model_len": 128, "max_num_seqs": 16, "dtype": "float32"}
-        with LLM(folder, tokenizer="bytes", **sizes) as llm:
+        with forks_python(), LLM(folder, tokenizer="bytes", **sizes) as llm:
             yield model, llm
 
     @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     """Chunks attend to what is cached, also of others' prompts, beside requests that decode."""
-    model, requests = generating_model(**MODELS[name]), [*SHARED[:3], *MIXED[:3]]
+    model = generating_model(**{"num_layers": 1, **MODELS[name]})
+    requests = [*SHARED[:3], *MIXED[:3]]
     run = generate(engine_of(model, **CHUNKED, **PREFIX), requests, log_probs=True)
     done = run.statistics
     assert done.chunks and done.prefix_blocks and done.mixed_steps
@@ -161,6 +162,7 @@ def test_prefix_of_requests_that_have_ended(model, expected):
 
 @pytest.fixture(scope="module")
 def drafting():
+    """Whose drafts are accepted at times; those of the one with one layer are not."""
     return generating_model(mtp_num_layers=2)
 
 

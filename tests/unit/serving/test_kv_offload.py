@@ -55,7 +55,7 @@ class TestTokens:
     def test_one_context_of_several_devices(self, cached):
         """712 tokens over the 320 that the device holds."""
         options = AbsorbedMLAOptions(context_chunk_size=100, latent_cache_dtype=cached)
-        model = generating_model(options)
+        model = generating_model(options, num_layers=1)
         found = generate(engine_of(model, **SMALL), [LONG], log_probs=True)
         assert found.statistics.streamed_blocks > 12 * 6
         assert_generates(found, with_large_cache(model, [LONG]))

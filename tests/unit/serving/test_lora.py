@@ -9,13 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from absorbed_mla import LLM, AsyncLLM, SamplingParams
-from absorbed_mla.lora import (
-    LoRARequest,
-    load_peft_adapter,
-    merge_lora,
-    remove_lora,
-    unmerge_lora,
-)
+from absorbed_mla.lora import LoRARequest, load_peft_adapter, merge_lora, remove_lora, unmerge_lora
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.checkpoint import open_model

@@ -39,11 +39,7 @@ from tests.support.megatron_names import owner_of, record_accesses, take_away, w
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(64, 65))
 PROMPTS = [prompt(9, 1), prompt(62, 2)]
-ALL = (
-    *megatron_names.LAYER_NEEDS,
-    *operators.BATCH_INVARIANT_NEEDS,
-    *names.SERVING_NEEDS,
-)
+ALL = (*megatron_names.LAYER_NEEDS, *operators.BATCH_INVARIANT_NEEDS, *names.SERVING_NEEDS)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_refused(model, expected, refused, options, error, place):
 
 def test_room_for_drafts_beyond_the_last_token():
     """Without it, the last step would wait for a block for ever."""
-    model = generating_model(mtp_num_layers=2)
+    model = generating_model(num_layers=1, mtp_num_layers=2)
     engine = engine_of(model, blocks=1, max_sequence_length=64, num_speculative_tokens=2)
     fits, not_quite = Request(prompt(54), 9), Request(prompt(54), 10)
     found = generate(engine, [fits, not_quite]).results

@@ -21,14 +21,7 @@ from absorbed_mla.serving.server.chat_request import ChatRequest
 from absorbed_mla.serving.server.protocol import Answer, CompletionRequest
 from absorbed_mla.serving.tokenizers.tokenizers import ByteTokenizer
 from tests.support import world
-from tests.support.engine import (
-    CHUNKED,
-    KEPT,
-    add,
-    engine_of,
-    generating_model,
-    step_to_the_end,
-)
+from tests.support.engine import CHUNKED, KEPT, add, engine_of, generating_model, step_to_the_end
 from tests.support.experts import grouped_model
 from tests.support.refusal import refusal
 from tests.support.routed_experts import (

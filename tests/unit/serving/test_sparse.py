@@ -17,12 +17,7 @@ from tests.support.cases import INTERPRETED
 from tests.support.dsa import dsa_fields
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model
-from tests.support.generation import (
-    by_dynamic_context,
-    by_forwards,
-    by_static_context,
-    prompts_of,
-)
+from tests.support.generation import by_dynamic_context, by_forwards, by_static_context, prompts_of
 from tests.support.parity import cached, chunkings, parity_model, tokens_of, trained
 from tests.support.refusal import refusal
 from tests.support.training import Training, differing

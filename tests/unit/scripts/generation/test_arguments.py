@@ -60,10 +60,7 @@ def test_sampling():
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        (
-            "--host-cache-tokens 5",
-            "--host-cache-tokens must be an integer of at least 64, or 0",
-        ),
+        ("--host-cache-tokens 5", "--host-cache-tokens must be an integer of at least 64, or 0"),
         ("--cache-tokens 63", "--cache-tokens must be an integer of at least 64, got 63"),
         (
             "--host-cache-tokens 640 --cuda-graphs",
@@ -75,14 +72,8 @@ def test_sampling():
         ),
         ("--num-speculative-tokens 1", "unrecognized arguments: --num-speculative-tokens"),
         ("--lr 1", "unrecognized arguments: --lr"),
-        (
-            "--num-tokens-to-generate 0",
-            f"--num-tokens-to-generate {ONE}",
-        ),
-        (
-            "--num-tokens-to-generate -3",
-            f"--num-tokens-to-generate {ONE}",
-        ),
+        ("--num-tokens-to-generate 0", f"--num-tokens-to-generate {ONE}"),
+        ("--num-tokens-to-generate -3", f"--num-tokens-to-generate {ONE}"),
         ("--temperature -1", "--temperature must be at least 0"),
         ("--top-k -2", f"--top-k {ONE}"),
         ("--top-p 2", "--top-p must be above 0 and at most 1"),
@@ -92,15 +83,9 @@ def test_sampling():
         ("--step-tokens 0", f"--step-tokens {ONE}"),
         ("--max-sequence-length 1", "--max-sequence-length must be an integer of at least 2"),
         ("--return-log-probs", "--return-log-probs needs --json"),
-        (
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size must be the number",
-        ),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size must be the number"),
         ("--sequence-parallel", "--sequence-parallel needs more than one process"),
-        (
-            "--prompt a --prompt-file x",
-            "argument --prompt-file: not allowed with",
-        ),
+        ("--prompt a --prompt-file x", "argument --prompt-file: not allowed with"),
         ("--prompt-file absent", "--prompt-file: there is no file absent"),
     ],
 )
@@ -114,10 +99,7 @@ def test_refused(line, error):
     ("size", "error"),
     [
         ({"num_attention_heads": 3}, "num_attention_heads 3 cannot be divided by"),
-        (
-            {"padded_vocab_size": 257},
-            "vocab_size 257 cannot be divided by the number of process",
-        ),
+        ({"padded_vocab_size": 257}, "vocab_size 257 cannot be divided by the number of process"),
     ],
 )
 def test_models_that_the_processes_cannot_share(size, error):

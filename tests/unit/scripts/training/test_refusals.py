@@ -223,10 +223,7 @@ HELP = "--help lists all options"
             for line, message in (
                 ("--fp16", "--fp16 needs a GPU"),
                 ("--moe-grouped-gemm", "--moe-grouped-gemm needs a GPU"),
-                (
-                    "--transformer-impl transformer_engine",
-                    "transformer_engine needs a GPU",
-                ),
+                ("--transformer-impl transformer_engine", "transformer_engine needs a GPU"),
                 ("--use-torch-fsdp2", "needs a GPU"),
                 ("--use-distributed-optimizer", "needs TransformerEngine"),
             )

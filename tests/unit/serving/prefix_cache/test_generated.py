@@ -149,11 +149,7 @@ def random_sampling(draw: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_speculative_tokens": 1}],
-    ids=["overlap", "drafts"],
-)
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 1}], ids=["overlap", "drafts"])
 def test_random_chats(parity, options):
     """Turns of chats in a cache that evicts requests and blocks: answers and blocks have the bits
     of requests alone, and of prompts that find nothing.

@@ -417,7 +417,8 @@ def test_sizes_of_decode_steps_stay(graphs):
 def test_parity_mode(graphs):
     """To the bit, with as many pairs as there may be."""
     with batch_invariant_mode():
-        check(generating_model(AbsorbedMLAOptions(batch_invariant=True)), graphs, error=0)
+        options = AbsorbedMLAOptions(batch_invariant=True)
+        check(generating_model(options, num_layers=1), graphs, error=0)
     assert graphs[0]._graphs
 
 
@@ -508,11 +509,7 @@ def test_why_none(captures, monkeypatch, reason, made):
 
 @pytest.mark.parametrize(
     ("options", "most_pairs"),
-    [
-        ({}, MOST_PAIRS),
-        ({"form": "absorbed"}, math.inf),
-        ({"batch_invariant": True}, math.inf),
-    ],
+    [({}, MOST_PAIRS), ({"form": "absorbed"}, math.inf), ({"batch_invariant": True}, math.inf)],
 )
 def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs):
     host = engine_of(generating_model(num_layers=1), **OPTIONS).host

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.forked_python import forks_python
 from tests.unit.serving.server.test_refusals import CHAT, COMPLETIONS, head
 
 STREAMS = 8
@@ -58,7 +59,7 @@ ATTACKS: dict[str, Callable[[], Iterator[bytes]]] = {
 def port():
     command = [sys.executable, "-m", "tests.unit.serving.server.attacked"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes) as process:
+    with forks_python(), subprocess.Popen(command, **pipes) as process:
         yield int(process.stdout.readline())
         process.stdin.close()
         assert process.wait(30) == 0

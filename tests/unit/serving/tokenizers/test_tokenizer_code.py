@@ -192,10 +192,7 @@ def test_llm_and_server(tmp_path, mark, capfd, monkeypatch):
     pytest.importorskip("starlette", reason="the server is not installed")
     for words, error in (
         ((), "trust_remote_code=True (--trust-remote-code)"),
-        (
-            ("--trust-remote-code",),
-            "it ran",
-        ),
+        (("--trust-remote-code",), "it ran"),
     ):
         assert cli.main([str(model), "--port", "0", *words]) == 2
         assert error in capfd.readouterr().err

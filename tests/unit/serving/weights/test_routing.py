@@ -1,5 +1,6 @@
 """Routings that Megatron's router does not compute, in ``LLM``: transformers' log-probs, fp32."""
 
+import functools
 import logging
 import os
 from unittest import mock
@@ -16,6 +17,7 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
 from tests.conversion.models import VOCABULARY, Architecture, make_model, save
 from tests.support import needs
+from tests.support.combinations import without
 
 pytestmark = needs.no_gpu
 transformers = pytest.importorskip("transformers")
@@ -38,24 +40,32 @@ ROUTINGS = {
         {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 6},
     ),
     "V3, one expert": ("v3", {"num_experts_per_tok": 1}),
-    "V3, one expert, not normalised": (
-        "v3",
-        {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    ),
+    "V3, one expert, not normalised": ("v3", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
     "V3, not normalised": ("v3", {"num_experts_per_tok": 4, "norm_topk_prob": False}),
     "V3, all experts": ("v3", {"num_experts_per_tok": 8, "n_group": 2, "topk_group": 1}),
     "GLM, not normalised": ("glm", {"num_experts_per_tok": 3, "norm_topk_prob": False}),
     "V3.2, three of a group": ("v32", {"num_experts_per_tok": 3}),
     "GLM-5, not normalised": ("glm5", {"num_experts_per_tok": 3, "norm_topk_prob": False}),
 }
+# Made of what two of the others have.
+_OF_TWO = ("V2, one expert", "V3, one expert, not normalised", "V3, all experts")
+_OF_TWO += ("GLM, not normalised",)
 
 
-def saved(folder, family, fields):
-    rope = "yarn" if family == "mistral4" else "rope"
-    model = make_model(Architecture(family, True, True, rope), **fields)
-    return model, save(model, folder)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By name of a routing, transformers' model and its folder."""
+
+    @functools.cache
+    def made(name):
+        family, fields = ROUTINGS[name]
+        model = make_model(Architecture(family, True, True, "rope"), **fields)
+        return model, save(model, tmp_path_factory.mktemp("hf") / "model")
+
+    return made
 
 
+@functools.cache
 def by_transformers(model) -> list[tuple[list[int], torch.Tensor]]:
     """Greedy tokens after each prompt, and log-probs of all tokens but the first."""
     found = []
@@ -88,16 +98,16 @@ def by_llm(folder, **options) -> list[tuple[list[int], torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("family", "fields"), ROUTINGS.values(), ids=ROUTINGS)
-def test_as_transformers(tmp_path, family, fields):
+@pytest.mark.parametrize("name", without(ROUTINGS, *_OF_TWO))
+def test_as_transformers(saved, name):
     """Every token of prompts and answers."""
-    model, folder = saved(tmp_path / "hf", family, fields)
+    model, folder = saved(name)
     require_same(by_llm(folder), by_transformers(model))
 
 
 @pytest.mark.parametrize("name", ["V2, 236B", "V3, not normalised"])
-def test_experts_one_after_the_other(tmp_path, name):
-    model, folder = saved(tmp_path / "hf", *ROUTINGS[name])
+def test_experts_one_after_the_other(saved, name):
+    model, folder = saved(name)
     require_same(by_llm(folder, experts="sequential"), by_transformers(model))
 
 
@@ -108,16 +118,16 @@ def require_same(found, expected) -> None:
 
 
 @pytest.mark.parametrize("to", ["absorbed", "megatron"])
-def test_converted(tmp_path, to):
+def test_converted(saved, tmp_path, to):
     """Also of a checkpoint whose arguments alone say what the model is."""
-    model, folder = saved(tmp_path / "hf", *ROUTINGS["V2, 236B"])
+    model, folder = saved("V2, 236B")
     convert(folder, tmp_path / to, to)
     (tmp_path / to / "release" / "hugging_face" / "config.json").unlink()
     require_same(by_llm(tmp_path / to), by_transformers(model))
 
 
-def test_a_field_that_is_ignored_is_named(tmp_path, caplog):
-    _, folder = saved(tmp_path / "hf", *ROUTINGS["V2, a field that is ignored"])
+def test_a_field_that_is_ignored_is_named(saved, caplog):
+    _, folder = saved("V2, a field that is ignored")
     with caplog.at_level(logging.WARNING, "absorbed_mla.serving.weights.load"):
         load_model(open_model(folder), LLMOptions(tensor_parallel_size=1), torch.device("cpu"))
     [message] = [record.message for record in caplog.records if record.name == load.__name__]
@@ -126,6 +136,7 @@ def test_a_field_that_is_ignored_is_named(tmp_path, caplog):
 
 def test_experts_of_other_groups_are_refused(tmp_path):
     """Transformers would take any of them."""
-    _, folder = saved(tmp_path / "hf", "v3", {"num_experts_per_tok": 5})
+    model = make_model(Architecture("v3", True, True, "rope"), num_experts_per_tok=5)
+    folder = save(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="at most the 4 experts of topk_group 1, got 5"):
         open_model(folder)
