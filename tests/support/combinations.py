@@ -58,8 +58,6 @@ def without(names: Iterable[str], *left_out: str) -> list[str]:
     return [name for name in names if not (thinned() and name in left_out)]
 
 
-# For what is costly, and made of what other tests have.
-all_combinations = pytest.mark.skipif(thinned(), reason=f"needs {VARIABLE}=1")
 # For whole models and engines: more ranks run the same code.
 few_ranks = pytest.mark.skipif(
     thinned() and world.size() > 2, reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)"

@@ -89,9 +89,6 @@ class _Reports:
         hook = self._config.hook.pytest_report_to_serializable
         self._connection.send(("logreport", hook(config=self._config, report=report)))
 
-    def pytest_runtest_logfinish(self, nodeid: str, location) -> None:
-        self._connection.send(("logfinish", {"nodeid": nodeid, "location": location}))
-
 
 def _replay(session: pytest.Session, workers: dict[Any, int]) -> None:
     config, running = session.config, dict.fromkeys(workers)
@@ -104,12 +101,12 @@ def _replay(session: pytest.Session, workers: dict[Any, int]) -> None:
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
                     config.hook.pytest_runtest_logreport(report=_ended(running[connection], code))
                 continue
-            if kind == "logreport":
-                report = config.hook.pytest_report_from_serializable(config=config, data=data)
-                data = {"report": report}
-            else:
+            if kind == "logstart":
                 running[connection] = data
-            getattr(config.hook, f"pytest_runtest_{kind}")(**data)
+                config.hook.pytest_runtest_logstart(**data)
+                continue
+            report = config.hook.pytest_report_from_serializable(config=config, data=data)
+            config.hook.pytest_runtest_logreport(report=report)
 
 
 def _ended(test: dict[str, Any] | None, code: int) -> pytest.TestReport:
