@@ -64,7 +64,7 @@ V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
 _ROWS = {astuple(one): one for one in ARCHITECTURES}
 DENSE_ATTENTION = {
     _ROWS[row].name.replace(" ", "-"): _ROWS[row]
-    for row in (covering([*_ROWS], 2) if thinned() else _ROWS)
+    for row in (covering([astuple(V3_MOE), *_ROWS], 2) if thinned() else _ROWS)
 }
 SPARSE_ATTENTION = {name: one for name, one in EVALUATED.items() if one in SPARSE.values()}
 
