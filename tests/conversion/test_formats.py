@@ -21,7 +21,7 @@ from tests.conversion.support import (
     tiny_config,
     write_hugging_face,
 )
-from tests.support.combinations import grid
+from tests.support.combinations import grid, thinned
 
 LEGACY = "megatron-legacy"
 LAYOUTS = [
@@ -80,9 +80,13 @@ def check_same(model: Model, path: Path) -> None:
     assert checkpoint.config.hugging_face == model.config.hugging_face
 
 
-# Others: test_from_each_to_each.
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in PAIRED])
-@pytest.mark.parametrize("to", ["megatron", "absorbed"])
+# Others: test_from_each_to_each. Of both formats: test_every_layout_there_and_back, test_logits.py
+# and test_megatron_checkpoints.py.
+@grid(
+    1,
+    {"name": [name for name in CONFIGS if name not in PAIRED], "to": ("megatron", "absorbed")},
+    unless=lambda row: thinned() and row["name"] in ("dense", "v32"),
+)
 def test_there_and_back(models, tmp_path, name, to):
     there_and_back(models[name], tmp_path, to, {})
 

@@ -64,7 +64,7 @@ V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
 _ROWS = {astuple(one): one for one in ARCHITECTURES}
 DENSE_ATTENTION = {
     _ROWS[row].name.replace(" ", "-"): _ROWS[row]
-    for row in (covering([*_ROWS], 3) if thinned() else _ROWS)
+    for row in (covering([astuple(V3_MOE), *_ROWS], 2) if thinned() else _ROWS)
 }
 SPARSE_ATTENTION = {name: one for name, one in EVALUATED.items() if one in SPARSE.values()}
 
@@ -149,6 +149,9 @@ class TestAgrees:
     def test_distributed_checkpoint(self, case, to):
         """Loaded by Megatron itself, and read by the tool, as ``verify`` does."""
         assert case.error(loaded_logits(case.converted(to), case.tokens), to) < TOLERANCE
+        # Of other models test_back_to_transformers reads every bit of this format.
+        if to == "megatron" and thinned() and case.architecture not in ARCHITECTURES:
+            return
         checkpoint = open_checkpoint(case.converted(to))
         assert case.error(checkpoint_logits(checkpoint, case.tokens), to) < TOLERANCE
 

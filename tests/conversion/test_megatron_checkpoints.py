@@ -32,6 +32,7 @@ from tests.conversion.support import (
     tiny_config,
     write_torch_dist,
 )
+from tests.support.combinations import grid
 
 # Fields of config.json, and whether Megatron stacks the layers.
 MODELS = {
@@ -59,8 +60,7 @@ def save_ranks(folder, config, model):
     (folder / "latest_checkpointed_iteration.txt").write_text("10")
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "ranks"])
-@pytest.mark.parametrize("name", MODELS)
+@grid(1, {"name": [*MODELS], "kind": [*KINDS, "ranks"]})
 def test_every_model_is_read(tmp_path, name, kind):
     """Bit by bit, from what Megatron saved."""
     changes, stacked = MODELS[name]
@@ -85,8 +85,7 @@ def test_every_model_is_read(tmp_path, name, kind):
     assert_same_tensors(load_all(to_megatron(found, config)), mapped_weights(model))
 
 
-@pytest.mark.parametrize("to", ["megatron", "absorbed"])
-@pytest.mark.parametrize("name", MODELS)
+@grid(1, {"name": [*MODELS], "to": ["megatron", "absorbed"]})
 def test_every_model_loads_what_is_written(tmp_path, name, to):
     """Megatron finds everything it asks for, and nothing else, in either attention's checkpoint."""
     changes, stacked = MODELS[name]

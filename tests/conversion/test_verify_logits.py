@@ -104,6 +104,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "hf", folder / "absorbed"
 
 
+@pytest.mark.usefixtures("forked_python")
 class TestVerify:
     def test_both_libraries(self, folders):
         report = verify(*folders, logits=True)

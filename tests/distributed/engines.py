@@ -18,10 +18,10 @@ from tests.support.engine import (
 )
 
 # They share a block, and cross the end of another together.
-PROMPTS = [prompt(120, seed, shared=70) for seed in range(6)]
+PROMPTS = [prompt(124, seed, shared=70) for seed in range(6)]
 # As those; and some that end at and around the end of a block, or leave ranks without a token.
 REQUESTS = [
-    *(Request(prompt(122, seed, shared=70), 9) for seed in range(4)),
+    *(Request(prompt(126, seed, shared=70), 5) for seed in range(4)),
     *(Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)),
 ]
 # Chunks, shared prefixes and a cache that is too small.
@@ -60,7 +60,7 @@ def assert_crowded(done: Statistics) -> None:
 
 def check_crowded(model) -> Statistics:
     """The tokens are those of whole forwards, in steps of the sizes of graphs, too."""
-    requests = [Request(text, 12) for text in PROMPTS]
+    requests = [Request(text, 8) for text in PROMPTS]
     run = check_generates(model, requests, **CROWDED, num_cuda_graphs=4)
     assert_crowded(run.statistics)
     return run.statistics

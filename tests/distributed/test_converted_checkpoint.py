@@ -132,7 +132,7 @@ def test_legacy_files_of_a_models_ranks_are_read(name, folder):
 @two_ranks
 @needs.no_gpu
 @grid(
-    2,
+    1,
     {
         "version": ("v2", "v3"),
         "q_lora": {"q_lora": True, "no-q_lora": False},

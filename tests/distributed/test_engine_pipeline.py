@@ -26,7 +26,7 @@ KINDS = [
     {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "seed": 3},
 ]
 SAMPLING = [
-    SamplingParams(max_tokens=12 + 3 * (i % 2), logprobs=2, **KINDS[i % len(KINDS)])
+    SamplingParams(max_tokens=7 + 2 * (i % 2), logprobs=2, **KINDS[i % len(KINDS)])
     for i in range(len(PROMPTS))
 ]
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}

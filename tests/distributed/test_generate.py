@@ -28,11 +28,12 @@ def left_from_inference() -> list[str]:
 
 CASES = [
     (Architecture("v3", False, False, "rope"), ""),
-    (Architecture("v3", True, True, "yarn"), ""),
-    # In chunks of a step's 64 tokens.
-    (Architecture("v3", True, True, "yarn"), "--step-tokens 64 --form expanded"),
-    (Architecture("v3", True, True, "yarn"), "--sequence-parallel"),
-][: None if world.size() > 1 else -1]  # one rank has nobody to cut sequences with
+    # In chunks of a step's 64 tokens; one rank has nobody to cut sequences with.
+    (
+        Architecture("v3", True, True, "yarn"),
+        "--step-tokens 64 --form expanded" + " --sequence-parallel" * (world.size() > 1),
+    ),
+]
 
 
 def _id(value: Architecture | str) -> str:

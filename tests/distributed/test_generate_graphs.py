@@ -16,7 +16,7 @@ from absorbed_mla import cpu_host
 from absorbed_mla.serving.engine import Engine
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from tests.support import needs, world
-from tests.support.combinations import few_ranks
+from tests.support.combinations import few_ranks, grid
 from tests.support.generate import generate
 
 pytestmark = few_ranks
@@ -39,9 +39,9 @@ _DEEPSEEK_V3 = (
 _DENSE = ("--num-experts", 0)
 _EXPERTS = ("--moe-layer-freq", "[0,1]", "--moe-token-dispatcher-type", "alltoall")
 
-models = pytest.mark.parametrize("model", [_DENSE, _EXPERTS], ids=["dense", "experts"])
 _LAYOUTS = {"": (), "sp": ("--sequence-parallel",)} if world.size() > 1 else {"": ()}
-layouts = pytest.mark.parametrize("layout", _LAYOUTS.values(), ids=_LAYOUTS)
+layouts = grid(1, {"layout": _LAYOUTS})
+models = grid(1, {"model": {"dense": _DENSE, "experts": _EXPERTS}, "layout": _LAYOUTS})
 
 
 @torch.no_grad()
@@ -136,7 +136,6 @@ def from_the_host(monkeypatch):
 
 @needs.no_gpu
 @models
-@layouts
 def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
     expected = tokens(*_TINY, *model, *layout)
     assert not any(padded for padded, _ in steps)
@@ -150,7 +149,6 @@ def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
 
 @needs.gpu
 @models
-@layouts
 def test_captured(rows, steps, from_the_host, model, layout):
     """On the same sizes; kernels divide their work by the bounds of a graph, or by lengths."""
     words = (*_DEEPSEEK_V3, *model, *layout, "--cuda-graphs", "--return-log-probs")

@@ -1,5 +1,7 @@
 """Export of live weights from several ranks: whole tensors, on every rank, without deadlocks."""
 
+import functools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,17 +90,24 @@ def sharded_chunks(config: ModelConfig) -> list[GPTModel]:
     ]
 
 
-def written(config: ModelConfig, tensors: dict[str, Tensor], folder) -> Path:
-    """A distributed checkpoint of whole weights."""
-    made = folder / "made"
-    on_one_rank(lambda: write_torch_dist(made, config, tensors, "absorbed", norms="separate"))
-    return made / "release"
+@pytest.fixture(scope="module")
+def written(module_folder) -> Callable[[str], tuple[ModelConfig, dict[str, Tensor], Path]]:
+    """Makes, once for each name, a model, its whole weights and a distributed checkpoint."""
+
+    @functools.cache
+    def make(name: str):
+        config, made = four_layers(**MODELS[name]), module_folder / name
+        tensors = random_tensors(config, torch.float32)
+        on_one_rank(lambda: write_torch_dist(made, config, tensors, "absorbed", norms="separate"))
+        return config, tensors, made / "release"
+
+    return make
 
 
-def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:
-    """This rank's share of given weights, which all ranks' shares make up."""
+def loaded(config: ModelConfig, folder: Path) -> GPTModel:
+    """This rank's share of the weights in a checkpoint, which all ranks' shares make up."""
     model = sharded(config)
-    load_model_weights(model, written(config, tensors, folder))
+    load_model_weights(model, folder)
     return model
 
 
@@ -112,24 +121,22 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [*(("mixed", size) for size in SIZES), *ELSEWHERE])
-def test_every_rank_gets_whole_tensors(name, size, folder):
+def test_every_rank_gets_whole_tensors(name, size, written):
     """Those that were converted and loaded into the shares; in the table's order."""
-    config = four_layers(**MODELS[name])
-    tensors = random_tensors(config, torch.float32)
+    config, tensors, folder = written(name)
     with world.parallel(**SIZES[size]):
-        found = dict(hf_weights(loaded(config, tensors, folder)))
+        found = dict(hf_weights(loaded(config, folder)))
     assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 
 
 @few_ranks
 @grid(1, {"size": [*SIZES][: 2 if thinned() else None]})
-def test_sender(size, folder):
+def test_sender(size, written):
     """Rank 0 sends what all ranks hold; where a receiver refuses, all of them raise."""
-    config = four_layers()
-    tensors = random_tensors(config, torch.float32)
+    config, tensors, folder = written("mixed")
     found: dict[str, Tensor] = {}
     with world.parallel(**SIZES[size]), ThreadPoolExecutor(1) as threads:
-        weights = LiveWeights(loaded(config, tensors, folder))
+        weights = LiveWeights(loaded(config, folder))
         sender = WeightSender("tcp://127.0.0.1:0", 1, bucket_bytes=10_000, timeout=60.0)
 
         def received(accept) -> Future | None:
@@ -183,11 +190,10 @@ def test_from_rank_to_rank():
 
 
 @few_ranks
-def test_equal_to_saving_and_converting(folder):
-    config = four_layers()
-    tensors = random_tensors(config, torch.float32, seed=1)
+def test_equal_to_saving_and_converting(written, folder):
+    config, _, made = written("mixed")
     with world.parallel(**SIZES[ONE]):
-        model = loaded(config, tensors, folder)
+        model = loaded(config, made)
         args = to_megatron_args(config, dtype=torch.float32)
         save_torch_dist(folder / "saved", model, args)
         dist.barrier()
@@ -195,15 +201,14 @@ def test_equal_to_saving_and_converting(folder):
 
 
 @few_ranks
-def test_fp8(folder):
+def test_fp8(written):
     """Blocks and scales are those of the whole tensors."""
-    config = four_layers()
-    tensors = random_tensors(config, torch.float32)
+    config, tensors, folder = written("mixed")
     writer = HuggingFaceWriter(config, TargetOptions(fp8="ue8m0"))
     parts = writer.plan(in_memory(tensors), 1 << 30)
     expected = load_all({one.key: one.tensor for part in parts for one in part.entries})
     with world.parallel(**SIZES[ONE]):
-        found = dict(hf_weights(loaded(config, tensors, folder), fp8="ue8m0"))
+        found = dict(hf_weights(loaded(config, folder), fp8="ue8m0"))
     assert_equal(found, expected)
 
 
@@ -223,11 +228,9 @@ def test_memory(sizes):
 
 
 @needs.processes(2)
-def test_chunks_of_a_virtual_pipeline(folder):
+def test_chunks_of_a_virtual_pipeline(written):
     """A list of models, each with every second layer."""
-    config = four_layers()
-    tensors = random_tensors(config, torch.float32)
-    made = written(config, tensors, folder)
+    config, tensors, made = written("mixed")
     with world.parallel(**VIRTUAL):
         chunks = sharded_chunks(config)
         entries = {

@@ -17,7 +17,7 @@ from absorbed_mla.checkpoint.hybrid_names import MLA_SYMBOL, to_gpt_name, to_gpt
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support import world
 from tests.support.cases import TINY, config_for
-from tests.support.combinations import few_ranks
+from tests.support.combinations import few_ranks, grid
 from tests.support.hybrid import hybrid_model, hybrid_twin
 from tests.support.models import MIXED, call, gpt_model, token_batch, with_own_norms
 from tests.support.refusal import refusal
@@ -32,8 +32,6 @@ TWINS = {
     "+-+E+E/+E/+E": {**MIXED, "mtp_num_layers": 2},
 }
 EVERY_TWIN = pytest.mark.parametrize("pattern", TWINS)
-# Dense layers, and the model that has everything.
-TWO_TWINS = pytest.mark.parametrize("pattern", ["+-+-", "+-+E+E/+E/+E"])
 
 
 def fields(pattern: str) -> dict:
@@ -98,13 +96,17 @@ def test_state_dicts_there_and_back(pattern):
     check_same_weights(target, source)
 
 
-both_ways = pytest.mark.parametrize("write, read", [(gpt, hybrid), (hybrid, gpt)])
+# Dense layers, and the model that has everything.
+both_ways = grid(
+    1,
+    {"pattern": ["+-+-", "+-+E+E/+E/+E"], "ways": {"gpt": (gpt, hybrid), "hybrid": (hybrid, gpt)}},
+)
 
 
-@TWO_TWINS
 @both_ways
-def test_distributed_checkpoints(write, read, pattern, folder):
+def test_distributed_checkpoints(ways, pattern, folder):
     """Each reads what the other wrote, at another tensor-parallel size too."""
+    write, read = ways
     source = write(pattern)
     save_model_weights(source, folder)
     target = read(pattern, seed=1)
@@ -117,10 +119,10 @@ def test_distributed_checkpoints(write, read, pattern, folder):
         torch.testing.assert_close(call(target, labels=token_batch(6)), losses)
 
 
-@TWO_TWINS
 @both_ways
-def test_names_for_megatrons_own_loading(write, read, pattern, folder):
+def test_names_for_megatrons_own_loading(ways, pattern, folder):
     """It knows its own names only, and compares every one of them, extra states included."""
+    write, read = ways
     source = write(pattern)
     save_model_weights(source, folder, layer_names="gpt" if read is gpt else "hybrid")
     target = read(pattern, seed=1)

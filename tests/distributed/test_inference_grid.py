@@ -79,9 +79,14 @@ def test_fp64_shapes(shape, form, error_table):
 
 
 @few_ranks
-@pytest.mark.parametrize("resident", [None, 5])
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@grid(
+    2,
+    {
+        "dtype": (torch.float32, torch.bfloat16, torch.float16),
+        "form": ("absorbed", "expanded"),
+        "resident": (None, 5),
+    },
+)
 def test_precision(dtype, form, resident, error_table):
     setup = Setup(form=form, dtype=dtype, latent_cache_tokens=resident)
     check(TINY, setup, "tokens", error_table, "tiny")

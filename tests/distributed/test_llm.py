@@ -29,7 +29,7 @@ from tests.distributed.llm import (
 )
 from tests.distributed.whole import of_all_ranks, on_one_rank
 from tests.support import needs, world
-from tests.support.combinations import two_ranks
+from tests.support.combinations import two_ranks, without
 from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
 from tests.support.tokenizers import byte_level
 
@@ -59,13 +59,15 @@ def model(saved):
     return make
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# Ranks treat those that are left out as "experts"; structured outputs have the dense model's.
+@pytest.mark.parametrize("name", without(ARCHITECTURES, "dense", "v2"))
 def test_tokens_of_transformers(model, name):
     path, expected = model(name)
     assert generated(path) == expected
 
 
-@pytest.mark.parametrize("to", ["megatron", "absorbed"])
+# Of the other format test_generate.py has the tokens.
+@pytest.mark.parametrize("to", without(["megatron", "absorbed"], "absorbed"))
 def test_converted(model, folder, to):
     path, expected = model("experts")
     words = ["convert", path, folder / to, "--to", to, "--force"]

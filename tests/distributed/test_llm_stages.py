@@ -8,10 +8,9 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from tests.conversion.models import Architecture
-from tests.distributed.llm import assert_parity, generated, sampled, token_ids
+from tests.distributed.llm import generated, sampled, token_ids
 from tests.distributed.whole import of_all_ranks
 from tests.support import needs, world
-from tests.support.combinations import all_combinations
 from tests.support.engine import prompt
 from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
 from tests.support.pipeline import weights as weights_of
@@ -61,16 +60,6 @@ def test_drafts_and_chunks(drafting, layout):
         expected = sampled(drafting, tensor_parallel_size=1)
     with world.parallel(**sizes):
         assert sampled(drafting, **options) == expected
-
-
-@all_combinations  # also test_llm.py, and test_engine_pipeline.py on replicas
-@needs.processes(2)
-def test_parity_mode(saved):
-    architecture, changes = EXPERTS
-    path, _ = saved(architecture, **changes)
-    options, sizes = EP
-    with world.parallel(**sizes):
-        assert_parity(path, **options)
 
 
 LIVE = {

@@ -51,7 +51,7 @@ def check_fp64(mla, setup, layout_name, error_table, shape_name):
 
 
 @grid(
-    3,
+    3 if world.size() == 1 else 2,
     {
         "sequence_parallel": SEQUENCE_PARALLEL,
         "down_projection": DOWN_PROJECTION,

@@ -1,11 +1,11 @@
 """Multi-token prediction in packs with padding: as if every document were alone."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from absorbed_mla.packed_roll import roll_tensor
 from tests.support import needs, world
+from tests.support.combinations import grid
 from tests.support.hybrid import hybrid_model
 from tests.support.layouts import cut_tokens, packed
 from tests.support.numerics import compare
@@ -41,8 +41,7 @@ def every_document_alone(kind: str) -> dict[str, Tensor]:
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+@grid(2, {"kind": ["gpt", "hybrid"], "exchange": EXCHANGES})
 def test_a_pack_is_its_documents(kind, exchange):
     expected = every_document_alone(kind)
     with world.parallel(cp=world.size()):

@@ -79,7 +79,7 @@ def test_stages(pipeline, experts, form, layout):
 
 
 @needs.processes(2)
-@grid(2, {"dispatcher": ("allgather", "alltoall"), "form": FORM, "layout": [*LAYOUTS]})
+@grid(1, {"dispatcher": ("allgather", "alltoall"), "form": FORM, "layout": [*LAYOUTS]})
 def test_ranks_of_experts(dispatcher, form, layout):
     """Each rank has half of the experts, and half of the microbatches."""
     fields = (("moe_token_dispatcher_type", dispatcher),)
@@ -87,7 +87,7 @@ def test_ranks_of_experts(dispatcher, form, layout):
 
 
 @needs.processes(2)
-@grid(2, {"pipeline": PIPELINES, "experts": EXPERTS, "form": FORM})
+@grid(1, {"pipeline": PIPELINES, "experts": EXPERTS, "form": FORM})
 def test_multi_token_prediction(pipeline, experts, form):
     """The last stage has the MTP layers, and a second embedding, whose gradients are summed."""
     check(Model(form=form, experts=experts, mtp_layers=2), **pipeline)
@@ -108,7 +108,7 @@ def test_stages_with_ranks_of_experts(pipeline, form):
 
 
 @needs.processes(2)
-@grid(2, {"delay": {"overlapped": False, "delayed": True}, "form": FORM, "layout": [*LAYOUTS]})
+@grid(1, {"delay": {"overlapped": False, "delayed": True}, "form": FORM, "layout": [*LAYOUTS]})
 def test_overlapped_experts(delay, form, layout):
     """Layers in pieces, with weight gradients after the others: equal to layers in one."""
     options = {"moe_token_dispatcher_type": "alltoall"}

@@ -10,6 +10,7 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.prefill_graphs import PrefillGraphs
 from tests.support import needs
+from tests.support.combinations import grid
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tile_reference import TileReference
 
@@ -29,8 +30,7 @@ class Padded(FullCudaGraphs):
 
 
 @needs.no_gpu
-@pytest.mark.parametrize("expands", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@grid(1, {"expands": (False, True), "sequence_parallel": (False, True)})
 def test_same_tokens(monkeypatch, sequence_parallel, expands):
     """Also where ranks divide the tokens of a step, of which 101 could not be divided."""
     tiles = TileReference()
