@@ -146,19 +146,17 @@ run_lint() {
   ((status == 0)) || red "lint failed"
 }
 
-# Tests of one process each, spread over the cores; with CUDA they cannot be forked.
+# Tests of one process each, spread over the cores where pytest-xdist is installed; those of a file
+# together, so that what its fixtures make is made once.
 run_in_parallel() {
-  local layer=$1 tests=("${@:2}") processes
-  processes=$(nproc)
-  if [[ -n $GPUS ]] && ! has_modules "$PYTHON" xdist; then
+  local layer=$1 tests=("${@:2}")
+  if ! has_modules "$PYTHON" xdist; then
     run_pytest "$layer" "${tests[@]}"
     return
   fi
   banner "$layer"
-  ((processes <= 8)) || processes=8
-  local spread=(-m tests.support.spread "$processes")
-  [[ -z $GPUS ]] || spread=(-m pytest -n "$processes")
-  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${spread[@]}" "${tests[@]}" "${PYTEST_FLAGS[@]}"
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m pytest "${tests[@]}" -n auto --maxprocesses 8 --dist loadfile \
+    "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {

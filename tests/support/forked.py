@@ -29,6 +29,7 @@ from unittest import mock
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from console.parent import ends_with_this_process
+from tests.support.gloo import share_one_device
 
 IMPORTS = (
     "torch._dynamo",  # by torch.compiler.disable: as long as all of the package
@@ -197,8 +198,6 @@ def prepare(*modules: str) -> None:
     gc.disable()  # there is no garbage in what is imported
     import torch
 
-    from tests.support.gloo import share_one_device
-
     # As absorbed_mla.cpu_host does it, which programs import themselves.
     plain = lambda model=None, **_: (lambda function: function) if model is None else model  # noqa: E731
     with mock.patch.object(torch, "compile", plain):
@@ -230,11 +229,11 @@ def exit_code(codes: list[int | None]) -> int:
     """Of all ranks; says which ones were ended."""
     for rank, code in enumerate(codes):
         if code is None or code < 0:
-            print(f"[rank {rank}] {end_of(code)}", file=sys.stderr)
+            print(f"[rank {rank}] {_end_of(code)}", file=sys.stderr)
     return int(any(codes) or None in codes)
 
 
-def end_of(code: int | None) -> str:
+def _end_of(code: int | None) -> str:
     """What ended a rank that did not exit by itself; the other ranks only see it gone."""
     if code is None:
         return "was killed, because it went on after another rank had failed"

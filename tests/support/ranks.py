@@ -45,14 +45,10 @@ class Ranks:
 def _become_rank(rank: int, config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    take_own_output(config)
-    if rank:
-        report.only_failures(config)
-
-
-def take_own_output(config: pytest.Config) -> None:
-    """Capture into a file that a forked process does not share with others."""
+    # Into a file that it does not share with the others.
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
+    if rank:
+        report.only_failures(config)

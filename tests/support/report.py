@@ -84,16 +84,11 @@ class _FailuresOnly:
 
 def only_failures(config: pytest.Config) -> None:
     """Report as ranks other than 0 do."""
-    leave_to(config, _FailuresOnly())
-
-
-def leave_to(config: pytest.Config, reporter: object) -> None:
-    """Report by a plugin alone."""
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Recorder):
             config.pluginmanager.unregister(plugin)
     config.pluginmanager.unregister(name="terminalreporter")
-    config.pluginmanager.register(reporter)
+    config.pluginmanager.register(_FailuresOnly())
 
 
 def summary(paths: Iterable[Path]) -> list[str]:

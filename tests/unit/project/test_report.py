@@ -1,5 +1,6 @@
 """What scripts/run_tests.sh prints at the end of a run."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -35,14 +36,15 @@ MODULE = "import pytest\npytest.skip('needs a GPU', allow_module_level=True)\n"
 
 
 def test_of_a_run(tmp_path):
-    """Also spread over processes, which must not each write."""
+    """With and without pytest-xdist, whose processes must not each write."""
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_module.py").write_text(MODULE)
     (tmp_path / "conftest.py").write_text(
         "from tests.support.report import record\n"
         "def pytest_configure(config):\n    record(config)\n"
     )
-    for name, module in {"unit": ["tests.support.spread", "2"], "training": ["pytest"]}.items():
+    parallel = ["-p", "xdist", "-n", "2"] if importlib.util.find_spec("xdist") else []
+    for name, more in {"unit": parallel, "training": []}.items():
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -50,7 +52,7 @@ def test_of_a_run(tmp_path):
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             report.VARIABLE: str(tmp_path / f"{name}.jsonl"),
         }
-        command = [sys.executable, "-m", *module, "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
         done = subprocess.run(
             [*command, "--rootdir", tmp_path, tmp_path],
             cwd=tmp_path,
