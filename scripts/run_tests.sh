@@ -155,8 +155,8 @@ run_in_parallel() {
     return
   fi
   banner "$layer"
-  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m pytest "${tests[@]}" -n auto --maxprocesses 8 --dist loadfile \
-    "${PYTEST_FLAGS[@]}"
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m pytest "${tests[@]}" -n auto --maxprocesses 8 \
+    --dist loadfile "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {
