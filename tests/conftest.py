@@ -1,7 +1,6 @@
 """Processes, seeds and hostile defaults for every test."""
 
 import gc
-import logging
 import os
 import subprocess
 import tempfile
@@ -69,10 +68,6 @@ def pytest_runtestloop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    # pytest gives its handlers to every logger that does not propagate, six times a test: PyTorch
-    # has 50 of them. The root's, which is otherwise without one, see the same records.
-    for logger in logging.root.manager.loggerDict.values():
-        logger.propagate = True
 
 
 def pytest_sessionfinish() -> None:
