@@ -83,7 +83,7 @@ def test_sizes_of_graphs(name, experts, monkeypatch):
         check(engine, UNEVEN, name)
     padded = [tokens for tokens, graph in steps if graph]
     assert all(min(tokens) == max(tokens) for tokens in padded)
-    assert len(padded) > 4 and len(steps) > len(padded)
+    assert len({*map(tuple, padded)}) > 1 and len(steps) > len(padded)
     assert of_all_ranks(steps) == [steps] * world.size()
 
 
