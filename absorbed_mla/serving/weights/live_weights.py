@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from checkpoint_conversion.layouts import (
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession, concat
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 
 # Tensors that are read side by side, unless together they take more bytes of the host's memory.
 _THREADS, _MOST_BYTES = 4, 2**30
@@ -41,20 +42,23 @@ def set_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTen
     Raises:
         CheckpointError: If the tensors do not fit the config.
     """
-    together: list[tuple[Tensor, LazyTensor]] = []
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for pair in shares(model, config, tensors):
-            if sum(share.peak for _, share in (*together, pair)) > _MOST_BYTES:
-                list(pool.map(_set, *zip(*together)))
-                together.clear()
-            together.append(pair)
-        list(pool.map(_set, *zip(*together)))
+    parts = [_Part(*pair) for pair in shares(model, config, tensors)]
+    run_parts(parts, _set, MemoryBudget(_MOST_BYTES), _THREADS)
+
+
+class _Part(NamedTuple):
+    weight: Tensor
+    share: LazyTensor
+
+    @property
+    def peak(self) -> int:
+        return self.share.peak
 
 
 @torch.no_grad()
-def _set(weight: Tensor, share: LazyTensor) -> None:
+def _set(part: _Part) -> None:
     with ReadSession() as session:
-        share.copy_to(weight, session)
+        part.share.copy_to(part.weight, session)
 
 
 def own_weights(model: GPTModel) -> dict[str, Tensor]:
