@@ -21,6 +21,8 @@ _Chunk = TypeVar("_Chunk")
 CHUNK_ELEMENTS = 2**24
 # Queries of a chunk: later ones see more keys, and scores are computed for all of them.
 CHUNK_QUERIES = 256
+# Rows of a kernel's tile: a chunk of 85 queries costs as much as one of 128.
+_TILE_QUERIES = 64
 
 
 class KeySubset(Protocol):
@@ -173,10 +175,12 @@ def visible_keys(
         batch: Batch size.
         device: Where the tensors are.
         elements: Most numbers of [B, H, Q, P].
-        queries: Of a chunk, at most.
+        queries: Of a chunk, at most; chunks of more than 64 have a multiple of it.
     """
     for span in spans:
         size = max(1, min(queries, elements // max(1, batch * span.num_keys)))
+        if size > _TILE_QUERIES:
+            size -= size % _TILE_QUERIES
         for chunk in Spans([span]).chunks(size):
             # With a negative offset the first queries of a span see no key.
             if chunk.num_keys > 0:

@@ -81,7 +81,7 @@ class WeightUpdate:
     def _set(self, i: int) -> None:
         weight, share = self._plan.pop(i)
         with ReadSession() as session:
-            weight.copy_(share.load(session))
+            share.copy_to(weight, session)
         for name in share.leaves:
             self._users[name].discard(i)
             if not self._users[name]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.dsa.index_vectors import IndexVectors
-from absorbed_mla.dsa.key_subset import VisibleKeys
+from absorbed_mla.dsa.key_subset import VisibleKeys, visible_keys
 from absorbed_mla.dsa.selection import best_keys, select
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
@@ -156,3 +156,10 @@ def test_repeats_on_a_gpu():
     first = select(index, spans, 2048, relu=True)
     assert torch.equal(select(index, spans, 2048, relu=True), first)
     assert first.shape == (6144, 1, 2048) and int((first[-1] >= 0).sum()) == 2048
+
+
+def test_chunks_fill_tiles():
+    """A tile of a kernel has 64 queries; 85 would cost as much as 128."""
+    spans = Spans([Span(0, 200, 0, 1000, 800)])
+    sizes = [keys.span.num_queries for keys in visible_keys(spans, 1, torch.device("cpu"), 85_000)]
+    assert sizes == [64, 64, 64, 8]
