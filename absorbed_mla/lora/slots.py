@@ -8,21 +8,27 @@ that of its adapter alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.lora.adapter import AttentionLoRA, layers_of
-from absorbed_mla.lora.low_rank import LowRank
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.lora.adapter import AttentionLoRA, holder_of, layers_of, parts_of
+from absorbed_mla.lora.low_rank import Begun, Sharding
 from absorbed_mla.lora.model import attentions
-from absorbed_mla.lora.peft_format import Updates, read_peft_adapter
+from absorbed_mla.lora.peft_format import Update, Updates, read_peft_adapter
 from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.lora.side_stream import SideStream
 from absorbed_mla.serving.export.agreement import on_all_ranks
 
 _ATTRIBUTE = "lora_slots"
+# Of a step whose products with A are on the side stream.
+_FEW_TOKENS = 512
 
 
 class LoRASlots:
@@ -43,12 +49,15 @@ class LoRASlots:
         self, model: GPTModel, max_loras: int, max_lora_rank: int, graph_tokens: int | None = None
     ) -> None:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        self._ranks = max_loras * max_lora_rank
         self._attentions = list(attentions(model))
         for attention in self._attentions:
-            layers = dict.fromkeys(layers_of(attention), (max_loras * max_lora_rank, 1.0))
+            # Layers in one product have one A below the other's, and one product with both.
+            owners = [holder_of(attention, name) for name in layers_of(attention)]
+            layers = {one: (len(parts_of(attention, one)) * self._ranks, 1.0) for one in owners}
             lora = AttentionLoRA(attention, layers)
             for one in lora.values():
-                one.chosen = self.chosen
+                one.begin_product = partial(self._begin_product, one.sharding)
                 one.requires_grad_(False)
                 one.lora_A.weight.zero_()
         # By slot, the digest of its adapter; the one used longest ago is first in the order.
@@ -63,8 +72,9 @@ class LoRASlots:
         self._mask: Tensor | None = None
         self._static: Tensor | None = None
         if graph_tokens is not None:
-            shape = graph_tokens, max_loras * max_lora_rank
+            shape = graph_tokens, self._ranks
             self._static = torch.zeros(shape, dtype=torch.bool, device=parameter.device)
+        self._side = SideStream(parameter.device)
         setattr(model, _ATTRIBUTE, self)
 
     @classmethod
@@ -131,21 +141,25 @@ class LoRASlots:
             out=out,
         )
 
-    def chosen(self, between: Tensor, sharding) -> Tensor | None:
-        """``A x`` [T, ..., all ranks of all slots] without those of other slots; None: of none.
+    def _begin_product(
+        self, sharding: Sharding, product: Callable[[], Tensor], tokens: int
+    ) -> Begun:
+        """``A x`` [tokens, ..., ranks of all slots], where a token keeps those of its own.
 
-        Ranks that divide the tokens have a part of T.
+        Ranks that divide the tokens have a part of the mask's.
         """
-        mask, tokens = self._mask, len(between)
+        mask = self._mask
         if self._static is not None:
             # Megatron captures layers before there is any step.
             mask = self._static[: tokens if self._slots is None else len(self._slots)]
         if mask is None:
-            return None
+            return lambda: None
         if len(mask) != tokens:
             mask = mask.chunk(sharding.tp_group.size())[sharding.tp_group.rank()]
-        shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
-        return torch.where(mask.view(shape), between, 0)
+        work = partial(_masked, mask, product)
+        # Larger steps wait for no kernel, and their products are large themselves.
+        alone = tokens > _FEW_TOKENS or torch.is_grad_enabled() or is_enabled(mask.device)
+        return work if alone else self._side.start(work)
 
     def _read(self, request: LoRARequest) -> tuple[str, Updates]:
         try:
@@ -166,16 +180,37 @@ class LoRASlots:
     def _write(self, slot: int, updates: Updates) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for attention in self._attentions:
-                for name, one in attention.lora.items():
-                    self._write_layer(slot, one, updates, (attention.layer_number - 1, name))
+                for name, *place in self._places(attention):
+                    self._write_layer(slot, *place, updates.get((attention.layer_number - 1, name)))
 
-    def _write_layer(self, slot: int, one: LowRank, updates: Updates, key: tuple[int, str]) -> None:
+    def _places(
+        self, attention: AbsorbedMLASelfAttention
+    ) -> Iterator[tuple[str, Sharding, Tensor, Tensor]]:
+        """Of each layer, how it is shared, and what of A and B is its own, of all slots."""
+        for owner, one in attention.lora.items():
+            start = 0
+            for i, (name, rows) in enumerate(parts_of(attention, owner)):
+                a, b = (
+                    factor.weight.narrow(dim, i * self._ranks, self._ranks)
+                    for dim, factor in enumerate((one.lora_A, one.lora_B))
+                )
+                yield name, one.sharding, a, b.narrow(0, start, rows)
+                start += rows
+
+    def _write_layer(
+        self, slot: int, sharding: Sharding, a: Tensor, b: Tensor, update: Update | None
+    ) -> None:
         first = slot * self.max_lora_rank
-        a = one.lora_A.weight.narrow(0, first, self.max_lora_rank).zero_()
-        b = one.lora_B.weight.narrow(1, first, self.max_lora_rank).zero_()
-        if key in updates:
-            update = updates[key]
+        a = a.narrow(0, first, self.max_lora_rank).zero_()
+        b = b.narrow(1, first, self.max_lora_rank).zero_()
+        if update is not None:
             rank, wide = len(update.a), torch.promote_types(update.b.dtype, torch.float32)
-            a[:rank] = one.sharding.own_part(update.a, "lora_A")
-            scaled = update.b.to(wide) * update.scaling
-            b[:, :rank] = one.sharding.own_part(scaled, "lora_B")
+            a[:rank] = sharding.own_part(update.a, "lora_A")
+            b[:, :rank] = sharding.own_part(update.b.to(wide) * update.scaling, "lora_B")
+
+
+def _masked(mask: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    """``A x`` [T, ..., R] where ``mask`` [T, ranks] is, R as many ranks or several times them."""
+    between = product().unflatten(-1, (-1, mask.shape[1]))
+    shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
+    return torch.where(mask.view(shape), between, 0).flatten(-2)
