@@ -9,15 +9,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from absorbed_mla import LLM, AsyncLLM, SamplingParams
-from absorbed_mla.lora import LoRARequest, load_peft_adapter, merge_lora, remove_lora, unmerge_lora
+from absorbed_mla.lora import (
+    LoRARequest,
+    load_peft_adapter,
+    merge_lora,
+    remove_lora,
+    slots,
+    unmerge_lora,
+)
+from absorbed_mla.lora.adapter import lora_of
+from absorbed_mla.lora.model import attentions
+from absorbed_mla.lora.side_stream import SideStream
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.checkpoint import open_model
-from absorbed_mla.serving.weights.load import load_model
+from absorbed_mla.serving.weights.load import add_lora_slots, load_model
+from tests.conversion.models import Architecture
 from tests.support import needs, world
-from tests.support.engine import Request, engine_of
+from tests.support.engine import Request, engine_of, step_to_the_end
 from tests.support.llm import serving, tiny_folder
 from tests.support.refusal import refusal
+from tests.support.wide_models import wide_folder
 
 DEVICE = world.device().type
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
@@ -26,7 +39,9 @@ RANKS = {"a": 4, "b": 2, "c": 4}
 PROMPTS = [[*range(3, 73)], [9, 8, 7], [*range(3, 73), 5]]
 
 
-def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest:
+def write_adapter(
+    base: Path, folder: Path, seed: int, rank: int, size: float = 0.25
+) -> LoRARequest:
     """LoRA of every linear layer of the attentions of a checkpoint."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     weights = {k: v for f in base.glob("*.safetensors") for k, v in load_file(f).items()}
@@ -35,7 +50,7 @@ def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest
             rows, columns = weight.shape
             for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 key = f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
-                tensors[key] = torch.randn(shape, generator=generator) / 4
+                tensors[key] = torch.randn(shape, generator=generator) * size
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
@@ -140,6 +155,55 @@ def test_more_adapters_in_a_call_than_may_run(llm, adapters, alone):
         [PROMPTS[1]] * 6, PARAMS, use_tqdm=False, lora_request=[adapters[name] for name in order]
     )
     assert all(close(one, alone[name][1]) for one, name in zip(outputs, order, strict=True))
+
+
+def test_layers_in_one_product(base, adapters):
+    """Their A and B are those of the layers apart, also where an adapter has replaced another."""
+    of_attentions = []
+    for options in (LORA, {**OPTIONS, "parity": True}):
+        given = LLMOptions.of({**options, "tensor_parallel_size": 1})
+        model = load_model(open_model(base), given, world.device())
+        if not given.enable_lora:  # in parity mode layers are apart
+            add_lora_slots(model, LLMOptions.of(LORA))
+        room = LoRASlots.of(model)
+        assert [room.hold(adapters[name], ())[0] for name in "abc"] == [0, 1, 0]
+        of_attentions.append([lora_of(attention) for attention in attentions(model)])
+    for one, two in zip(*of_attentions, strict=True):
+        fused = one["linear_qkv_down_proj"]
+        apart = [two[f"linear_{name}_down_proj"] for name in ("q", "kv")]
+        a, b = ([getattr(each, f).weight for each in apart] for f in ("lora_A", "lora_B"))
+        assert a[0].any(1).sum() == RANKS["b"] + RANKS["c"]
+        assert torch.equal(fused.lora_A.weight, torch.cat(a))
+        assert torch.equal(fused.lora_B.weight, torch.block_diag(*b))
+
+
+def test_products_on_a_side_stream(base, tmp_path, monkeypatch):
+    """No bit depends on it, at odd numbers of tokens, in graphs neither."""
+    options = {**LORA, "tensor_parallel_size": 1}
+    if DEVICE == "cuda":  # where products take long enough to run beside each other
+        base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
+        options |= {"cuda_graphs": True, "dtype": "bfloat16"}
+    loras = [write_adapter(base, tmp_path / name, i, 4, 1 / 32) for i, name in enumerate("ab")]
+    model = load_model(open_model(base), LLMOptions.of(options), world.device())
+    started, start = [], SideStream.start
+    monkeypatch.setattr(SideStream, "start", lambda *args: started.append(1) or start(*args))
+
+    def found(few_tokens: int, **graphs) -> list[tuple[list[int], list[float]]]:
+        monkeypatch.setattr(slots, "_FEW_TOKENS", few_tokens)
+        with engine_of(model, **graphs) as engine:
+            for count in (1, 3, 5):
+                for i in range(count):
+                    lora = [*loras, None][(i + count) % 3]
+                    sampling = Request(PROMPTS[i % 3], 24).sampling(log_probs=True)
+                    engine.add_request(PROMPTS[i % 3], sampling, lora_request=lora)
+                results = step_to_the_end(engine)
+        return [(one.tokens, one.log_probs) for one in results]
+
+    for graphs in ({}, {"num_cuda_graphs": 4}):
+        expected = found(0, **graphs)
+        assert not started
+        assert found(512, **graphs) == expected and started
+        started.clear()
 
 
 def test_refused(llm, base, adapters, tmp_path):
