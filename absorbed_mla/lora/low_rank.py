@@ -120,6 +120,8 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.sharding = rank, scaling, sharding
+        # Of several adapters in parity mode: that of every row of A, in fp32 or fp64.
+        self.scalings: Tensor | None = None
         # Megatron switches this attribute of modules off while it generates.
         self.sequence_parallel = sharding.sequence_parallel
         # How the product with A is computed; of several adapters: see ``slots.py``.
@@ -136,6 +138,8 @@ class LowRank(nn.Module):
 
     def scaled(self, x: Tensor) -> Tensor:
         """``scaling x``; a decode step waits for every kernel that it launches."""
+        if self.scalings is not None:
+            return (x * self.scalings).to(x.dtype)
         return x if self.scaling == 1 else x * self.scaling
 
     def add_to(self, out: Tensor, begun: Begun) -> Tensor:

@@ -3,12 +3,13 @@
 The A of ``max_loras`` adapters are the rows of one matrix, their B the columns of another. A step
 multiplies by both; in between, a token keeps the numbers of its own adapter and loses the others.
 So no product depends on which adapters run, the latent is never expanded, and a token's output is
-that of its adapter alone.
+that of its adapter alone. In steps of few tokens the products with A have a stream of their own,
+beside those of the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -16,10 +17,10 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.kernels.invariant.tiles import PART
 from absorbed_mla.lora.adapter import AttentionLoRA, holder_of, layers_of, parts_of
-from absorbed_mla.lora.low_rank import Begun, Sharding
+from absorbed_mla.lora.low_rank import HEADS, Begun, LowRank, Sharding
 from absorbed_mla.lora.model import attentions
 from absorbed_mla.lora.peft_format import Update, Updates, read_peft_adapter
 from absorbed_mla.lora.request import LoRARequest
@@ -42,21 +43,34 @@ class LoRASlots:
             are: every step multiplies by all of them. None: steps without adapters do not.
 
     Raises:
-        ValueError: If the attention is sparse, or the model has LoRA already.
+        ValueError: If the attention is sparse, the model has LoRA already, or parity mode would sum
+            up in parts.
     """
 
     def __init__(
         self, model: GPTModel, max_loras: int, max_lora_rank: int, graph_tokens: int | None = None
     ) -> None:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
-        self._ranks = max_loras * max_lora_rank
+        # Instructions sum up 16 at a time: a slot's place changes no bit of a sum.
+        self._slot_ranks = -(-max_lora_rank // 16) * 16
+        self._ranks = max_loras * self._slot_ranks
         self._attentions = list(attentions(model))
         for attention in self._attentions:
+            parity = attention.options.batch_invariant
+            if parity and self._ranks > PART:
+                raise ValueError(
+                    f"max_loras times max_lora_rank, in sixteens, must be at most {PART} in parity "
+                    f"mode, got {self._ranks}"
+                )
             # Layers in one product have one A below the other's, and one product with both.
             owners = [holder_of(attention, name) for name in layers_of(attention)]
             layers = {one: (len(parts_of(attention, one)) * self._ranks, 1.0) for one in owners}
             lora = AttentionLoRA(attention, layers)
             for one in lora.values():
+                if parity and one.sharding.kind != HEADS:
+                    # As in training, the product with A is rounded before it is scaled.
+                    weight = one.lora_A.weight
+                    one.scalings = weight.new_ones(one.rank, dtype=_wide(weight.dtype))
                 one.begin_product = partial(self._begin_product, one.sharding)
                 one.requires_grad_(False)
                 one.lora_A.weight.zero_()
@@ -65,7 +79,7 @@ class LoRASlots:
         self._order = list(range(max_loras))
         parameter = next(model.parameters())
         # Of every row of A, and of the last step's tokens.
-        self._slot_of_rank = torch.arange(max_loras).repeat_interleave(max_lora_rank)
+        self._slot_of_rank = torch.arange(max_loras).repeat_interleave(self._slot_ranks)
         self._slot_of_rank = self._slot_of_rank.to(parameter.device)
         self._slots: Tensor | None = None
         # [tokens, ranks of all slots]: whose numbers a token keeps. In graphs, at one address.
@@ -180,33 +194,30 @@ class LoRASlots:
     def _write(self, slot: int, updates: Updates) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for attention in self._attentions:
-                for name, *place in self._places(attention):
-                    self._write_layer(slot, *place, updates.get((attention.layer_number - 1, name)))
+                for owner, one in attention.lora.items():
+                    row = 0
+                    for i, (name, rows) in enumerate(parts_of(attention, owner)):
+                        first = i * self._ranks + slot * self._slot_ranks
+                        place = slice(first, first + self._slot_ranks), slice(row, row + rows)
+                        update = updates.get((attention.layer_number - 1, name))
+                        self._write_layer(one, *place, update)
+                        row += rows
 
-    def _places(
-        self, attention: AbsorbedMLASelfAttention
-    ) -> Iterator[tuple[str, Sharding, Tensor, Tensor]]:
-        """Of each layer, how it is shared, and what of A and B is its own, of all slots."""
-        for owner, one in attention.lora.items():
-            start = 0
-            for i, (name, rows) in enumerate(parts_of(attention, owner)):
-                a, b = (
-                    factor.weight.narrow(dim, i * self._ranks, self._ranks)
-                    for dim, factor in enumerate((one.lora_A, one.lora_B))
-                )
-                yield name, one.sharding, a, b.narrow(0, start, rows)
-                start += rows
+    def _write_layer(self, one: LowRank, ranks: slice, rows: slice, update: Update | None) -> None:
+        a, b = one.lora_A.weight[ranks].zero_(), one.lora_B.weight[rows, ranks].zero_()
+        if update is None:
+            return
+        count, own = len(update.a), one.sharding.own_part(update.b, "lora_B").to(b.dtype)
+        a[:count] = one.sharding.own_part(update.a, "lora_A")
+        if one.scalings is not None:
+            one.scalings[ranks] = update.scaling
+        else:
+            own = own.to(_wide(b.dtype)) * update.scaling
+        b[:, :count] = own
 
-    def _write_layer(
-        self, slot: int, sharding: Sharding, a: Tensor, b: Tensor, update: Update | None
-    ) -> None:
-        first = slot * self.max_lora_rank
-        a = a.narrow(0, first, self.max_lora_rank).zero_()
-        b = b.narrow(1, first, self.max_lora_rank).zero_()
-        if update is not None:
-            rank, wide = len(update.a), torch.promote_types(update.b.dtype, torch.float32)
-            a[:rank] = sharding.own_part(update.a, "lora_A")
-            b[:, :rank] = sharding.own_part(update.b.to(wide) * update.scaling, "lora_B")
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _masked(mask: Tensor, product: Callable[[], Tensor]) -> Tensor:
