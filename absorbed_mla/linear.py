@@ -164,12 +164,18 @@ def own_output(layer: nn.Module, x: Tensor) -> Tensor:
     return output if _makes_its_output(layer) else output.clone()
 
 
+def _holds_nothing(hook: Callable) -> bool:
+    """Whether a forward hook is LoRA's, without gradient: it returns what the layer has made."""
+    module = getattr(hook, "func", hook).__module__
+    return module == "absorbed_mla.lora.adapter" and not torch.is_grad_enabled()
+
+
 def _makes_its_output(layer: nn.Module) -> bool:
     """Whether every call of the layer returns a new tensor that nothing else holds."""
     package = type(layer).__module__.partition(".")[0]
     return (
         package in ("absorbed_mla", "megatron", "transformer_engine")
         and "forward" not in vars(layer)
-        and not layer._forward_hooks
+        and all(map(_holds_nothing, layer._forward_hooks.values()))
         and not torch_module._global_forward_hooks
     )

@@ -16,7 +16,7 @@ from absorbed_mla.batch_invariant import parts
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
 from absorbed_mla.lora.forms import LoRAAbsorbedForm, LoRAExpandedForm, UpProjections
-from absorbed_mla.lora.low_rank import COLUMN, DUPLICATED, HEADS, ROW, LowRank, Sharding
+from absorbed_mla.lora.low_rank import COLUMN, DUPLICATED, HEADS, ROW, Begun, LowRank, Sharding
 from absorbed_mla.lora.targets import FUSED_DOWN
 
 # Of an attention: the child that holds A and B of all its layers.
@@ -31,7 +31,8 @@ class AttentionLoRA(nn.ModuleDict):
 
     Args:
         attention: Of this package; it gets a child ``lora``.
-        layers: r and scaling of each layer that has LoRA.
+        layers: r and scaling of each layer that has LoRA. A fused one may have one A for all of its
+            rows.
 
     Raises:
         ValueError: If the attention has LoRA already, is sparse, or has not got a layer.
@@ -44,14 +45,21 @@ class AttentionLoRA(nn.ModuleDict):
         _refuse_unsupported(attention)
         self.merged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = [attention.register_forward_pre_hook(self._check)]
+        # Products with A of the layer that is being called, by name.
+        self._begun: dict[str, Begun] = {}
         for name, (rank, scaling) in layers.items():
             layer, inputs, outputs, sharding = _place(attention, name)
             self[name] = LowRank(rank, scaling, inputs, outputs, layer.weight, sharding)
         keep_parameter_marks(self)
         attention.add_module(NAME, self)
         for owner in {holder_of(attention, name) for name in layers} - {*_UP}:
-            hook = partial(self._add, parts_of(attention, owner))
-            self._handles.append(getattr(attention, owner).register_forward_hook(hook))
+            layer = getattr(attention, owner)
+            of_all = owner, layer.weight.shape[0]
+            parts = (of_all,) if owner in self else parts_of(attention, owner)
+            self._handles += (
+                layer.register_forward_pre_hook(partial(self._begin, parts)),
+                layer.register_forward_hook(partial(self._add, parts)),
+            )
         self._former = _forms_of(attention)
         self._set_forms(attention, self._own_forms(attention))
 
@@ -127,16 +135,21 @@ class AttentionLoRA(nn.ModuleDict):
                 "would sum up its products as they divide them"
             )
 
+    def _begin(self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple) -> None:
+        """Begin the products with A, which may run beside the layer's own."""
+        if not self.merged:
+            self._begun = {name: self[name].begin(args[0]) for name, _ in parts if name in self}
+
     def _add(
         self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple, output: tuple
     ) -> tuple | None:
         """Add to the output of a layer, of a fused one part by part."""
         if self.merged:
             return None
-        (x, *_), (out, *rest) = args, output
+        (out, *rest), begun, self._begun = output, self._begun, {}
         pieces = out.split([width for _, width in parts], -1)
         found = [
-            self[name].add_to(piece, x) if name in self else piece
+            self[name].add_to(piece, begun[name]) if name in self else piece
             for (name, _), piece in zip(parts, pieces, strict=True)
         ]
         if all(one is piece for one, piece in zip(found, pieces)):
@@ -197,6 +210,7 @@ def _place(attention: AbsorbedMLASelfAttention, name: str) -> tuple[nn.Module, i
         "linear_q_down_proj": (dims.hidden_size, dims.q_lora_rank, DUPLICATED),
         "linear_q_up_proj": (dims.q_lora_rank, heads * dims.qk_head_dim, COLUMN),
         "linear_kv_down_proj": (dims.hidden_size, dims.kv_down_dim, DUPLICATED),
+        FUSED_DOWN: (dims.hidden_size, sum(attention.down_layers.get(FUSED_DOWN, ())), DUPLICATED),
         "linear_k_up_proj": (dims.kv_lora_rank, heads * dims.qk_nope_head_dim, HEADS),
         "linear_v_up_proj": (dims.kv_lora_rank, heads * dims.v_head_dim, HEADS),
         "linear_proj": (heads * dims.v_head_dim, dims.hidden_size, ROW),
@@ -204,7 +218,8 @@ def _place(attention: AbsorbedMLASelfAttention, name: str) -> tuple[nn.Module, i
     inputs, outputs, kind = widths[name]
     owner = holder_of(attention, name)
     layer = getattr(attention, owner)
-    if kind == DUPLICATED and dict(parts_of(attention, owner))[name] != outputs:
+    own = {owner: layer.weight.shape[0], **dict(parts_of(attention, owner))}
+    if kind == DUPLICATED and own[name] != outputs:
         kind = COLUMN
     if hasattr(layer, "layer_norm_weight"):
         raise ValueError(

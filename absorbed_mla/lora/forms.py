@@ -66,26 +66,31 @@ class LoRAAbsorbedForm(AbsorbedForm):
         return self._up_projected(up_project_value_in_inference, o_latent, w_uv)
 
     def _absorbed(self, absorb, q_nope, w_uk):
-        absorbed, lora = absorb(q_nope, w_uk), self.up.k_up
-        if lora is None:
-            return absorbed
+        if (lora := self.up.k_up) is None:
+            return absorb(q_nope, w_uk)
         a, b = lora.of_heads(w_uk.shape[1])
-        between = lora.chosen(absorb(q_nope, b), lora.sharding)
+        begun = lora.begin_product(lambda: absorb(q_nope, b), len(q_nope))
+        absorbed, between = absorb(q_nope, w_uk), begun()
         if between is None:
             return absorbed
-        in_place = absorb is not absorb_query and not is_enabled(absorbed.device)
-        if not in_place or not absorbed.is_contiguous():
+        if absorb is absorb_query or not _takes_sums(absorbed):
             return absorbed + between @ a
         absorbed.view(-1, absorbed.shape[-1]).addmm_(between.flatten(0, -2), a)
         return absorbed
 
     def _up_projected(self, up_project, o_latent, w_uv):
-        values, lora = up_project(o_latent, w_uv), self.up.v_up
-        if lora is None:
-            return values
+        if (lora := self.up.v_up) is None:
+            return up_project(o_latent, w_uv)
         a, b = lora.of_heads(w_uv.shape[1])
-        between = lora.chosen(F.linear(o_latent, a), lora.sharding)
-        return values if between is None else values + up_project(between, b)
+        begun = lora.begin_product(lambda: F.linear(o_latent, a), len(o_latent))
+        values, between = up_project(o_latent, w_uv), begun()
+        if between is None:
+            return values
+        if up_project is up_project_value or not _takes_sums(values):
+            return values + up_project(between, b)
+        by_head, between = (x.flatten(0, 1).transpose(0, 1) for x in (values, between))
+        by_head.baddbmm_(between, b.transpose(1, 2))
+        return values
 
 
 class LoRAExpandedForm(ExpandedForm):
@@ -134,6 +139,11 @@ class LoRAExpandedForm(ExpandedForm):
         if one is None:
             return weight.new_zeros(0, c), weight.new_zeros(heads, head_dim, 0)
         return one.of_heads(head_dim)
+
+
+def _takes_sums(out: Tensor) -> bool:
+    """Whether a product without gradient is added in place: not in parity mode."""
+    return out.is_contiguous() and not is_enabled(out.device)
 
 
 def _extended(kv: Tensor, weights: tuple[Tensor, ...]) -> Tensor:

@@ -34,6 +34,10 @@ from absorbed_mla.norm import mark_parameter
 from absorbed_mla.tensor_parallel import enter_head_parallel
 
 DUPLICATED, COLUMN, ROW, HEADS = "duplicated", "column_parallel", "row_parallel", "heads"
+# ``A x``, when it is needed; None if no token has LoRA.
+Begun = Callable[[], Tensor | None]
+# A product and how many tokens it has -> the product, which may have begun.
+BeginProduct = Callable[[Callable[[], Tensor], int], Begun]
 
 
 @dataclass(frozen=True)
@@ -116,40 +120,39 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.sharding = rank, scaling, sharding
+        # Of several adapters in parity mode: that of every row of A, in fp32 or fp64.
+        self.scalings: Tensor | None = None
         # Megatron switches this attribute of modules off while it generates.
         self.sequence_parallel = sharding.sequence_parallel
-        # Of several adapters, each token's own: see ``slots.py``.
-        self.chosen: Callable[[Tensor, Sharding], Tensor | None] = lambda between, sharding: between
+        # How the product with A is computed; of several adapters: see ``slots.py``.
+        self.begin_product: BeginProduct = lambda product, tokens: product
         drawn = torch.empty(rank, inputs)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         for name, whole in (("lora_A", drawn), ("lora_B", torch.zeros(outputs, rank))):
             own = sharding.own_part(whole, name).to(like.device, like.dtype, copy=True)
             self.add_module(name, Factor(name, own.contiguous(), sharding))
 
-    def between(self, x: Tensor) -> Tensor | None:
-        """``scaling A x`` of the tokens that B is multiplied by; None if no token has LoRA."""
-        sharding = self.sharding
-        between = self.chosen(self.scaled(F.linear(x, self.lora_A())), sharding)
-        if between is None:
-            return None
-        if sharding.kind == COLUMN:
-            return enter_head_parallel(between, sharding.tp_group, self.sequence_parallel)
-        return self._summed(between) if sharding.kind == ROW else between
+    def begin(self, x: Tensor) -> Begun:
+        """``scaling A x`` of a layer's input, for :meth:`add_to`."""
+        return self.begin_product(lambda: self.scaled(F.linear(x, self.lora_A())), len(x))
 
     def scaled(self, x: Tensor) -> Tensor:
         """``scaling x``; a decode step waits for every kernel that it launches."""
+        if self.scalings is not None:
+            return (x * self.scalings).to(x.dtype)
         return x if self.scaling == 1 else x * self.scaling
 
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, out: Tensor, begun: Begun) -> Tensor:
         """``out + scaling B A x``, rounded once; in place without gradient, but in parity mode.
 
         Args:
             out: [..., outputs], the last dim contiguous.
-            x: The layer's input.
+            begun: Of the layer's input, by :meth:`begin`.
         """
-        between = self.between(x)
+        between = begun()
         if between is None:
             return out
+        between = self._of_own_outputs(between)
         rows, factors = out.view(-1, out.shape[-1]), (between.flatten(0, -2), self.lora_B().t())
         # Parity mode replaces ``addmm``, not the product in place.
         if torch.is_grad_enabled() or is_enabled(out.device):
@@ -157,8 +160,13 @@ class LowRank(nn.Module):
         rows.addmm_(*factors)
         return out
 
-    def _summed(self, between: Tensor) -> Tensor:
-        group = self.sharding.tp_group
+    def _of_own_outputs(self, between: Tensor) -> Tensor:
+        """``A x`` of the tokens that this rank's B is multiplied by."""
+        kind, group = self.sharding.kind, self.sharding.tp_group
+        if kind == COLUMN:
+            return enter_head_parallel(between, group, self.sequence_parallel)
+        if kind != ROW:
+            return between
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(between, group=group)
         return reduce_from_tensor_model_parallel_region(between, group=group)

@@ -3,26 +3,33 @@
 The A of ``max_loras`` adapters are the rows of one matrix, their B the columns of another. A step
 multiplies by both; in between, a token keeps the numbers of its own adapter and loses the others.
 So no product depends on which adapters run, the latent is never expanded, and a token's output is
-that of its adapter alone.
+that of its adapter alone. In steps of few tokens the products with A have a stream of their own,
+beside those of the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.lora.adapter import AttentionLoRA, layers_of
-from absorbed_mla.lora.low_rank import LowRank
+from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.kernels.invariant.tiles import PART
+from absorbed_mla.lora.adapter import AttentionLoRA, holder_of, layers_of, parts_of
+from absorbed_mla.lora.low_rank import HEADS, Begun, LowRank, Sharding
 from absorbed_mla.lora.model import attentions
-from absorbed_mla.lora.peft_format import Updates, read_peft_adapter
+from absorbed_mla.lora.peft_format import Update, Updates, read_peft_adapter
 from absorbed_mla.lora.request import LoRARequest
+from absorbed_mla.lora.side_stream import SideStream
 from absorbed_mla.serving.export.agreement import on_all_ranks
 
 _ATTRIBUTE = "lora_slots"
+# Of a step whose products with A are on the side stream.
+_FEW_TOKENS = 512
 
 
 class LoRASlots:
@@ -36,19 +43,35 @@ class LoRASlots:
             are: every step multiplies by all of them. None: steps without adapters do not.
 
     Raises:
-        ValueError: If the attention is sparse, or the model has LoRA already.
+        ValueError: If the attention is sparse, the model has LoRA already, or parity mode would sum
+            up in parts.
     """
 
     def __init__(
         self, model: GPTModel, max_loras: int, max_lora_rank: int, graph_tokens: int | None = None
     ) -> None:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        # Instructions sum up 16 at a time: a slot's place changes no bit of a sum.
+        self._slot_ranks = -(-max_lora_rank // 16) * 16
+        self._ranks = max_loras * self._slot_ranks
         self._attentions = list(attentions(model))
         for attention in self._attentions:
-            layers = dict.fromkeys(layers_of(attention), (max_loras * max_lora_rank, 1.0))
+            parity = attention.options.batch_invariant
+            if parity and self._ranks > PART:
+                raise ValueError(
+                    f"max_loras times max_lora_rank, in sixteens, must be at most {PART} in parity "
+                    f"mode, got {self._ranks}"
+                )
+            # Layers in one product have one A below the other's, and one product with both.
+            owners = [holder_of(attention, name) for name in layers_of(attention)]
+            layers = {one: (len(parts_of(attention, one)) * self._ranks, 1.0) for one in owners}
             lora = AttentionLoRA(attention, layers)
             for one in lora.values():
-                one.chosen = self.chosen
+                if parity and one.sharding.kind != HEADS:
+                    # As in training, the product with A is rounded before it is scaled.
+                    weight = one.lora_A.weight
+                    one.scalings = weight.new_ones(one.rank, dtype=_wide(weight.dtype))
+                one.begin_product = partial(self._begin_product, one.sharding)
                 one.requires_grad_(False)
                 one.lora_A.weight.zero_()
         # By slot, the digest of its adapter; the one used longest ago is first in the order.
@@ -56,15 +79,16 @@ class LoRASlots:
         self._order = list(range(max_loras))
         parameter = next(model.parameters())
         # Of every row of A, and of the last step's tokens.
-        self._slot_of_rank = torch.arange(max_loras).repeat_interleave(max_lora_rank)
+        self._slot_of_rank = torch.arange(max_loras).repeat_interleave(self._slot_ranks)
         self._slot_of_rank = self._slot_of_rank.to(parameter.device)
         self._slots: Tensor | None = None
         # [tokens, ranks of all slots]: whose numbers a token keeps. In graphs, at one address.
         self._mask: Tensor | None = None
         self._static: Tensor | None = None
         if graph_tokens is not None:
-            shape = graph_tokens, max_loras * max_lora_rank
+            shape = graph_tokens, self._ranks
             self._static = torch.zeros(shape, dtype=torch.bool, device=parameter.device)
+        self._side = SideStream(parameter.device)
         setattr(model, _ATTRIBUTE, self)
 
     @classmethod
@@ -131,21 +155,25 @@ class LoRASlots:
             out=out,
         )
 
-    def chosen(self, between: Tensor, sharding) -> Tensor | None:
-        """``A x`` [T, ..., all ranks of all slots] without those of other slots; None: of none.
+    def _begin_product(
+        self, sharding: Sharding, product: Callable[[], Tensor], tokens: int
+    ) -> Begun:
+        """``A x`` [tokens, ..., ranks of all slots], where a token keeps those of its own.
 
-        Ranks that divide the tokens have a part of T.
+        Ranks that divide the tokens have a part of the mask's.
         """
-        mask, tokens = self._mask, len(between)
+        mask = self._mask
         if self._static is not None:
             # Megatron captures layers before there is any step.
             mask = self._static[: tokens if self._slots is None else len(self._slots)]
         if mask is None:
-            return None
+            return lambda: None
         if len(mask) != tokens:
             mask = mask.chunk(sharding.tp_group.size())[sharding.tp_group.rank()]
-        shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
-        return torch.where(mask.view(shape), between, 0)
+        work = partial(_masked, mask, product)
+        # Larger steps wait for no kernel, and their products are large themselves.
+        alone = tokens > _FEW_TOKENS or torch.is_grad_enabled() or is_enabled(mask.device)
+        return work if alone else self._side.start(work)
 
     def _read(self, request: LoRARequest) -> tuple[str, Updates]:
         try:
@@ -166,16 +194,34 @@ class LoRASlots:
     def _write(self, slot: int, updates: Updates) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for attention in self._attentions:
-                for name, one in attention.lora.items():
-                    self._write_layer(slot, one, updates, (attention.layer_number - 1, name))
+                for owner, one in attention.lora.items():
+                    row = 0
+                    for i, (name, rows) in enumerate(parts_of(attention, owner)):
+                        first = i * self._ranks + slot * self._slot_ranks
+                        place = slice(first, first + self._slot_ranks), slice(row, row + rows)
+                        update = updates.get((attention.layer_number - 1, name))
+                        self._write_layer(one, *place, update)
+                        row += rows
 
-    def _write_layer(self, slot: int, one: LowRank, updates: Updates, key: tuple[int, str]) -> None:
-        first = slot * self.max_lora_rank
-        a = one.lora_A.weight.narrow(0, first, self.max_lora_rank).zero_()
-        b = one.lora_B.weight.narrow(1, first, self.max_lora_rank).zero_()
-        if key in updates:
-            update = updates[key]
-            rank, wide = len(update.a), torch.promote_types(update.b.dtype, torch.float32)
-            a[:rank] = one.sharding.own_part(update.a, "lora_A")
-            scaled = update.b.to(wide) * update.scaling
-            b[:, :rank] = one.sharding.own_part(scaled, "lora_B")
+    def _write_layer(self, one: LowRank, ranks: slice, rows: slice, update: Update | None) -> None:
+        a, b = one.lora_A.weight[ranks].zero_(), one.lora_B.weight[rows, ranks].zero_()
+        if update is None:
+            return
+        count, own = len(update.a), one.sharding.own_part(update.b, "lora_B").to(b.dtype)
+        a[:count] = one.sharding.own_part(update.a, "lora_A")
+        if one.scalings is not None:
+            one.scalings[ranks] = update.scaling
+        else:
+            own = own.to(_wide(b.dtype)) * update.scaling
+        b[:, :count] = own
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _masked(mask: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    """``A x`` [T, ..., R] where ``mask`` [T, ranks] is, R as many ranks or several times them."""
+    between = product().unflatten(-1, (-1, mask.shape[1]))
+    shape = (len(mask), *(1,) * (between.ndim - 2), mask.shape[1])
+    return torch.where(mask.view(shape), between, 0).flatten(-2)

@@ -185,7 +185,7 @@ class ModelFields(Options):
         False,
         needs={
             "form": ("auto", "absorbed"),
-            "parity": (False,),
+            "tensor_parallel_parts": (None,),
             "num_speculative_tokens": (0,),
             "data_parallel_attention": (False,),
             **_ON_ONE_RANK,

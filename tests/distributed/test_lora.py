@@ -94,11 +94,15 @@ def test_a_live_model_generates_with_it(generated):
         assert one.log_probs == pytest.approx(old.log_probs, abs=1e-5)
 
 
-@pytest.mark.parametrize("graph_tokens", [None, 256])
-def test_several_adapters_in_a_batch(graph_tokens):
+@pytest.mark.parametrize(
+    ("graph_tokens", "fused", "down_projection"),
+    [(None, False, "duplicated"), (256, True, "duplicated"), (None, True, "column_parallel")],
+)
+def test_several_adapters_in_a_batch(graph_tokens, fused, down_projection):
     """Requests beside each other, over ranks that divide heads, tokens and experts."""
-    options = AbsorbedMLAOptions(form="absorbed")
-    made = generating_model(options, **MIXED, **world.tp_fields()).eval()
+    options = AbsorbedMLAOptions(form="absorbed", down_projection=down_projection)
+    fields = {**MIXED, **world.tp_fields(), "mla_down_proj_fusion": fused}
+    made = generating_model(options, **fields).eval()
     prompts, expected = prompts_of((5, 20, 9)), {}
     with shared_folder() as folder:
         for seed, name in enumerate(("a", "b", None)):

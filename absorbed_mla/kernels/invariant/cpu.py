@@ -18,6 +18,8 @@ from torch import Tensor
 
 # Rows of a product: more cost a decode, which has few; fewer cost a long prompt more calls.
 TILE_ROWS = 32
+# Of a product: MKL sums up in another order where there are fewer.
+_LEAST_COLUMNS = 16
 # A multiple of the elements that any vector loop of PyTorch takes at a time.
 _VECTOR = 128
 # Below the size at which PyTorch cuts work up among threads (32768).
@@ -85,9 +87,12 @@ def _whole_vectors(x: Tensor) -> Tensor:
 def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:
     """A product of ``left`` [B, rows, width], the same number of rows at a time."""
     batch, rows, width = left.shape
-    result = left.new_empty(batch, rows, right.shape[-1])
+    columns = right.shape[-1]
+    result = left.new_empty(batch, rows, columns)
     if not result.numel():
         return result
+    if columns < _LEAST_COLUMNS:
+        right = torch.nn.functional.pad(right, (0, _LEAST_COLUMNS - columns))
     if 0 in right.stride():  # expanded, as gradients of sums are
         right = right.contiguous()
     threads = torch.get_num_threads()
@@ -101,7 +106,7 @@ def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:
         count = min(at_a_time, rows - first)
         tile[:, :count].copy_(left[:, first : first + count])
         product(tile[0] if squeeze else tile, right, out=part[0] if squeeze else part)
-        result[:, first : first + count].copy_(part[:, :count])
+        result[:, first : first + count].copy_(part[:, :count, :columns])
     return result
 
 

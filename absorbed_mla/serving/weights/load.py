@@ -90,14 +90,9 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     if options.enable_lora:
-        add_lora_slots(model, options)
+        graph_tokens = options.step_tokens if options.cuda_graphs else None
+        LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
     return model.eval()
-
-
-def add_lora_slots(model: GPTModel, options: LLMOptions) -> None:
-    """Give the attentions of a model room for the adapters of ``options``."""
-    graph_tokens = options.step_tokens if options.cuda_graphs else None
-    LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
 
 
 def _groups_experts(

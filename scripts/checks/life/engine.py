@@ -18,7 +18,7 @@ from absorbed_mla.serving.llm_engine import LLMEngine
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.tokenizers.tokenizers import Tokenizer
 from absorbed_mla.serving.weights.checkpoint import open_model
-from absorbed_mla.serving.weights.load import add_lora_slots, load_model
+from absorbed_mla.serving.weights.load import load_model
 from benchmarks.served.adapters import RANK, write_adapters
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
@@ -69,15 +69,13 @@ class Engines:
         # A GPU runs twice the requests in a step of the same time.
         given |= {name: 2 * size for name, size in given.items() if on_gpu and type(size) is int}
         paused = given.pop("paused_cache_tokens", 0)
-        slots = {"max_loras": _SLOTS, "max_lora_rank": RANK}
+        slots = {"enable_lora": True, "max_loras": _SLOTS, "max_lora_rank": RANK}
         options = LLMOptions.of({**given, **slots, "parity": True, "tensor_parallel_size": 1})
         path = folder / f"model-{index}"
         _write_checkpoint(path, MODELS[kind] | {"vocab_size": tokenizer.vocab_size}, on_gpu)
         device = join(options, 0, 1, dist.HashStore())
         enable_batch_invariant_mode(device.type)
         self._model = load_model(open_model(path), options, device)
-        # ``LLM`` refuses them in parity mode; with its operators a slot's place changes no bit.
-        add_lora_slots(self._model, options)
         folders = write_adapters(path, path, _ADAPTERS, _ALPHA)
         self.adapters = [LoRARequest(one.name, i, one) for i, one in enumerate(folders, 1)]
         sizes = engine_options(self._model, options, CONTEXT, tokenizer.vocab_size)

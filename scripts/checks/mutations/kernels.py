@@ -91,6 +91,8 @@ absorbed_mla/kernels/hopper/tensor_map.py
   launch_of_any_box: "box": f"{dtype}{block}{layout}" -> "box": f"{dtype}{block}"
 absorbed_mla/kernels/hopper/tile_scheduler.py
   forward_tiles_dealt_twice: 0, program, programs - 1 - program -> 0, program, programs - 1
+absorbed_mla/kernels/invariant/cpu.py
+  narrow_products_in_another_order: _LEAST_COLUMNS = 16 -> _LEAST_COLUMNS = 1
 absorbed_mla/kernels/invariant/grouped_product.py
   grouped_product_of_the_expert_before: past <= row_tile -> past < row_tile
   grouped_product_of_the_first_rows: row = begin + number * BLOCK_R + -> row = begin +

@@ -76,6 +76,8 @@ absorbed_mla/lora/low_rank.py
 absorbed_mla/lora/peft_format.py
   kv_b_written_as_of_one_a: if torch.equal(k.a, v.a): -> if True:
 absorbed_mla/lora/slots.py
+  layers_in_one_product_share_their_ranks: first = i * self._ranks + -> first =
+  parity_of_adapters_scaled_before_rounding: if parity and one.sharding -> if False and one.sharding
   tokens_of_the_first_adapter: rows = [slots.get(number, -1) for -> rows = [0 for
 absorbed_mla/megatron_interface.py
   clipped_below_an_adapter: if others: -> if False:

@@ -9,15 +9,31 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from absorbed_mla import LLM, AsyncLLM, SamplingParams
-from absorbed_mla.lora import LoRARequest, load_peft_adapter, merge_lora, remove_lora, unmerge_lora
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.lora import (
+    LoRARequest,
+    load_peft_adapter,
+    merge_lora,
+    remove_lora,
+    slots,
+    unmerge_lora,
+)
+from absorbed_mla.lora.adapter import lora_of
+from absorbed_mla.lora.model import attentions
+from absorbed_mla.lora.side_stream import SideStream
+from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.weights.checkpoint import open_model
 from absorbed_mla.serving.weights.load import load_model
+from tests.conversion.models import Architecture
 from tests.support import needs, world
-from tests.support.engine import Request, engine_of
+from tests.support.engine import Request, engine_of, step_to_the_end
 from tests.support.llm import serving, tiny_folder
+from tests.support.log_probs import text_of
+from tests.support.parity import trained
 from tests.support.refusal import refusal
+from tests.support.wide_models import wide_folder
 
 DEVICE = world.device().type
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
@@ -26,7 +42,9 @@ RANKS = {"a": 4, "b": 2, "c": 4}
 PROMPTS = [[*range(3, 73)], [9, 8, 7], [*range(3, 73), 5]]
 
 
-def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest:
+def write_adapter(
+    base: Path, folder: Path, seed: int, rank: int, size: float = 0.25
+) -> LoRARequest:
     """LoRA of every linear layer of the attentions of a checkpoint."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     weights = {k: v for f in base.glob("*.safetensors") for k, v in load_file(f).items()}
@@ -35,10 +53,10 @@ def write_adapter(base: Path, folder: Path, seed: int, rank: int) -> LoRARequest
             rows, columns = weight.shape
             for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 key = f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"
-                tensors[key] = torch.randn(shape, generator=generator) / 4
+                tensors[key] = torch.randn(shape, generator=generator) * size
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1.7 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return LoRARequest(folder.name, seed + 1, folder)
 
@@ -76,7 +94,8 @@ def alone(base, adapters) -> dict[str, list]:
 
 
 OPTIONS = {"dtype": "float32", "device": DEVICE, "max_model_len": 128, "cache_tokens": 2048}
-LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+SLOTS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+LORA = {**OPTIONS, **SLOTS}
 
 
 @pytest.fixture(
@@ -142,6 +161,90 @@ def test_more_adapters_in_a_call_than_may_run(llm, adapters, alone):
     assert all(close(one, alone[name][1]) for one, name in zip(outputs, order, strict=True))
 
 
+def test_layers_in_one_product(base, adapters):
+    """Their A and B are those of the layers apart, also where an adapter has replaced another."""
+    of_attentions = []
+    for options in (LORA, {**LORA, "parity": True}):  # in parity mode layers are apart
+        given = LLMOptions.of({**options, "tensor_parallel_size": 1})
+        model = load_model(open_model(base), given, world.device())
+        room = LoRASlots.of(model)
+        assert [room.hold(adapters[name], ())[0] for name in "abc"] == [0, 1, 0]
+        of_attentions.append([lora_of(attention) for attention in attentions(model)])
+    with refusal("at most 2048 in parity mode, got 2064"):
+        LoRASlots(model, 129, 5)
+    for one, two in zip(*of_attentions, strict=True):
+        fused = one["linear_qkv_down_proj"]
+        apart = [two[f"linear_{name}_down_proj"] for name in ("q", "kv")]
+        a, b = zip(*((one.lora_A.weight, one.scaled(one.lora_B.weight)) for one in apart))
+        assert a[0].any(1).sum() == RANKS["b"] + RANKS["c"]
+        assert torch.equal(fused.lora_A.weight, torch.cat(a))
+        assert torch.equal(fused.lora_B.weight, torch.block_diag(*b))
+
+
+def test_products_on_a_side_stream(base, tmp_path, monkeypatch):
+    """No bit depends on it, at odd numbers of tokens, in graphs neither."""
+    options = {**LORA, "tensor_parallel_size": 1}
+    if DEVICE == "cuda":  # where products take long enough to run beside each other
+        base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
+        options |= {"cuda_graphs": True, "dtype": "bfloat16"}
+    loras = [write_adapter(base, tmp_path / name, i, 4, 1 / 32) for i, name in enumerate("ab")]
+    model = load_model(open_model(base), LLMOptions.of(options), world.device())
+    started, start = [], SideStream.start
+    monkeypatch.setattr(SideStream, "start", lambda *args: started.append(1) or start(*args))
+
+    def found(few_tokens: int, **graphs) -> list[tuple[list[int], list[float]]]:
+        monkeypatch.setattr(slots, "_FEW_TOKENS", few_tokens)
+        with engine_of(model, **graphs) as engine:
+            for count in (1, 3, 5):
+                for i in range(count):
+                    lora = [*loras, None][(i + count) % 3]
+                    sampling = Request(PROMPTS[i % 3], 24).sampling(log_probs=True)
+                    engine.add_request(PROMPTS[i % 3], sampling, lora_request=lora)
+                results = step_to_the_end(engine)
+        return [(one.tokens, one.log_probs) for one in results]
+
+    for graphs in ({}, {"num_cuda_graphs": 4}):
+        expected = found(0, **graphs)
+        assert not started
+        assert found(512, **graphs) == expected and started
+        started.clear()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=needs.no_gpu), "bfloat16"])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=needs.gpu)])
+def test_parity_mode(base, tmp_path, dtype, graphs):
+    """The bits of a training forward with the adapter, alone and beside others, in any slot."""
+    if DEVICE == "cuda":
+        base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
+    sizes = {"a": 4, "b": 2, "c": 20}
+    loras = [
+        write_adapter(base, tmp_path / name, i, rank, 1 / 16)
+        for i, (name, rank) in enumerate(sizes.items())
+    ]
+    options, texts = {**OPTIONS, "dtype": dtype, "parity": True}, {None: []}
+    slots = {**SLOTS, "max_lora_rank": max(sizes.values())}
+    with LLM(base, **options, cuda_graphs=graphs, **slots) as llm:
+        for order in ([2], [0, 1, None, 0, 1], [2, 1, 2], [None, 0, 2]):
+            prompts, given = PROMPTS * 2, [None if i is None else loras[i] for i in order]
+            some = {"lora_request": given, "use_tqdm": False}
+            outputs = llm.generate(prompts[: len(order)], PARAMS, **some)
+            for i, output in zip(order, outputs, strict=True):
+                texts.setdefault(i, []).append(text_of(output))
+    options |= {"experts": "sequential", "tensor_parallel_size": 1}
+    model = load_model(open_model(base), LLMOptions.of(options), world.device())
+    with batch_invariant_mode(DEVICE):
+        for i, some in texts.items():
+            if i is not None:
+                load_peft_adapter(model, loras[i].lora_path)
+            for text in some:
+                tokens = torch.tensor([text.tokens], device=DEVICE)
+                values = trained(model, tokens)[0, :-1].float().log_softmax(-1)
+                values = values.gather(1, tokens[0, 1:, None])[-text.generated :, 0]
+                assert values.tolist() == text.log_probs, i
+            if i is not None:
+                remove_lora(model)
+
+
 def test_refused(llm, base, adapters, tmp_path):
     """Before anything runs, where it can be known."""
     with refusal("there are 1 prompts and 2 lora_requests"):
@@ -160,7 +263,7 @@ def test_refused(llm, base, adapters, tmp_path):
     [output] = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False, lora_request=large)
     assert "lora_path cannot be read" in output.outputs[0].error
     for fields in (
-        {"parity": True, "form": "absorbed"},
+        {"tensor_parallel_parts": 2},
         {"form": "expanded"},
         {"num_speculative_tokens": 1},
         {"decode_context_parallel": True},

@@ -81,7 +81,10 @@ class TestOptions:
             ),
             (["--lora-modules", "a=b"], "lora_path: b has no adapter_config.json"),
             (["--lora-modules", "a"], "--lora-modules must be NAME=FOLDER, with names of their"),
-            (["--enable-lora", "--parity"], "enable_lora needs parity=False, got True"),
+            (
+                ["--enable-lora", "--parity", "--tensor-parallel-parts", "2"],
+                "enable_lora needs tensor_parallel_parts=None, got 2",
+            ),
             (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
             (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
             (["--port", "0"], "model must be a folder with a checkpoint, and there is no nowhere"),
