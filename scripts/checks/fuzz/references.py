@@ -65,7 +65,9 @@ def beside_sink(attended: Attended, sink: Tensor) -> Attended:
     return attended._replace(out=out, lse=lse, probs=probs)
 
 
-def sink_gradient(attended: Attended, grads: tuple[Tensor, Tensor | None], sink: Tensor) -> Exact:
+def sink_gradient(
+    attended: Attended, grads: tuple[Tensor, Tensor | None], sink: Tensor, dtype: torch.dtype
+) -> Exact:
     """Of the sink beside which it is, [N, 1]; the rest as in :func:`attention_gradients`."""
     grad_out, grad_lse = (x if x is None else x.double() for x in grads)
     delta = (attended.out.value * grad_out).sum(-1)
@@ -73,7 +75,8 @@ def sink_gradient(attended: Attended, grads: tuple[Tensor, Tensor | None], sink:
         delta = delta - grad_lse
     share = torch.exp(sink - attended.lse)
     value = -(share * delta).sum((0, 1))
-    lost = (attended.out.noise * grad_out).square().sum(-1) + delta.square()
+    lost = (attended.out.noise.square() + _absolute(dtype)) * grad_out.square()
+    lost = lost.sum(-1) + delta.square()
     noise = ((share.square() * lost).sum((0, 1)) + value.square()).sqrt()
     return Exact(value[:, None], noise[:, None])
 

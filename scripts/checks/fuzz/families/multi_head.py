@@ -55,7 +55,7 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     tiles = whole_table(spans, _TILE, len(q), q.device, window)
     sink = None
     if config.sinks:
-        magnitude = draw.often(1.0, 10.0, 40.0)
+        magnitude = draw.often(1.0, 4.0, 16.0)
         sink = draw.normal(config.heads, dtype=draw.choice(config.dtype, FP32), magnitude=magnitude)
     given = *hidden, tiles, scale, config.record, window, sink
     out, lse, largest = operators.multi_head_attention_forward(*given)
@@ -83,7 +83,7 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
         compare.rows(name, result, *each, config.dtype)
     if sink is not None:
-        expected = sink_gradient(attended, (grad, grad_lse), sink.double())
+        expected = sink_gradient(attended, (grad, grad_lse), sink.double(), config.dtype)
         compare.rows("dsink", of_sink[:, None], *expected, config.dtype)
 
 
