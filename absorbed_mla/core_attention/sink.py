@@ -92,11 +92,12 @@ def sink_gradient(
         return torch.cat([*of_heads]).to(sink.dtype)
     out, lse = output
     width = out.shape[-1]
-    if out.is_cuda and lse.dtype == torch.float32 and out.numel() and width & (width - 1) == 0:
+    if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:
         # Loaded where it runs: elsewhere the package does without Triton.
         from absorbed_mla.kernels.hopper.multi_head_backward_rows import starts
 
-        return starts(grad.out, grad.lse, out, lse, 1.0, sink.detach())[2].to(sink.dtype)
+        *_, found = starts(grad.out, grad.lse, out, lse, 1.0, sink.detach())
+        return found.to(sink.dtype)
     of_tokens = torch.exp(sink.to(lse.dtype) - lse) * _delta(grad, output)
     # A head's sum does not depend on how many heads a rank has.
     return -of_tokens.flatten(0, 1).t().contiguous().sum(-1).to(sink.dtype)

@@ -58,11 +58,10 @@ def backward(
     queries, batch, heads, width = q.shape
     keys, values, content = len(k), v.shape[3], content_width(width)
     grid = len(tiles), heads, batch
-    zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-    if not queries:
-        return zeros(q), zeros(k), zeros(v), None if sink is None else zeros(sink).float()
-    score, dp, sink_grad = starts(grad_out, grad_lse, out, lse, scale, sink)
-    if not all(grid):
+    grad_out = grad_out.to(q.dtype)
+    *rows, sink_grad = starts(grad_out, grad_lse, out, lse, scale, sink)
+    if not all(grid) or not queries:
+        zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
         return zeros(q), zeros(k), zeros(v), sink_grad
     blocks = -(-queries // QUERIES.value)
     # The kernel adds to it.
@@ -71,7 +70,6 @@ def backward(
     )
     dtype = q.dtype if num_buffers == 1 else torch.float32
     dk, dv = (torch.empty(num_buffers, *x.shape, dtype=dtype, device=x.device) for x in (k, v))
-    grad_out = grad_out.to(q.dtype)
 
     def parts(x: Tensor, size: int) -> list[TensorDescriptor]:
         return [tensor_map(x, (size, 1, 1, part)) for part in (content, width - content)]
@@ -81,7 +79,7 @@ def backward(
         grid,
         *parts(q, QUERIES.value),
         tensor_map(grad_out, (QUERIES.value, 1, 1, values)),
-        *(_row_map(x) for x in (score, dp)),
+        *map(_row_map, rows),
         *parts(k, KEYS.value),
         tensor_map(v, (KEYS.value, 1, 1, values)),
         tiles,
