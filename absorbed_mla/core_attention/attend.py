@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from absorbed_mla.batch_invariant.tree import tree_sum
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.forms.base import BlockGradients, Form, Query
 from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
-from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.scores import ScoreRules, Sink
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.sink import add_sink, sink_gradient
 from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
@@ -39,6 +39,12 @@ class AttentionPlan:
     def rules_on(self, block: KeyBlock) -> ScoreRules:
         """The score rules on one block of keys."""
         return self.rules.on_keys(block.spans, block.tokens)
+
+    def beside(self, sink: Tensor | None) -> AttentionPlan:
+        """The plan with the sink [N] in the score rules, if the backend sees all keys at once."""
+        if sink is None or self.keys.num_blocks > 1 or not self.backend.sinks:
+            return self
+        return replace(self, rules=replace(self.rules, sink=Sink(sink)))
 
 
 # torch.compile cannot trace tables made on the host, nor external kernels.
@@ -79,6 +85,7 @@ def _forward(
     keep: bool,
 ) -> AttentionOutput:
     """Attention over all blocks, merged by their LSE; ``keep`` where a backward follows."""
+    plan = plan.beside(sink)
     outputs = (
         plan.form.forward(query, block.kv, weights, plan.backend, plan.rules_on(block))
         for block in plan.keys.blocks(kv, keep)
@@ -88,7 +95,7 @@ def _forward(
         # Partial outputs are summed in the dtype of the LSE.
         out = out.to(lse.dtype)
     out, lse = functools.reduce(lambda total, part: merge(*total, *part), outputs, (out, lse))
-    if sink is not None:
+    if sink is not None and plan.rules.sink is None:
         out, lse = add_sink(out, lse, sink)
     return AttentionOutput(out.to(query[0].dtype), lse)
 
@@ -109,7 +116,7 @@ class _Attention(torch.autograd.Function):
         out, lse, sink, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        plan: AttentionPlan = ctx.plan
+        plan: AttentionPlan = ctx.plan.beside(sink)
         query, kv, weights = _split(ctx.num_query, tensors)
         output, grad = AttentionOutput(out, lse), OutputGradient(grad_out, grad_lse)
         total: BlockGradients | None = None
@@ -138,7 +145,10 @@ class _Attention(torch.autograd.Function):
         assert total is not None, "there is a block of keys"
         query_grads = (g.to(x.dtype) for g, x in zip(total.query, query))
         weight_grads = (g.to(w.dtype) for g, w in zip(total.weights, weights))
-        sink_grad = sink_gradient(grad, output, sink) if ctx.needs_input_grad[2] else None
+        sink_grad = None
+        if ctx.needs_input_grad[2]:
+            of_heads = plan.rules.sink.gradients if plan.rules.sink else ()
+            sink_grad = sink_gradient(grad, output, sink, of_heads)
         return None, None, sink_grad, *query_grads, kv_grad, *weight_grads
 
 

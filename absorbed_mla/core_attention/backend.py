@@ -67,6 +67,7 @@ class AttentionBackend(Protocol):
         reads_device_spans: Whether its forward takes ``DeviceSpans``.
         adds_query_gradients: Whether its backward takes spans of which a query is in several.
         windows: Whether it takes ``ScoreRules.window``.
+        sinks: Whether it takes ``ScoreRules.sink``.
     """
 
     name: str
@@ -77,6 +78,7 @@ class AttentionBackend(Protocol):
     reads_device_spans: bool
     adds_query_gradients: bool
     windows: bool
+    sinks: bool
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """The reason why the backend cannot do what is requested here, or None."""

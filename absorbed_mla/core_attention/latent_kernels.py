@@ -33,6 +33,7 @@ class LatentKernelBackend:
     reads_device_spans = False
     adds_query_gradients = False
     windows = False
+    sinks = False
 
     def query_tile_size(self, inputs: AttentionInputs) -> int:
         """Query tokens in a tile of the kernels."""

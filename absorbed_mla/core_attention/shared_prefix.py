@@ -31,6 +31,7 @@ class SharedPrefixBackend:
     """
 
     backend: AttentionBackend
+    sinks = False
 
     @property
     def name(self) -> str:

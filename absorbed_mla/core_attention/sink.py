@@ -7,10 +7,13 @@ Megatron's ``softmax_type``: ``"learnable"`` trains the logits (gpt-oss, arXiv:2
 
 and a backend's backward, given out' and lse', computes exp(score - lse'), which are the
 probabilities beside the sink, and delta = out' . dout', so the gradients of query and keys are
-right as they stand. The kernels need not know of it. That of s is -exp(s - lse') delta.
+right as they stand. That of s is -exp(s - lse') delta. The kernels need not know of it; those that
+see all keys at once may (``AttentionBackend.sinks``) and save a pass over the output.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,12 +80,24 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return out.mul_(share[..., None]), torch.logaddexp(lse, sink)
 
 
-def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -> Tensor:
+def sink_gradient(
+    grad: OutputGradient, output: AttentionOutput, sink: Tensor, of_heads: Sequence[Tensor] = ()
+) -> Tensor:
     """Gradient of the sink [N], in its dtype, given ``output`` beside it and that one's gradient.
 
-    Of the tokens of this rank: context-parallel ranks sum it as any parameter's.
+    Of the tokens of this rank: context-parallel ranks sum it as any parameter's. Where the backend
+    has found it, it is in ``of_heads``, see ``Sink.gradients``.
     """
-    lse = output.lse
+    if of_heads:
+        return torch.cat([*of_heads]).to(sink.dtype)
+    out, lse = output
+    width = out.shape[-1]
+    if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:
+        # Loaded where it runs: elsewhere the package does without Triton.
+        from absorbed_mla.kernels.hopper.multi_head_backward_rows import starts
+
+        *_, found = starts(grad.out, grad.lse, out, lse, 1.0, sink.detach())
+        return found.to(sink.dtype)
     of_tokens = torch.exp(sink.to(lse.dtype) - lse) * _delta(grad, output)
     # A head's sum does not depend on how many heads a rank has.
     return -of_tokens.flatten(0, 1).t().contiguous().sum(-1).to(sink.dtype)
@@ -91,12 +106,6 @@ def sink_gradient(grad: OutputGradient, output: AttentionOutput, sink: Tensor) -
 def _delta(grad: OutputGradient, output: AttentionOutput) -> Tensor:
     """The product out' . dout' less the LSE's gradient, [S, B, N]."""
     out, lse = output
-    width = out.shape[-1]
-    if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:
-        # One pass over both, as the backends' own.
-        from absorbed_mla.kernels.triton.backward import delta_of
-
-        return delta_of(grad.out, grad.lse, out)
     delta = torch.empty_like(lse)
     rows = max(1, _CHUNK // max(1, out[:1].numel()))
     for first in range(0, len(out), rows):

@@ -86,6 +86,11 @@ class WindowedBackend:
         """Of the backend."""
         return self.backend.name
 
+    @property
+    def sinks(self) -> bool:
+        """Whether the backend has them, and takes all keys of a window at once."""
+        return self.backend.windows and self.backend.sinks
+
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``AttentionBackend``; every span has a causal offset."""
         if self.backend.windows:

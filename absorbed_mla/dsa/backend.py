@@ -198,6 +198,7 @@ class TopKBackend:
 
     sparse: SparseBackend
     chosen: Tensor
+    sinks = False
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``AttentionBackend``; of the rules only the scale is read."""

@@ -97,6 +97,7 @@ def multi_head_attention_forward(
     scale: float,
     record_largest: bool = False,
     window: int | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S_q, B, N, V] and LSE [S_q, B, N] of ``kernels/hopper/multi_head.py``.
 
@@ -106,11 +107,11 @@ def multi_head_attention_forward(
     largest = _largest(q, record_largest)
     recorded = largest if record_largest else None
     with torch.cuda.device_of(q):
-        return *module.forward(q, k, v, query_tiles, scale, recorded, window), largest
+        return *module.forward(q, k, v, query_tiles, scale, recorded, window, sink), largest
 
 
 @torch.library.register_fake(multi_head_attention_forward)
-def _(q, k, v, query_tiles, scale, record_largest=False, window=None):
+def _(q, k, v, query_tiles, scale, record_largest=False, window=None, sink=None):
     return *_output_and_lse(q, v.shape[3]), _largest(q, record_largest)
 
 
@@ -127,17 +128,23 @@ def multi_head_attention_backward(
     num_buffers: int,
     scale: float,
     window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of ``kernels/hopper/multi_head_backward.py``."""
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the sink of ``kernels/hopper/multi_head_backward.py``.
+
+    The last has no element where there is no sink.
+    """
     module = _kernel_module("hopper", "multi_head_backward")
     saved = (grad_out, grad_lse, q, k, v, out, lse)
     with torch.cuda.device_of(q):
-        return module.backward(*saved, key_tiles, num_buffers, scale, window)
+        *found, of_sink = module.backward(*saved, key_tiles, num_buffers, scale, window, sink)
+    return *found, lse.new_empty(0) if of_sink is None else of_sink
 
 
 @torch.library.register_fake(multi_head_attention_backward)
-def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale, window=None):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale, window=None, sink=None):
+    of_sink = lse.new_empty(0 if sink is None else len(sink))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sink
 
 
 @operator

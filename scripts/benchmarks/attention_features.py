@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import core_attention, kit
-from benchmarks.core_attention import Attention, CoreCase, pair_widths
+from benchmarks.core_attention import CoreCase, pair_widths
 
 torch: Any = kit.lazy("torch")
 CORE = "attention alone, "
@@ -143,7 +143,7 @@ class FeatureBenchmark(kit.Benchmark):
         plain = build()
         if case.window:
             return [build(window=case.window), plain], plain.ran
-        return [beside_sink(plain, self.processes.random(case.heads), grad), plain], plain.ran
+        return [build(sink=self.processes.random(case.heads)), plain], plain.ran
 
     def layer(self, case: FeatureCase) -> tuple[list, Any]:
         """A layer with the feature and one without it, and the form and backend that it takes."""
@@ -160,22 +160,6 @@ class FeatureBenchmark(kit.Benchmark):
             ours = AbsorbedMLAOptions(**options)
             pair.append(layers.build(config, ours, self.processes, case.tokens, None))
         return pair, ChosenBackends(pair[0].layer)
-
-
-def beside_sink(plain: Attention, sink: Any, grad_out: Any) -> Attention:
-    """An attention with a sink [N], its gradient included, as a layer computes them."""
-    from absorbed_mla.core_attention.sink import add_sink, sink_gradient
-    from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
-
-    def forward() -> AttentionOutput:
-        return AttentionOutput(*add_sink(*plain.forward(), sink))
-
-    @torch.no_grad()
-    def backward(attended: AttentionOutput) -> tuple:
-        found = plain.backward(attended)
-        return found, sink_gradient(OutputGradient(grad_out, None), attended, sink)
-
-    return Attention(forward, backward, plain.ran)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
@@ -146,6 +146,7 @@ def our_attention(
     grad_out: Tensor,
     spans: Spans | None = None,
     window: int | None = None,
+    sink: Tensor | None = None,
 ) -> Attention:
     """One of our backends.
 
@@ -157,15 +158,17 @@ def our_attention(
         grad_out: Gradient of the output.
         spans: What a token sees; None for one causal sequence.
         window: Of these, the last ones that it sees; None for all.
+        sink: Logits [N] beside the scores, whose gradient is computed, too; or None.
 
     Raises:
         kit.Refused: If none can run.
     """
     from absorbed_mla.core_attention.backend import AttentionRequest
     from absorbed_mla.core_attention.cost import machine_name, speed
-    from absorbed_mla.core_attention.masks.scores import ScoreRules
+    from absorbed_mla.core_attention.masks.scores import ScoreRules, Sink
     from absorbed_mla.core_attention.masks.spans import Span, Spans
     from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
+    from absorbed_mla.core_attention.sink import add_sink, sink_gradient
     from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
     from absorbed_mla.core_attention.window import WindowedBackend
     from absorbed_mla.registry import ATTENTION_BACKENDS
@@ -192,13 +195,22 @@ def our_attention(
     rules = ScoreRules(scale=scale_of(dims), spans=spans)
     grad = OutputGradient(grad_out, None)
 
+    def own_sink() -> Sink | None:
+        return None if sink is None or not attention.sinks else Sink(sink)
+
     # Nothing requires a gradient here; a layer turns gradients off once for all of its attention.
     def forward() -> AttentionOutput:
-        out, lse = attention.forward(inputs, rules)
+        out, lse = attention.forward(inputs, replace(rules, sink=own_sink()))
+        if sink is not None and not attention.sinks:
+            out, lse = add_sink(out, lse, sink)
         return AttentionOutput(out.to(grad_out.dtype), lse)
 
     @torch.no_grad()
-    def backward(attended: AttentionOutput) -> AttentionInputs:
-        return attention.backward(grad, attended, inputs, rules)
+    def backward(attended: AttentionOutput) -> tuple:
+        own = own_sink()
+        found = attention.backward(grad, attended, inputs, replace(rules, sink=own))
+        if sink is None:
+            return found
+        return *found, sink_gradient(grad, attended, sink, own.gradients if own else ())
 
     return Attention(forward, backward, chosen.name)

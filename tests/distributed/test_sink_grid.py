@@ -68,12 +68,12 @@ def test_training(sizes, shape, layout, form, recompute, error_table):
 
 
 @few_ranks
-@grid(1, {"case": {str(case): case for case in kernel_cases()}})
-def test_kernels(case, error_table):
+@grid(2, {"case": {str(case): case for case in kernel_cases()}, "window": (None, 4)})
+def test_kernels(case, window, error_table):
     """What a kernel makes of the LSE of keys and sink."""
     with kernels_running(case):
         layout = grid_layout(case.layout, divisible=False)
-        mla = replace(case.mla, sinks=True, window=4)
+        mla = replace(case.mla, sinks=True, window=window)
         execution = execute(mla, case.setup(), layout)
     execution.check(error_table, "sinks and windows", case.layout)
 

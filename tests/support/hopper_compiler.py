@@ -188,13 +188,15 @@ def training_kernels() -> None:
 def multi_head_kernels() -> None:
     """Forward of the expanded form, which records the largest scores, and its backward.
 
-    Without a window, and with one.
+    Without a window and a sink, and with both.
     """
     q, v = (zeros(TOKENS, 1, HEADS, width) for width in (192, 128))
-    for window in (None, 100):
+    for window, sink in ((None, None), (100, zeros(HEADS))):
         found = query_tiles([SPAN], 128, TOKENS, window)
-        out, lse, _ = operators.multi_head_attention_forward(q, q, v, found, 0.1, True, window)
-        found = key_tiles([SPAN], 128, TOKENS, window), 1, 0.1, window
+        out, lse, _ = operators.multi_head_attention_forward(
+            q, q, v, found, 0.1, True, window, sink
+        )
+        found = key_tiles([SPAN], 128, TOKENS, window), 1, 0.1, window, sink
         operators.multi_head_attention_backward(out, None, out, lse, q, q, v, *found)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tests.support.numerics import relative_error
 _TOKENS = 128
 # Half of the rows of a warp: a thread has a row of each half.
 _ROWS_OF_A_GROWTH = 8
+_SINKS = 0.7, 40.0, -40.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class MultiHeadCase:
 
     ``growth`` is how much scores grow from 128 keys to the next, as exponents of 2: of queries
     0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
-    ``window`` is how many keys a query sees at most, if not None.
+    ``window`` is how many keys a query sees at most, if not None. With ``sink``, heads have sinks
+    among, far above and far below the scores.
     """
 
     queries: int
@@ -38,6 +40,7 @@ class MultiHeadCase:
     magnitude: float = 1.0
     growth: tuple[float, ...] = ()
     window: int | None = None
+    sink: bool = False
 
     def operands(self, device: torch.device) -> list[Tensor]:
         """Random q, k and v amid NaN; tokens in no span are NaN, too."""
@@ -81,10 +84,14 @@ class MultiHeadCase:
         scale, window = self.width**-0.5, self.window
         tiles = query_tiles(self.spans, _TOKENS, self.queries, window).to(device)
         largest = torch.full(q.shape[:3], torch.nan, device=device)
+        sink = None
+        if self.sink:
+            logits = torch.tensor(_SINKS, device=device, dtype=self.dtype)
+            sink = logits.repeat(self.heads)[: self.heads]
         with poisoned_memory():
-            out, lse = forward(q, k, v, tiles, scale, largest, window)
+            out, lse = forward(q, k, v, tiles, scale, largest, window, sink)
         with poisoned_memory():
-            again = forward(q, k, v, tiles, scale, None, window)
+            again = forward(q, k, v, tiles, scale, None, window, sink)
         assert torch.equal(again[0], out) and torch.equal(again[1], lse), "recording changes bits"
         visible = visible_pairs(self.spans, self.queries, self.keys, window)
         visible = visible.to(device)[:, None, None]
@@ -93,10 +100,16 @@ class MultiHeadCase:
         scores = torch.einsum("qbnd,kbnd->qbnk", *double[:2]) * scale
         scores = scores.masked_fill(~visible, -torch.inf)
         expected_lse = scores.logsumexp(-1)
+        if sink is not None:
+            expected_lse = expected_lse.logaddexp(sink.double())
         probs = (scores - expected_lse[..., None]).exp().masked_fill(~visible, 0.0).nan_to_num()
         expected = torch.einsum("qbnk,kbnv->qbnv", probs, double[2])
         plain = torch.einsum("qbnk,kbnv->qbnv", probs.to(self.dtype).double(), double[2])
-        assert (lse[blind] == -torch.inf).all() and (out[blind] == 0).all()
+        assert (out[blind] == 0).all()
+        if sink is None:
+            assert (lse[blind] == -torch.inf).all()
+        else:
+            torch.testing.assert_close(lse[blind].double(), expected_lse[blind])
         assert torch.isfinite(out).all() and torch.isfinite(lse[~blind]).all()
         if not self.keys:
             assert blind.all() and (largest == -torch.inf).all()
@@ -170,3 +183,4 @@ CASES |= {
     f"window_{name}": MultiHeadCase(q, k, spans, heads=1, width=96, values=64, window=window)
     for name, (q, k, spans, window) in WINDOWS.items()
 }
+CASES |= {f"sink_{name}": replace(case, sink=True) for name, case in CASES.items()}

@@ -28,12 +28,16 @@ def add_fragments(part: Tensor, target) -> None:
     (target + torch.arange(len(numbers))).add(numbers, torch.tensor(True))
 
 
-def starts(grad_out, grad_lse, out, lse, scale):
+def starts(grad_out, grad_lse, out, lse, scale, sink=None):
     """What the function of this name computes."""
-    delta = (out.float() * grad_out.float()).sum(-1)
+    products = out.float() * grad_out.float()
+    delta = (products if sink is None else products.where(out != 0, 0)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
     seen = lse != -torch.inf
     both = torch.where(seen, -lse / scale, -torch.inf), torch.where(seen, -delta, 0)
     rows = (torch.nn.functional.pad(x.flatten(1), (0, 0, 0, -len(x) % 4)) for x in both)
-    return [x.t().contiguous()[:, : len(lse)] for x in rows]
+    of_sink = None
+    if sink is not None:
+        of_sink = -((sink - lse).exp() * delta).where(seen, 0).sum((0, 1))
+    return *(x.t().contiguous()[:, : len(lse)] for x in rows), of_sink

@@ -177,6 +177,7 @@ class CudnnBackend:
     reads_device_spans = False
     adds_query_gradients = False
     windows = False
+    sinks = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

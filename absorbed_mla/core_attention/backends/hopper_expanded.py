@@ -38,6 +38,7 @@ class HopperExpandedBackend:
     reads_device_spans = True
     adds_query_gradients = True
     windows = True
+    sinks = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
@@ -56,7 +57,7 @@ class HopperExpandedBackend:
         q, k, v = inputs.as_multi_head()
         record = rules.max_logits is not None
         tiles = query_tile_table(rules.spans, _QUERIES, len(q), q.device, rules.window)
-        operands = q, k, v, tiles, rules.scale, record, rules.window
+        operands = q, k, v, tiles, rules.scale, record, rules.window, rules.sink_of(q.shape[2])
         out, lse, largest = operators.multi_head_attention_forward(*operands)
         if record:
             rules.record(largest)
@@ -76,7 +77,10 @@ class HopperExpandedBackend:
         q, k, v = inputs.as_multi_head()
         tiles = key_tile_table(rules.spans, _KEYS, len(k), k.device, rules.window)
         saved = grad.out, grad.lse, output.out, output.lse, q, k, v
-        grads = operators.multi_head_attention_backward(*saved, *tiles, rules.scale, rules.window)
+        given = *tiles, rules.scale, rules.window, rules.sink_of(q.shape[2])
+        *grads, of_sink = operators.multi_head_attention_backward(*saved, *given)
+        if rules.sink is not None:
+            rules.sink.gradients.append(of_sink)
         return inputs.multi_head_gradient(*grads)
 
 

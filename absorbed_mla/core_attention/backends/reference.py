@@ -164,6 +164,7 @@ class ReferenceBackend:
     reads_device_spans = False
     adds_query_gradients = True
     windows = False
+    sinks = False
     forward = staticmethod(reference_forward)
     backward = staticmethod(reference_backward)
 

@@ -49,6 +49,7 @@ class TransformerEngineBackend:
     reads_device_spans = False
     adds_query_gradients = False
     windows = False
+    sinks = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

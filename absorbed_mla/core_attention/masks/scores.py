@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,25 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
 
 
+@dataclass(frozen=True, eq=False)
+class Sink:
+    """An attention sink, which the kernel of a backend adds.
+
+    Attributes:
+        logits: [N].
+        gradients: Where backward appends the gradients fp32 that it has found, of heads in their
+            order; nothing where the backend leaves it to ``sink_gradient``.
+    """
+
+    logits: Tensor
+    gradients: list[Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class ScoreRules:
-    """How raw scores become probabilities in one attention call; holds no activation or weight.
+    """How raw scores become probabilities in one attention call.
+
+    It holds no activation, and of the weights the sink only.
 
     Attributes:
         scale: Multiplies the scores before the softmax.
@@ -32,6 +48,8 @@ class ScoreRules:
         max_logits: Where forward records the largest scores, or None.
         window: How many keys up to its own position a query sees, where that are fewer than the
             spans show to some; set for backends with ``windows`` only. Every span has an offset.
+        sink: That of all heads, if output and LSE are to be those beside it; set for backends with
+            ``sinks`` only, where the spans show all keys that there are.
     """
 
     scale: float
@@ -45,6 +63,7 @@ class ScoreRules:
     query_chunk_size: int = 256
     max_logits: MaxLogits | None = None
     window: int | None = None
+    sink: Sink | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans(self.spans))
@@ -72,6 +91,10 @@ class ScoreRules:
     def for_heads(self, first: int) -> ScoreRules:
         """The rules for the heads from ``first`` on."""
         return self._but(first_head=self.first_head + first) if first else self
+
+    def sink_of(self, heads: int) -> Tensor | None:
+        """The sink's logits of so many heads from ``first_head`` on."""
+        return None if self.sink is None else self.sink.logits.narrow(0, self.first_head, heads)
 
     def _but(self, **changes: Any) -> ScoreRules:
         """The same rules with some changes, made in a tenth of ``dataclasses.replace``'s time."""

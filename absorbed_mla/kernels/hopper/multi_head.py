@@ -25,6 +25,7 @@ def forward(
     scale: float,
     largest: Tensor | None = None,
     window: int | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * q . k``.
 
@@ -38,10 +39,11 @@ def forward(
         largest: Gets the largest score of every row, -inf where it sees no key: [S_q, B, N] fp32,
             contiguous; or None.
         window: With which ``query_tiles`` made the tiles.
+        sink: Logits [N] of any dtype beside the scores, whose values are 0; or None.
 
     Returns:
-        Output [S_q, B, N, V] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
-        a query that sees no key.
+        Output [S_q, B, N, V] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and that of
+        the sink (-inf without one) for a query that sees no key.
 
     Raises:
         ValueError: The scale is not positive.
@@ -55,7 +57,7 @@ def forward(
     if not len(k):
         if largest is not None:
             largest.fill_(-math.inf)
-        return out.zero_(), lse.fill_(-math.inf)
+        return out.zero_(), lse.fill_(-math.inf) if sink is None else lse.copy_(sink.expand_as(lse))
     groups = batch * heads
     works = len(tiles) * groups
     if not works:
@@ -78,6 +80,7 @@ def forward(
         out,
         lse,
         lse if largest is None else largest,
+        sink,
         works,
         section,
         len(tiles) * section,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -31,7 +32,8 @@ def backward(
     num_buffers: int,
     scale: float,
     window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of what ``forward`` took; programs add to those of queries in any order.
 
     Args:
@@ -41,21 +43,26 @@ def backward(
         k: [S_k, B, N, D].
         v: [S_k, B, N, V]; V = 64 or 128.
         out: [S_q, B, N, V], possibly over more keys than these.
-        lse: fp32 [S_q, B, N], over the same keys as ``out``.
+        lse: fp32 [S_q, B, N], over the same keys as ``out``, and of the sink.
         tiles: Of ``key_tiles`` with 128 keys and the length of the key axis, int32 [tiles, 6] on
             the device.
         num_buffers: Buffers of ``tiles``; tiles of one buffer share no key.
         scale: Multiplies the scores; positive.
         window: With which ``key_tiles`` made the tiles.
+        sink: As ``forward`` took it, if its gradient is wanted.
 
     Returns:
-        Gradients of q, k and v in their dtype, the keys' summed in fp32.
+        Gradients of q, k and v in their dtype, the keys' summed in fp32; that of the sink, fp32
+        [N], or None.
     """
     queries, batch, heads, width = q.shape
     keys, values, content = len(k), v.shape[3], content_width(width)
     grid = len(tiles), heads, batch
+    grad_out = grad_out.to(q.dtype)
+    *rows, sink_grad = starts(grad_out, grad_lse, out, lse, scale, sink)
     if not all(grid) or not queries:
-        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+        return zeros(q), zeros(k), zeros(v), sink_grad
     blocks = -(-queries // QUERIES.value)
     # The kernel adds to it.
     dq = torch.zeros(
@@ -63,7 +70,6 @@ def backward(
     )
     dtype = q.dtype if num_buffers == 1 else torch.float32
     dk, dv = (torch.empty(num_buffers, *x.shape, dtype=dtype, device=x.device) for x in (k, v))
-    grad_out = grad_out.to(q.dtype)
 
     def parts(x: Tensor, size: int) -> list[TensorDescriptor]:
         return [tensor_map(x, (size, 1, 1, part)) for part in (content, width - content)]
@@ -73,7 +79,7 @@ def backward(
         grid,
         *parts(q, QUERIES.value),
         tensor_map(grad_out, (QUERIES.value, 1, 1, values)),
-        *(_row_map(x) for x in starts(grad_out, grad_lse, out, lse, scale)),
+        *map(_row_map, rows),
         *parts(k, KEYS.value),
         tensor_map(v, (KEYS.value, 1, 1, values)),
         tiles,
@@ -89,7 +95,7 @@ def backward(
     )
     if num_buffers > 1:
         dk, dv = (x.sum(0, keepdim=True).to(q.dtype) for x in (dk, dv))
-    return query_gradient(dq, q, content, scale), dk[0], dv[0]
+    return query_gradient(dq, q, content, scale), dk[0], dv[0], sink_grad
 
 
 def _row_map(x: Tensor) -> TensorDescriptor:

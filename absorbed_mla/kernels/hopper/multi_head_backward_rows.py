@@ -15,38 +15,51 @@ from torch import Tensor
 from absorbed_mla.kernels.launch import launch
 
 _ROWS = 64
+# Of a tensor that a program has at a time, in rows of more than 128.
+_NUMBERS = 8192
 # Starts of rows are 16 bytes apart, or tensor maps could not describe them.
 _ALIGNED = 4
 
 
 def starts(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Where scores and dP start from; -inf and 0 for a query that sees nothing.
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where scores and dP start from, -inf and 0 for an LSE of -inf; the gradient of a sink.
 
     Args:
         grad_out: [S_q, B, N, V].
         grad_lse: [S_q, B, N] or None.
-        out: [S_q, B, N, V].
+        out: [S_q, B, N, V]; V is a power of two.
         lse: [S_q, B, N].
         scale: Of the scores.
+        sink: [N], whose part in the LSE has a gradient; or None.
 
     Returns:
-        Twice fp32 [B * N, S_q], in memory of rows that a tensor map can describe.
+        Twice fp32 [B * N, S_q], in memory of rows that a tensor map can describe; fp32 [N] or None.
     """
     queries, batch, heads, width = out.shape
     grad_out, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))
     stride = -(-queries // _ALIGNED) * _ALIGNED
     both = torch.empty(2, batch * heads, stride, dtype=torch.float32, device=out.device)
+    rows = min(_ROWS, max(_NUMBERS // width, 1))
+    grid = -(-queries // rows), batch * heads
+    sums = None if sink is None else both.new_empty(heads, batch, grid[0])
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
         _starts_kernel,
-        (-(-queries // _ROWS), batch * heads),
+        grid,
         grad_out,
         lse if grad_lse is None else grad_lse,
         out,
         lse,
         *both,
+        sink,
+        sums,
         queries,
         heads,
         stride,
@@ -56,11 +69,11 @@ def starts(
         *lse.stride(),
         1 / scale,
         V=width,
-        ROWS=_ROWS,
+        ROWS=rows,
         WITH_LSE=grad_lse is not None,
     )
     score, dp = both[..., :queries]
-    return score, dp
+    return score, dp, None if sums is None else sums.sum((1, 2))
 
 
 @triton.jit
@@ -71,6 +84,8 @@ def _starts_kernel(
     lse,
     score,
     dp,
+    sink,
+    sums,
     queries,
     heads,
     stride,
@@ -102,6 +117,8 @@ def _starts_kernel(
     out += query * out_stride_s + batch * out_stride_b + head * out_stride_n
     left = tl.load(grad_out[:, None] + column, mask=valid[:, None], other=0.0).to(tl.float32)
     right = tl.load(out[:, None] + column, mask=valid[:, None], other=0.0).to(tl.float32)
+    if sink is not None:  # A query that sees no key has an LSE, too, and may have any gradient.
+        left = tl.where(right == 0, 0.0, left)
     delta = tl.sum(left * right, axis=1)
     if WITH_LSE:
         grad_lse += query * grad_lse_stride_s + batch * grad_lse_stride_b + head * grad_lse_stride_n
@@ -115,6 +132,10 @@ def _starts_kernel(
         mask=valid,
     )
     tl.store(dp + group * stride + query, tl.where(seen, -delta, 0.0), mask=valid)
+    if sink is not None:
+        share = tl.exp(tl.load(sink + head).to(tl.float32) - least)
+        place = (head * (tl.num_programs(1) // heads) + batch) * tl.num_programs(0)
+        tl.store(sums + place + tl.program_id(0), tl.sum(tl.where(seen, -share * delta, 0.0)))
 
 
 def query_gradient(fragments: Tensor, like: Tensor, content: int, scale: float) -> Tensor:

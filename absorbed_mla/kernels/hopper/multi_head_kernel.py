@@ -51,6 +51,7 @@ from absorbed_mla.kernels.hopper.layouts import (
 )
 from absorbed_mla.kernels.hopper.multi_head_shared import STAGES, allocate
 from absorbed_mla.kernels.hopper.multi_head_softmax import (
+    add_sink,
     add_sums,
     lazy_softmax,
     partial_sums,
@@ -159,7 +160,7 @@ def _clear(values, count):
 
 @gluon.jit
 def _attend_role(
-    works, shared, out, lse, largest, scale, window, HALF: gl.constexpr, RECORD: gl.constexpr
+    works, shared, out, lse, largest, sink, scale, window, HALF: gl.constexpr, RECORD: gl.constexpr
 ):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
@@ -170,7 +171,7 @@ def _attend_role(
         upcoming = shared.told(number)
         # What the next work is arrives while this one is done.
         next_tile = works.tile(upcoming)
-        _attend(works, tile, shared, blocks, out, lse, largest, scale, window, HALF, RECORD)
+        _attend(works, tile, shared, blocks, out, lse, largest, sink, scale, window, HALF, RECORD)
         number += 1
         blocks += tile.count_blocks()
         work, tile = upcoming, next_tile
@@ -185,6 +186,7 @@ def _attend(
     out,
     lse,
     largest,
+    sink,
     scale,
     window,
     HALF: gl.constexpr,
@@ -242,11 +244,17 @@ def _attend(
     o = warpgroup_mma(p, shared.values(stage), o, is_async=True)
     total = row_sums(total, rows)
     index, inside = tile.rows(HALF, works, rows)
-    least = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
+    reference = top * scale
+    if sink is not None:
+        logit = gl.load(sink + tile.head).to(gl.float32) / LN_2
+        total, reference, kept = add_sink(total, reference, logit)
+    least = gl.where(total > 0, (reference + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, least, mask=inside)
     if RECORD:
         gl.store(largest + index, true_top * (scale * LN_2), mask=inside)
     norm = gl.where(total > 0, 1 / total, 0.0)
+    if sink is not None:
+        norm = norm * kept
     o = warpgroup_mma_wait(0, deps=[o])
     shared.value_ring.release(blocks + last)
     o = o * gl.convert_layout(norm, o_rows)[:, None]
@@ -289,6 +297,7 @@ def attend_multi_head(
     out,
     lse,
     largest,
+    sink,
     total,
     section,
     section_works,
@@ -311,6 +320,7 @@ def attend_multi_head(
         out: [S_q, B, N, V], contiguous.
         lse: [S_q, B, N] fp32, contiguous.
         largest: Likewise; not written without RECORD.
+        sink: [N], a logit of each head that takes part in its softmax; or None.
         total: See ``TileScheduler``, like the next four.
         scale: Of the scores, positive, times log2(e).
         window: Keys that a query sees, for which the tiles were made; None for all up to its own.
@@ -320,8 +330,8 @@ def attend_multi_head(
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [
-            (_attend_role, (works, shared, out, lse, largest, scale, window, 0, RECORD)),
-            (_attend_role, (works, shared, out, lse, largest, scale, window, 1, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, sink, scale, window, 0, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, sink, scale, window, 1, RECORD)),
             (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four

@@ -123,3 +123,20 @@ def add_sums(total, factor, sums):
 def row_sums(total, rows: gl.constexpr):
     """The rows' sums, [64]."""
     return gl.convert_layout(gl.sum(total, axis=1), rows)
+
+
+@gluon.jit
+def add_sink(total, reference, logit):
+    """The rows' sums beside a sink, relative to the larger of reference and logit.
+
+    Args:
+        total: The sums, [64]; 0 where a row has seen no key.
+        reference: Of the rows, an exponent of 2; -inf there.
+        logit: Of the sink, likewise.
+
+    Returns:
+        Sums, their reference, and the factor of what was relative to the old one.
+    """
+    greater = gl.maximum(reference, logit)
+    kept = gl.exp2(reference - greater)
+    return total * kept + gl.exp2(logit - greater), greater, kept

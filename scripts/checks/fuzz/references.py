@@ -56,6 +56,31 @@ def attention(
     return Attended(Exact(*(x.permute(2, 0, 1, 3) for x in (out, noise))), *rows, probs)
 
 
+def beside_sink(attended: Attended, sink: Tensor) -> Attended:
+    """Attention whose softmax has one more logit of each head, fp64 [N], without a value."""
+    lse = attended.lse.logaddexp(sink)
+    kept = torch.exp(attended.lse - lse)
+    out = Exact(*(x * kept[..., None] for x in attended.out))
+    probs = attended.probs * kept.permute(1, 2, 0)[..., None]
+    return attended._replace(out=out, lse=lse, probs=probs)
+
+
+def sink_gradient(
+    attended: Attended, grads: tuple[Tensor, Tensor | None], sink: Tensor, dtype: torch.dtype
+) -> Exact:
+    """Of the sink beside which it is, [N, 1]; the rest as in :func:`attention_gradients`."""
+    grad_out, grad_lse = (x if x is None else x.double() for x in grads)
+    delta = (attended.out.value * grad_out).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    share = torch.exp(sink - attended.lse)
+    value = -(share * delta).sum((0, 1))
+    lost = (attended.out.noise.square() + _absolute(dtype)) * grad_out.square()
+    lost = lost.sum(-1) + delta.square()
+    noise = ((share.square() * lost).sum((0, 1)) + value.square()).sqrt()
+    return Exact(value[:, None], noise[:, None])
+
+
 class Gradients(NamedTuple):
     """Of queries [S_q, B, N, D], keys and values [S_k, B, N, ..]; noise likewise."""
 

@@ -56,6 +56,7 @@ absorbed_mla/core_attention/masks/redundant.py
 absorbed_mla/core_attention/masks/scores.py
   causal_offset: triu(chunk.causal_offset + 1) -> triu(chunk.causal_offset + 2)
   shared_dropout_seed: self.dropout_seed, -> torch.seed() % 2**62,
+  sinks_of_the_first_heads: logits.narrow(0, self.first_head, heads) -> logits.narrow(0, 0, heads)
 absorbed_mla/core_attention/masks/spans.py
   prefixes_across_padding: if found and found[-1][1] == start: -> if found:
   tiles_of_another_layout: made.tables = DerivedTables()

@@ -61,8 +61,10 @@ absorbed_mla/kernels/hopper/multi_head_backward_tile.py
 absorbed_mla/kernels/hopper/multi_head_kernel.py
   multi_head_values_past_the_keys: _clear(shared.value.index((blocks + last) % STAGES), left) ->
   multi_head_queries_too_early: mbarrier.wait(shared.q_empty.index(HALF), (number & 1) ^ 1) ->
+  multi_head_output_without_the_sink: norm = norm * kept -> pass
 absorbed_mla/kernels/hopper/multi_head_softmax.py
   multi_head_reference_moves_without_rescaling: where(grows, highest, top) -> maximum(top, highest)
+  multi_head_lse_without_the_sink: total * kept + gl.exp2(logit - greater) -> total * kept
 absorbed_mla/kernels/hopper/multi_head_tile.py
   multi_head_diagonal_of_the_first_half: self.offset + HALF * ROWS + 1 -> self.offset + ROWS + 1
   multi_head_window_of_one_more_key: (query + self.offset - window)

@@ -31,7 +31,7 @@ UNUSED = 14 * 24 * 3600
 OTHERS = {"_broadcast_kernel", "_gather_kernel", "_head_product_kernel", "_rotate_kernel"}
 OTHERS |= {"_weights_kernel", "key_kernel", "query_kernel"}
 KINDS = {
-    "attend_multi_head": 2,  # without a window and with one
+    "attend_multi_head": 2,  # without a window and a sink, and with both
     "attend_multi_head_backward": 2,
     "attend_few_rows": 2,  # of 16 rows in splits, of 32 whole
     "attend_sparse_forward": 2,  # of four tokens, and of one in splits
@@ -115,7 +115,9 @@ def test_kernels():
     assert sum(k["stack"] > 0 for k in kinds["_forward_kernel"]) == 2 and sparse[0] == 0
     assert kinds["multiply_rows"][1]["stack"] == 0, "of one part"
     for name in ("attend_multi_head", "attend_multi_head_backward"):
-        assert len({kernel["stack"] for kernel in kinds[name]}) == 1, "a window takes registers"
+        assert len({kernel["stack"] for kernel in kinds[name]}) == 1, (
+            "a window or a sink takes registers"
+        )
     [fp8] = kinds["_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

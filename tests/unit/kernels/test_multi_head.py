@@ -143,8 +143,9 @@ def test_shapes_without_data():
         assert lse.shape == (5, 2, 3) and lse.dtype == torch.float32
         assert largest.shape == (lse.shape if record else (0,))
     given = out, None, out, lse, q, k, v, tiles, 1, 1.0, 7
-    grads = operators.multi_head_attention_backward(*given)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    for sink, shape in ((None, (0,)), (lse[0, 0], (3,))):
+        grads = operators.multi_head_attention_backward(*given, sink)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape, shape]
 
 
 PACK = (Span(0, 700, 0, 700, 0), Span(700, 703, 700, 703, 0), Span(703, 2048, 703, 2048, 0))

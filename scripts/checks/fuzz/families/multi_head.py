@@ -12,9 +12,9 @@ from absorbed_mla.core_attention.latent_kernels import query_tile_table as whole
 from absorbed_mla.core_attention.max_logits_search import query_tile_table
 from absorbed_mla.kernels import operators
 from checks.fuzz.compare import Comparison
-from checks.fuzz.draw import BF16, FP16, Draw
+from checks.fuzz.draw import BF16, FP16, FP32, Draw
 from checks.fuzz.family import Config, family
-from checks.fuzz.references import attention, attention_gradients
+from checks.fuzz.references import attention, attention_gradients, beside_sink, sink_gradient
 from checks.fuzz.spans import draw_spans, hide_unseen, visible, with_offsets
 
 _PAIRS = 2**22
@@ -46,18 +46,24 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     config.values = config.choice(64, 128)
     config.heads = config.choice(1, 2, 3, 5, 8, 16, config.integer(1, 40))
     config.dtype, config.record = config.choice(BF16, BF16, FP16), config.flag(0.3)
-    config.windowed = config.flag(0.3)
+    config.windowed, config.sinks = config.flag(0.3), config.flag(0.3)
     spans, drawn, hidden = _operands(config, draw)
     q, k, _ = hidden
     scale = draw.often(1.0, 0.3) * config.width**-0.5
     window = draw.length(1024, _TILE, 64, least=1) if config.windowed else None
     spans = with_offsets(spans) if config.windowed else spans
     tiles = whole_table(spans, _TILE, len(q), q.device, window)
-    given = *hidden, tiles, scale, config.record, window
+    sink = None
+    if config.sinks:
+        magnitude = draw.often(1.0, 4.0, 16.0)
+        sink = draw.normal(config.heads, dtype=draw.choice(config.dtype, FP32), magnitude=magnitude)
+    given = *hidden, tiles, scale, config.record, window, sink
     out, lse, largest = operators.multi_head_attention_forward(*given)
     exact = [x.double() for x in drawn]
     seen = visible(spans, len(q), len(k), q.device, window)
     attended = attention(*exact, scale, seen, config.dtype)
+    if sink is not None:
+        attended = beside_sink(attended, sink.double())
     compare.rows("out", out, *attended.out, config.dtype)
     compare.lse(lse, attended.lse, config.dtype)
     if config.record:
@@ -68,12 +74,17 @@ def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> 
     grad = draw.normal(*out.shape, dtype=config.dtype)
     grad_lse = draw.normal(*lse.shape) if draw.flag() else None
     grads = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
+    if sink is not None:  # Every query has an LSE.
+        grads[1] = grad_lse
     tables = key_tile_table(spans, _TILE, len(k), k.device, window)
-    saved = *grads, out, lse, *hidden, *tables, scale, window
-    found = operators.multi_head_attention_backward(*saved)
+    saved = *grads, out, lse, *hidden, *tables, scale, window, sink
+    *found, of_sink = operators.multi_head_attention_backward(*saved)
     wanted = attention_gradients(*exact, attended, (grad, grad_lse), scale, config.dtype)
     for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
         compare.rows(name, result, *each, config.dtype)
+    if sink is not None:
+        expected = sink_gradient(attended, (grad, grad_lse), sink.double(), config.dtype)
+        compare.rows("dsink", of_sink[:, None], *expected, config.dtype)
 
 
 @family(

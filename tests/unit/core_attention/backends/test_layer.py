@@ -89,11 +89,20 @@ def case(request, monkeypatch):
         yield case
 
 
-@grid(1, {"layout": LAYOUTS, "recomputes": [False, True]})
-def test_layer(case, recomputes, layout):
+FEATURES = {
+    "plain": {},
+    "sinks": {"sinks": True},
+    "window": {"window": 4},
+    "both": {"sinks": True, "window": 4},
+}
+
+
+@grid(2, {"layout": LAYOUTS, "recomputes": [False, True], "features": FEATURES})
+def test_layer(case, recomputes, layout, features):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
     setup = replace(case, recomputes=recomputes).setup()
-    execute(case.mla, setup, grid_layout(layout, divisible=False)).check()
+    mla = replace(case.mla, **features)
+    execute(mla, setup, grid_layout(layout, divisible=False)).check()
 
 
 class Blocks(LocalKeys):
