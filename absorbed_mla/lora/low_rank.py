@@ -132,6 +132,11 @@ class LowRank(nn.Module):
             own = sharding.own_part(whole, name).to(like.device, like.dtype, copy=True)
             self.add_module(name, Factor(name, own.contiguous(), sharding))
 
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether ranks divide the tokens that A is multiplied by."""
+        return self.sequence_parallel and self.sharding.kind in (DUPLICATED, COLUMN)
+
     def begin(self, x: Tensor) -> Begun:
         """``scaling A x`` of a layer's input, for :meth:`add_to`."""
         return self.begin_product(lambda: self.scaled(F.linear(x, self.lora_A())), len(x))

@@ -20,7 +20,7 @@ from torch import Tensor
 from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.kernels.invariant.tiles import PART
 from absorbed_mla.lora.adapter import AttentionLoRA, holder_of, layers_of, parts_of
-from absorbed_mla.lora.low_rank import HEADS, Begun, LowRank, Sharding
+from absorbed_mla.lora.low_rank import HEADS, Begun, LowRank
 from absorbed_mla.lora.model import attentions
 from absorbed_mla.lora.peft_format import Update, Updates, read_peft_adapter
 from absorbed_mla.lora.request import LoRARequest
@@ -71,7 +71,7 @@ class LoRASlots:
                     # As in training, the product with A is rounded before it is scaled.
                     weight = one.lora_A.weight
                     one.scalings = weight.new_ones(one.rank, dtype=_wide(weight.dtype))
-                one.begin_product = partial(self._begin_product, one.sharding)
+                one.begin_product = partial(self._begin_product, one)
                 one.requires_grad_(False)
                 one.lora_A.weight.zero_()
         # By slot, the digest of its adapter; the one used longest ago is first in the order.
@@ -155,21 +155,15 @@ class LoRASlots:
             out=out,
         )
 
-    def _begin_product(
-        self, sharding: Sharding, product: Callable[[], Tensor], tokens: int
-    ) -> Begun:
-        """``A x`` [tokens, ..., ranks of all slots], where a token keeps those of its own.
-
-        Ranks that divide the tokens have a part of the mask's.
-        """
-        mask = self._mask
-        if self._static is not None:
-            # Megatron captures layers before there is any step.
-            mask = self._static[: tokens if self._slots is None else len(self._slots)]
+    def _begin_product(self, one: LowRank, product: Callable[[], Tensor], tokens: int) -> Begun:
+        """``A x`` [tokens, ..., ranks of all slots], where a token keeps those of its own."""
+        parts = one.sharding.tp_group.size() if one.divides_tokens else 1
+        # Megatron captures layers before there is any step.
+        mask = self._mask if self._static is None else self._static[: parts * tokens]
         if mask is None:
             return lambda: None
-        if len(mask) != tokens:
-            mask = mask.chunk(sharding.tp_group.size())[sharding.tp_group.rank()]
+        if parts > 1:
+            mask = mask.chunk(parts)[one.sharding.tp_group.rank()]
         work = partial(_masked, mask, product)
         # Larger steps wait for no kernel, and their products are large themselves.
         alone = tokens > _FEW_TOKENS or torch.is_grad_enabled() or is_enabled(mask.device)
