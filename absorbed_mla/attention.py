@@ -131,9 +131,9 @@ class AbsorbedMLASelfAttention(MegatronInterface):
         self.options = options
         self.down_layers = down
         window = window_of(config, layer_number, causal=attn_mask_type in CAUSAL_MASKS)
-        whole = variant_of_mla(config) is not None or window is not None
+        whole = variant_of_mla(config) is not None
         cp_group = getattr(pg_collection, "cp", None)
-        self.context_parallel = ContextParallel(cp_group, cp_comm_type, dims, whole)
+        self.context_parallel = ContextParallel(cp_group, cp_comm_type, dims, whole, window)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
             config.recompute_granularity == "selective"

@@ -25,15 +25,22 @@ class LatentExchange(ABC):
         causal: Whether a token sees only itself and earlier tokens of its sequence.
         group: The ranks, in the order of ``layout``.
         kept: Whether what was received may be kept for backward, which otherwise receives it again.
+        window: Keys that a query sees at most, itself included; None for all.
     """
 
     def __init__(
-        self, layout: ContextParallelLayout, causal: bool, group: dist.ProcessGroup, kept: bool
+        self,
+        layout: ContextParallelLayout,
+        causal: bool,
+        group: dist.ProcessGroup,
+        kept: bool,
+        window: int | None = None,
     ) -> None:
         self.layout = layout
         self.causal = causal
         self.group = group
         self.kept = kept
+        self.window = window
 
     @property
     @abstractmethod

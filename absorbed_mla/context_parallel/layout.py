@@ -124,6 +124,54 @@ class ContextParallelLayout:
             ),
         )
 
+    def window_blocks(
+        self, key_rank: int, window: int, device: torch.device
+    ) -> tuple[tuple[Tensor, Spans], ...]:
+        """What this rank's queries see, in a window, of the early and of the late keys of a rank.
+
+        Both are needed for one query, which is in at most one span of a block.
+
+        Returns:
+            For each of the two where a key is seen: which of the tokens of ``key_rank`` are keys,
+            int64, and the spans over these. There is always a block of a rank's own tokens.
+        """
+
+        def make() -> tuple[tuple[Tensor, Spans], ...]:
+            # An index made under inference mode must serve training as well.
+            with torch.inference_mode(False):
+                found = (self._window_block(key_rank, place, window) for place in (0, 1))
+                blocks = [(rows, spans) for rows, spans in found if spans]
+                if not blocks and key_rank == self.cp_rank:
+                    blocks = [(torch.arange(self.num_local_tokens), Spans())]
+                return tuple((rows.to(device), spans) for rows, spans in blocks)
+
+        return self._tables.get(("window", key_rank, window, device), make)
+
+    def _window_block(self, key_rank: int, place: int, window: int) -> tuple[Tensor, Spans]:
+        rows: list[int] = []
+        spans: list[Span] = []
+        for start, length, size in self._slots():
+            first, end = start // self.cp_size, 0
+            keys = self._real_tokens(key_rank, length, size)[place]
+            counts = self._real_tokens(self.cp_rank, length, size)
+            for i, chunk in enumerate(self._chunks_of(self.cp_rank)):
+                before = (chunk - self._chunks_of(key_rank)[place]) * size
+                # The first query's oldest key; the last query that sees the newest one.
+                oldest, count = (
+                    max(0, before - window + 1),
+                    min(counts[i], keys + window - 1 - before),
+                )
+                if before < 0 or count <= 0:
+                    continue
+                if not end:
+                    # Later queries see no older keys.
+                    rows += range(first + place * size + oldest, first + place * size + keys)
+                    end = len(rows)
+                spans += _span(
+                    first + i * size, count, end - keys + oldest, keys - oldest, before - oldest
+                )
+        return torch.tensor(rows, dtype=torch.int64), Spans(spans)
+
     def _make_gathered_spans(self, causal: bool) -> list[Span]:
         spans = []
         for start, length, chunk_size in self._slots():

@@ -32,6 +32,7 @@ class ContextParallel:
             chooses it for every call (``choice.py``).
         dims: Of the layer.
         whole: Whether attention needs the keys of all ranks at once, which ``"auto"`` gathers then.
+        window: Keys that a token sees at most, itself included; None for all.
 
     Attributes:
         size: Number of ranks in ``group``.
@@ -46,6 +47,7 @@ class ContextParallel:
         cp_comm_type: str | None,
         dims: MLADims,
         whole: bool = False,
+        window: int | None = None,
     ) -> None:
         self.group = group
         self.size = 1 if group is None else group.size()
@@ -53,6 +55,7 @@ class ContextParallel:
         if whole and self.cp_comm_type == AUTO:
             self.cp_comm_type = "all_gather"
         self.dims = dims
+        self.window = window
 
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The ranks of one call, None if it is not cut.
@@ -92,7 +95,7 @@ class ContextParallel:
         name, keep = self.cp_comm_type, not recomputed
         if name == AUTO:
             name, keep = choose(self.dims, part.num_local_tokens * batch, group.size(), dtype, keep)
-        return CP_STRATEGIES[name](part, causal, group, keep)
+        return CP_STRATEGIES[name](part, causal, group, keep, self.window)
 
 
 class LocalKeys:

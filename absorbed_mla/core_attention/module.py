@@ -38,7 +38,7 @@ from absorbed_mla.core_attention.selection import (
 )
 from absorbed_mla.core_attention.shared_prefix import SharedPrefixBackend
 from absorbed_mla.core_attention.sink import NAME, add_softmax_offset
-from absorbed_mla.core_attention.window import WindowedBackend, refuse_ring, window_of
+from absorbed_mla.core_attention.window import WindowedBackend, window_of
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
@@ -105,8 +105,6 @@ class LatentCoreAttention(nn.Module):
         tp_group = None if pg_collection is None else pg_collection.tp
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         self.window = window_of(config, layer_number, causal=self.causal)
-        if self.window is not None and config.context_parallel_size > 1:
-            refuse_ring(cp_comm_type)
         add_softmax_offset(self, config, dims, self.tp_group)
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
@@ -171,8 +169,6 @@ class LatentCoreAttention(nn.Module):
             lambda: self._choose(keys, layout, batch, cp_size, empty, request),
         )
         if self.window is not None:
-            if keys.num_blocks > 1:
-                refuse_ring("p2p")
             backend = WindowedBackend(backend, self.window)
         if layout.tree is not None:
             backend = SharedPrefixBackend(backend)

@@ -56,19 +56,6 @@ def window_of(
     return before + 1
 
 
-def refuse_ring(cp_comm_type: str | None) -> None:
-    """Refuse an exchange whose blocks of keys say nothing of positions.
-
-    Raises:
-        ValueError: If it is ``"p2p"``.
-    """
-    if cp_comm_type == "p2p":
-        raise ValueError(
-            "cp_comm_type must be auto or all_gather for a layer with a window_size, got 'p2p': "
-            "a block of a ring holds keys of two places (a list names one for each layer)"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class WindowedBackend:
     """An ``AttentionBackend`` whose queries see the last keys of what the spans show.

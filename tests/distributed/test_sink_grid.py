@@ -39,6 +39,8 @@ SIZES = {
 SINKS = replace(TINY, sinks=True)
 # Several windows in a sequence; shorter than a chunk of context parallelism, and longer.
 SHAPES = {"sinks": SINKS, "window": replace(TINY, window=3), "both": replace(SINKS, window=5)}
+# A window of the token itself, and of several chunks.
+TRAINED = SHAPES | {"itself": replace(TINY, window=1), "chunks": replace(SINKS, window=11)}
 
 
 @grid(
@@ -48,10 +50,8 @@ SHAPES = {"sinks": SINKS, "window": replace(TINY, window=3), "both": replace(SIN
         "layout": LAYOUTS,
         "form": FORM,
         "recompute": RECOMPUTE,
-        "shape": SHAPES,
+        "shape": TRAINED,
     },
-    # Refused: tests/unit/core_attention/test_window.py
-    unless=lambda row: row["sizes"][3] == "p2p" and row["shape"].window,
 )
 def test_training(sizes, shape, layout, form, recompute, error_table):
     """If this fails, the named tensor is wrong in that combination: training there is wrong."""

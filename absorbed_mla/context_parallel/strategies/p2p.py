@@ -28,39 +28,73 @@ class Ring(LatentExchange):
 
     @property
     def num_blocks(self) -> int:
-        """One for every rank."""
-        return self.layout.cp_size
+        """One for every rank; with a window, early and late keys are one each if any is seen."""
+        if self.window is None:
+            return self.layout.cp_size
+        cpu = torch.device("cpu")
+        ranks = range(self.layout.cp_size)
+        return sum(len(self.layout.window_blocks(rank, self.window, cpu)) for rank in ranks)
 
     def begin(self, kv: Tensor) -> None:
         """See ``LatentExchange``."""
         self._first = self._pass_on(kv)
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
-        """This rank's own block, then the previous rank's, and so on; nothing is kept."""
+        """This rank's own keys, then the previous rank's, and so on; nothing is kept."""
+        for rank, there in self._arriving(kv):
+            for _, block in self._blocks_of(rank, there):
+                yield block
+
+    def _arriving(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Ranks and their latents."""
         transfer, self._first = self._first or self._pass_on(kv), None
-        for step in range(self.num_blocks):
-            rank = (self.layout.cp_rank - step) % self.num_blocks
-            spans = self.layout.block_spans(rank, self.causal)
-            yield KeyBlock(kv, spans, partial(self._tokens_of, rank, kv.device))
-            if step + 1 < self.num_blocks:
+        size = self.layout.cp_size
+        for step in range(size):
+            yield (self.layout.cp_rank - step) % size, kv
+            if step + 1 < size:
                 kv = transfer.received()
-            if step + 2 < self.num_blocks:
+            if step + 2 < size:
                 transfer = self._pass_on(kv)
 
-    def _tokens_of(self, rank: int, device: torch.device) -> Tensor:
-        return self.layout.tokens(rank).to(device)
+    def _blocks_of(self, rank: int, kv: Tensor) -> Iterator[tuple[Tensor | None, KeyBlock]]:
+        """The blocks of a rank's latents, and which of them each has, None for all."""
+        if self.window is None:
+            spans = self.layout.block_spans(rank, self.causal)
+            yield None, KeyBlock(kv, spans, partial(self._tokens_of, rank, kv.device))
+            return
+        for rows, spans in self.layout.window_blocks(rank, self.window, kv.device):
+            tokens = partial(self._tokens_of, rank, kv.device, rows)
+            yield rows, KeyBlock(kv.index_select(0, rows), spans, tokens)
+
+    def _tokens_of(self, rank: int, device: torch.device, rows: Tensor | None = None) -> Tensor:
+        tokens = self.layout.tokens(rank).to(device)
+        return tokens if rows is None else tokens[rows]
 
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
         """See ``LatentExchange``."""
-        blocks = self.blocks(kv, keep=False)
-        own = block_gradient(next(blocks))
-        # Every other block has been through the ranks between its own and this one.
-        transfer = self._pass_on(block_gradient(next(blocks)))
-        for block in blocks:
-            grad = block_gradient(block)
+        grads = (self._gradient_of(*one, block_gradient) for one in self._arriving(kv))
+        own = next(grads)
+        # All others have been through the ranks between their own and this one.
+        transfer = self._pass_on(next(grads))
+        for grad in grads:
             transfer = self._pass_on(grad.add_(transfer.received()))
         self._gradient = (own, transfer)
         return gradient_in_flight(kv)
+
+    def _gradient_of(
+        self, rank: int, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]
+    ) -> Tensor:
+        """The gradient of a rank's latents from this rank's queries."""
+        total: Tensor | None = None
+        for rows, block in self._blocks_of(rank, kv):
+            grad = block_gradient(block)
+            if rows is None:
+                return grad
+            total = grad.new_zeros(kv.shape) if total is None else total
+            # Each row once: the order of sums is fixed.
+            total.index_add_(0, rows, grad)
+        wide = torch.promote_types(kv.dtype, torch.float32)
+        return kv.new_zeros(kv.shape, dtype=wide) if total is None else total
 
     def finish_gradient(self) -> Tensor:
         """See ``LatentExchange``."""

@@ -123,15 +123,12 @@ def test_refused_sizes(size):
 @pytest.mark.parametrize(
     "parts, setup, fields",
     [
-        (("cp_comm_type", "got 'p2p'"), {"cp_comm_type": "p2p"}, {"context_parallel_size": 2}),
         (("attn_mask_type",), {"mask_type": AttnMaskType.no_mask}, {}),
         (("batch_invariant=True", "window_size"), {"batch_invariant": True}, {}),
         (("experimental_attention_variant='dsa'", "window_size"), {}, dsa_fields(TINY_DSA)),
     ],
-    ids=["ring", "no_mask", "parity", "dsa"],
+    ids=["no_mask", "parity", "dsa"],
 )
 def test_refused(parts, setup, fields):
     with refusal(*parts):
         build_attention(WINDOW, Setup(**{"form": "auto", **setup}), **fields)
-    if "cp_comm_type" in setup:  # Megatron's default, which means nothing there
-        build_attention(WINDOW, Setup(**setup))
