@@ -148,29 +148,29 @@ class ContextParallelLayout:
         return self._tables.get(("window", key_rank, window, device), make)
 
     def _window_block(self, key_rank: int, place: int, window: int) -> tuple[Tensor, Spans]:
-        rows: list[int] = []
+        rows = [torch.arange(0)]
         spans: list[Span] = []
+        end = 0
         for start, length, size in self._slots():
-            first, end = start // self.cp_size, 0
+            first, joined = start // self.cp_size, False
             keys = self._real_tokens(key_rank, length, size)[place]
             counts = self._real_tokens(self.cp_rank, length, size)
             for i, chunk in enumerate(self._chunks_of(self.cp_rank)):
                 before = (chunk - self._chunks_of(key_rank)[place]) * size
                 # The first query's oldest key; the last query that sees the newest one.
-                oldest, count = (
-                    max(0, before - window + 1),
-                    min(counts[i], keys + window - 1 - before),
-                )
+                oldest = max(0, before - window + 1)
+                count = min(counts[i], keys + window - 1 - before)
                 if before < 0 or count <= 0:
                     continue
-                if not end:
-                    # Later queries see no older keys.
-                    rows += range(first + place * size + oldest, first + place * size + keys)
-                    end = len(rows)
+                if not joined:
+                    # Late queries see no older keys than early ones.
+                    key = first + place * size
+                    rows.append(torch.arange(key + oldest, key + keys))
+                    end, joined = end + keys - oldest, True
                 spans += _span(
                     first + i * size, count, end - keys + oldest, keys - oldest, before - oldest
                 )
-        return torch.tensor(rows, dtype=torch.int64), Spans(spans)
+        return torch.cat(rows), Spans(spans)
 
     def _make_gathered_spans(self, causal: bool) -> list[Span]:
         spans = []

@@ -17,6 +17,8 @@ absorbed_mla/context_parallel/layout.py
     - return _clamp(length - early * size, size), _clamp(length - late * size, size)
     -> return size, size
   ring_ignores_late_keys: size, late, first, every_key, None -> size, late, first, early_keys, None
+  windows_of_a_ring_without_late_keys: for place in (0, 1)) -> for place in (0,))
+  windows_of_a_ring_without_oldest_keys: before - window + 1) -> before - window + 2)
 absorbed_mla/context_parallel/strategies/all_gather.py
   gradient_scaled_twice: return own -> return own / self.layout.cp_size
   index_keys_in_another_order:

@@ -124,6 +124,30 @@ def test_what_ranks_see(cp_size, name, causal, keys):
     assert_every_pair_once(layouts(cp_size)[name], cp_size, causal, keys)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 9, 99])
+@every_case
+def test_windows_of_a_ring(cp_size, name, window):
+    """Blocks have every pair of a window once, at its distance, and no query without a key."""
+    layout, seen = layouts(cp_size)[name], []
+    for part in ranks_of(cp_size, layout):
+        queries = part.tokens().tolist()
+        for key_rank in range(cp_size):
+            tokens = part.tokens(key_rank)
+            for rows, spans in part.window_blocks(key_rank, window, torch.device("cpu")):
+                assert_each_query_once(spans)
+                assert len(rows.unique()) == len(rows)
+                keys = tokens[rows].tolist()
+                for span in spans:
+                    distance = queries[span.query_start] - keys[span.key_start]
+                    assert span.causal_offset == distance < window
+                    assert queries[span.query_end - 1] - keys[span.key_end - 1] < window
+                found = [(queries[query], keys[key]) for query, key in pairs_in(spans)]
+                seen += [(query, key) for query, key in found if query - key < window]
+    assert len(seen) == len(set(seen))
+    pairs = visible_pairs(layout, True)
+    assert set(seen) == {(query, key) for query, key in pairs if query - key < window}
+
+
 @every_mask
 @every_case
 def test_one_span_of_a_sequence(cp_size, name, causal):
