@@ -136,16 +136,33 @@ def _random(length: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=generator, device="cpu").tolist()
 
 
+@torch.no_grad()
 def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Result]:
-    """Greedy generation without a cache: a forward of the whole text for every token."""
-    found: dict[int, Result] = {}
-    sizes = {(len(request.prompt), request.num_tokens) for request in requests}
-    for length, num_tokens in sizes:
-        size = length, num_tokens
-        alike = [i for i, one in enumerate(requests) if (len(one.prompt), one.num_tokens) == size]
-        texts = torch.tensor([requests[number].prompt for number in alike], device=world.device())
-        found |= dict(zip(alike, _continue(model, texts, num_tokens)))
-    return [found[number] for number in range(len(requests))]
+    """Greedy generation without a cache: for every token, one forward of all texts, padded."""
+    was_active, was_training = InferenceMode.is_active(), model.training
+    InferenceMode.unset_active()
+    model.eval()
+    found = [Result([], log_probs=[]) for _ in requests]
+    for step in range(max(request.num_tokens for request in requests)):
+        rows = [row for row, request in enumerate(requests) if step < request.num_tokens]
+        texts = [[*requests[row].prompt, *found[row].tokens] for row in rows]
+        best = _last_logits(model, texts).float().log_softmax(-1).max(-1)
+        for row, token, log_prob in zip(rows, best.indices.tolist(), best.values.tolist()):
+            found[row].tokens.append(token)
+            found[row].log_probs.append(log_prob)
+    model.train(was_training)
+    if was_active:
+        InferenceMode.set_active()
+    return found
+
+
+def _last_logits(model: GPTModel, texts: list[list[int]]) -> Tensor:
+    """Of the last token of each text, [B, V]; causal attention does not see the padding."""
+    # Sequence parallelism needs a number of tokens that divides by TP.
+    length = -(-max(map(len, texts)) // world.tp_size()) * world.tp_size()
+    ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
+    ends = [len(text) - 1 for text in texts]
+    return whole_logits(model, ids.to(world.device()))[range(len(texts)), ends]
 
 
 def whole_forwards(
@@ -154,29 +171,6 @@ def whole_forwards(
     """:func:`by_whole_forwards` of any of some requests, each computed once."""
     found = dict(zip(map(id, known), by_whole_forwards(model, known)))
     return lambda requests: [found[id(request)] for request in requests]
-
-
-@torch.no_grad()
-def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
-    was_active, was_training = InferenceMode.is_active(), model.training
-    InferenceMode.unset_active()
-    model.eval()
-    log_probs = texts.new_empty(len(texts), 0, dtype=torch.float32)
-    for _ in range(num_tokens):
-        best = _last_logits(model, texts).float().log_softmax(-1).max(-1, keepdim=True)
-        texts = torch.cat((texts, best.indices), 1)
-        log_probs = torch.cat((log_probs, best.values), 1)
-    model.train(was_training)
-    if was_active:
-        InferenceMode.set_active()
-    return list(map(Result, texts[:, -num_tokens:].tolist(), log_probs.tolist()))
-
-
-def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
-    # Sequence parallelism needs a number of tokens that divides by TP. Causal attention does not
-    # see the padding.
-    ids = torch.nn.functional.pad(texts, (0, -texts.shape[1] % world.tp_size()))
-    return whole_logits(model, ids)[:, texts.shape[1] - 1]
 
 
 def check_generates(

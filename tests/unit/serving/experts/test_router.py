@@ -9,17 +9,11 @@ from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.experts import ROUTED, pair
 
-pytestmark = needs.no_gpu
+pytestmark = [needs.no_gpu, pytest.mark.usefixtures("interpreted")]
 pytest.importorskip("triton")
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
     from absorbed_mla.kernels.moe import logits
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 @pytest.mark.parametrize("changed", [None, "many", "replay", "bf16", "biased", "gradients"])

@@ -11,17 +11,12 @@ from tests.support import needs, world
 from tests.support.backends import triton_interpreter
 from tests.support.models import MIXED, gpt_model, logits
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 pytest.importorskip("triton")
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
     from absorbed_mla.kernels import added_norm as module
     from absorbed_mla.kernels.invariant.rms_norm import rms_norm_forward
-
-
-@pytest.fixture(autouse=True)
-def _interpreted():
-    with triton_interpreter():
-        yield
 
 
 @pytest.mark.parametrize("rows", [1, 3, 33])
