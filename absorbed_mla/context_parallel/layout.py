@@ -34,8 +34,8 @@ class ContextParallelLayout:
     cp_size: int
     cp_rank: int
     _tables: DerivedTables = field(
-        # The spans of every rank's block, with and without causal mask.
-        default_factory=lambda: DerivedTables(maxsize=64),
+        # Those of every rank's block, and of windows on the host and on the device.
+        default_factory=lambda: DerivedTables(maxsize=512),
         init=False,
         compare=False,
         repr=False,

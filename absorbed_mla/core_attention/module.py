@@ -61,7 +61,6 @@ class LatentCoreAttention(nn.Module):
         softmax_scale: Multiplies the scores.
         options: Form, backend and chunk sizes.
         layer_number: Of the layer in the model, from 1, which says whether it has a window.
-        cp_comm_type: How context-parallel ranks exchange latents.
         pg_collection: Process groups, of which ``tp`` is used; None for Megatron's global ones.
         _layer: What other kinds of core attention must know of their layer.
 
@@ -89,7 +88,6 @@ class LatentCoreAttention(nn.Module):
         options: AbsorbedMLAOptions,
         *,
         layer_number: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_layer: Any,
     ) -> None:

@@ -110,6 +110,7 @@ class TiledReferenceBackend:
     """An attention backend of the absorbed form, batch-invariant: any dtype, without a mask."""
 
     name = "reference"
+    sinks = False
     backward = staticmethod(reference_backward)
 
     def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:

@@ -188,12 +188,13 @@ def test_products_on_a_side_stream(base, tmp_path, monkeypatch):
         base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
         options |= {"cuda_graphs": True, "dtype": "bfloat16"}
     loras = [write_adapter(base, tmp_path / name, i, 4, 1 / 32) for i, name in enumerate("ab")]
-    model = load_model(open_model(base), LLMOptions.of(options), world.device())
     started, start = [], SideStream.start
     monkeypatch.setattr(SideStream, "start", lambda *args: started.append(1) or start(*args))
 
     def found(few_tokens: int, **graphs) -> list[tuple[list[int], list[float]]]:
         monkeypatch.setattr(slots, "_FEW_TOKENS", few_tokens)
+        # Graphs of a layer belong to one engine.
+        model = load_model(open_model(base), LLMOptions.of(options), world.device())
         with engine_of(model, **graphs) as engine:
             for count in (1, 3, 5):
                 for i in range(count):
