@@ -108,7 +108,7 @@ class EngineOptions(EngineFields):
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
         # Megatron's sizes are those of a rank.
         block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
-        max_tokens = round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
+        max_tokens = padded_step_tokens(self.step_tokens, max_requests, tp)
         # A request's new tokens begin and end in the middle of a block.
         written = max_tokens // BLOCK_SIZE + 2 * max_requests
         if self.host_blocks and self.cache_blocks < written:
@@ -226,6 +226,11 @@ def cached_tokens(length: int, drafts: int) -> int:
     The last step has one token to add at least, and writes ``drafts`` after the one before it.
     """
     return length + max(0, drafts - 1)
+
+
+def padded_step_tokens(step_tokens: int, max_requests: int, tp: int) -> int:
+    """Tokens of the largest forward pass, padding included."""
+    return round_up(max(step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -21,6 +21,7 @@ from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.serving.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.serving.data_parallel_attention.model import shard_layers, shard_vocabulary
+from absorbed_mla.serving.engine_options import padded_step_tokens
 from absorbed_mla.serving.experts.layer import SEVERAL_RANKS, group_experts
 from absorbed_mla.serving.experts.product import why_not_grouped
 from absorbed_mla.serving.llm_options import LLMOptions
@@ -90,7 +91,8 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         keep_head_weights(model, config, tensors, dtype, parity=options.parity)
     set_weights(model, config, tensors)
     if options.enable_lora:
-        graph_tokens = options.step_tokens if options.cuda_graphs else None
+        sizes = options.step_tokens, options.max_num_seqs, options.tensor_parallel_size
+        graph_tokens = padded_step_tokens(*sizes) if options.cuda_graphs else None
         LoRASlots(model, options.max_loras, options.max_lora_rank, graph_tokens)
     return model.eval()
 

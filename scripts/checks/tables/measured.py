@@ -161,8 +161,8 @@ def shared_prefix_table(file: Path) -> str:
     return _beside(PrefixReport.read(file).rows, columns, *names)
 
 
-@_of("attention/attention_features.json")
-def features_table(file: Path) -> str:
+@_of("attention/sinks.json", "attention/attention_features.json")
+def features_table(*files: Path) -> str:
     """Attention with sinks, windows and gates over the same without them."""
     columns: Columns = {
         "feature": lambda row: row.case.name,
@@ -170,7 +170,8 @@ def features_table(file: Path) -> str:
         "tokens": lambda row: tokens_text(row.case.tokens),
     }
     names = "step_ms", "without: step_ms", "step forward pairs"
-    return _beside(FeatureReport.read(file).rows, columns, *names)
+    rows = [row for file in files for row in FeatureReport.read(file).rows]
+    return _beside(rows, columns, *names)
 
 
 @_of("training-step/training_step.json")
@@ -396,13 +397,13 @@ def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[
     return made
 
 
-@_of("long-context/long.json")
-def long_table(path: Path) -> str:
+@_of("long-context/dsa-1m.json", "long-context/long.json")
+def long_table(*files: Path) -> str:
     """One rank's step at long contexts, with the settings; what was not measured says why."""
     numbers = ("step", "select", "attention_forward", "attention_backward", "loss", "other")
     numbers = tuple(f"{name}_ms" for name in (*numbers, "exposed", "total", "exchange"))
     lines = []
-    for row in LongReport.read(path).rows:
+    for row in (row for file in files for row in LongReport.read(file).rows):
         case, more = row.case, row.more
         if not more:
             continue  # --time-limit left it out

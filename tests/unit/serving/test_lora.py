@@ -24,6 +24,7 @@ from absorbed_mla.lora.side_stream import SideStream
 from absorbed_mla.lora.slots import LoRASlots
 from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
+from absorbed_mla.serving.weights import load
 from absorbed_mla.serving.weights.checkpoint import open_model
 from absorbed_mla.serving.weights.load import load_model
 from tests.conversion.models import Architecture
@@ -179,6 +180,20 @@ def test_layers_in_one_product(base, adapters):
         assert a[0].any(1).sum() == RANKS["b"] + RANKS["c"]
         assert torch.equal(fused.lora_A.weight, torch.cat(a))
         assert torch.equal(fused.lora_B.weight, torch.block_diag(*b))
+
+
+def test_the_largest_step_under_graphs(base, adapters, monkeypatch):
+    """Megatron's context takes more tokens than ``step_tokens``, which it rounds up to blocks."""
+    monkeypatch.setattr(load, "model_fields", lambda padded: {})  # no CPU captures graphs
+    sizes = {"max_num_batched_tokens": 66, "max_num_seqs": 3, "cuda_graphs": True, "device": "auto"}
+    options = LLMOptions.of({**LORA, **sizes, "tensor_parallel_size": 1})
+    model = load_model(open_model(base), options, world.device())
+    with engine_of(model, step_tokens=options.step_tokens, max_requests=3) as engine:
+        assert engine.host.context.max_tokens == 128 > options.step_tokens
+        for prompt in PROMPTS:
+            sampling = Request(prompt, 4).sampling()
+            engine.add_request(prompt, sampling, lora_request=adapters["a"])
+        assert len(step_to_the_end(engine)) == len(PROMPTS)
 
 
 def test_products_on_a_side_stream(base, tmp_path, monkeypatch):
