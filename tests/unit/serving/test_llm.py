@@ -166,11 +166,14 @@ class TestGenerate:
             assert tokens[:10] == token_ids(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0]
 
     def test_prompt_logprobs(self, model):
+        """Those of all tokens, of which the prefix cache has a block already."""
         params = GREEDY.replace(prompt_logprobs=1, max_tokens=1)
+        prompt = (PROMPTS[1] * 66)[:66]
         with LLM.from_model(model, max_model_len=256, prompt_logprobs=True) as llm:
-            [output] = llm.generate([PROMPTS[1]], params, use_tqdm=False)
-        assert output.prompt_logprobs[0] is None
-        text = torch.tensor([PROMPTS[1]], device=world.device())
+            some = [GREEDY] * 3 + [params]
+            *_, output = llm.generate([prompt] * 4, some, use_tqdm=False)
+        assert len(output.prompt_logprobs) == 66 and output.prompt_logprobs[0] is None
+        text = torch.tensor([prompt], device=world.device())
         was_active = InferenceMode.is_active()
         InferenceMode.unset_active()
         with torch.no_grad():
@@ -178,7 +181,7 @@ class TestGenerate:
         if was_active:
             InferenceMode.set_active()
         for i, place in enumerate(output.prompt_logprobs[1:]):
-            token = PROMPTS[1][i + 1]
+            token = prompt[i + 1]
             assert place[token].logprob == pytest.approx(
                 logits.log_softmax(-1)[i, token].item(), abs=5e-5
             )
