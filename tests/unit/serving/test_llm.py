@@ -170,8 +170,7 @@ class TestGenerate:
         params = GREEDY.replace(prompt_logprobs=1, max_tokens=1)
         prompt = (PROMPTS[1] * 66)[:66]
         with LLM.from_model(model, max_model_len=256, prompt_logprobs=True) as llm:
-            some = [GREEDY] * 3 + [params]
-            *_, output = llm.generate([prompt] * 4, some, use_tqdm=False)
+            *_, output = llm.generate([prompt] * 4, [GREEDY] * 3 + [params], use_tqdm=False)
         assert len(output.prompt_logprobs) == 66 and output.prompt_logprobs[0] is None
         text = torch.tensor([prompt], device=world.device())
         was_active = InferenceMode.is_active()
