@@ -34,7 +34,7 @@ class ContextParallelLayout:
     cp_size: int
     cp_rank: int
     _tables: DerivedTables = field(
-        # Those of every rank's block, and of windows on the host and on the device.
+        # Spans of every rank's block; indices and spans of windows, on the CPU and on the device.
         default_factory=lambda: DerivedTables(maxsize=512),
         init=False,
         compare=False,
@@ -139,11 +139,14 @@ class ContextParallelLayout:
         def make() -> tuple[tuple[Tensor, Spans], ...]:
             # An index made under inference mode must serve training as well.
             with torch.inference_mode(False):
+                if device.type != "cpu":
+                    there = self.window_blocks(key_rank, window, torch.device("cpu"))
+                    return tuple((rows.to(device), spans) for rows, spans in there)
                 found = (self._window_block(key_rank, place, window) for place in (0, 1))
                 blocks = [(rows, spans) for rows, spans in found if spans]
                 if not blocks and key_rank == self.cp_rank:
                     blocks = [(torch.arange(self.num_local_tokens), Spans())]
-                return tuple((rows.to(device), spans) for rows, spans in blocks)
+                return tuple(blocks)
 
         return self._tables.get(("window", key_rank, window, device), make)
 

@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         out, lse, sink, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        plan: AttentionPlan = ctx.plan.beside(sink)
+        plan: AttentionPlan = ctx.plan.beside(sink if ctx.needs_input_grad[2] else None)
         query, kv, weights = _split(ctx.num_query, tensors)
         output, grad = AttentionOutput(out, lse), OutputGradient(grad_out, grad_lse)
         total: BlockGradients | None = None

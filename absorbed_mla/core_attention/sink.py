@@ -7,8 +7,8 @@ Megatron's ``softmax_type``: ``"learnable"`` trains the logits (gpt-oss, arXiv:2
 
 and a backend's backward, given out' and lse', computes exp(score - lse'), which are the
 probabilities beside the sink, and delta = out' . dout', so the gradients of query and keys are
-right as they stand. That of s is -exp(s - lse') delta. The kernels need not know of it; those that
-see all keys at once may (``AttentionBackend.sinks``) and save a pass over the output.
+right as they stand. That of s is -exp(s - lse') delta. The kernels need not know of it; where
+one call sees all keys, a backend with ``sinks`` adds it itself, which saves a pass over the output.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sink_gradient(
     has found it, it is in ``of_heads``, see ``Sink.gradients``.
     """
     if of_heads:
-        return torch.cat([*of_heads]).to(sink.dtype)
+        return torch.cat(tuple(of_heads)).to(sink.dtype)
     out, lse = output
     width = out.shape[-1]
     if out.is_cuda and lse.dtype == torch.float32 and width & (width - 1) == 0:

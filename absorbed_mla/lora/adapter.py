@@ -26,13 +26,14 @@ NAME = "lora"
 class AttentionLoRA(nn.ModuleDict):
     """A and B of an attention's layers, by the layer's name; each is a ``LowRank``.
 
-    Layers that are applied get a forward hook. W_UK and W_UV are multiplied by the forms of the
+    Layers that are applied get a forward pre-hook, which may begin the product with A, and a
+    forward hook, which adds. W_UK and W_UV are multiplied by the forms of the
     attention, which are replaced by those of ``forms.py``.
 
     Args:
         attention: Of this package; it gets a child ``lora``.
         layers: r and scaling of each layer that has LoRA. A fused one may have one A for all of its
-            rows.
+            rows; then it can be neither merged nor saved (``slots.py``).
 
     Raises:
         ValueError: If the attention has LoRA already, is sparse, or has not got a layer.
@@ -45,8 +46,8 @@ class AttentionLoRA(nn.ModuleDict):
         _refuse_unsupported(attention)
         self.merged: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = [attention.register_forward_pre_hook(self._check)]
-        # Products with A of the layer that is being called, by name.
-        self._begun: dict[str, Begun] = {}
+        # Input of the layer that is being called, and the products with A begun for it, by name.
+        self._begun: tuple[Tensor | None, dict[str, Begun]] = (None, {})
         for name, (rank, scaling) in layers.items():
             layer, inputs, outputs, sharding = _place(attention, name)
             self[name] = LowRank(rank, scaling, inputs, outputs, layer.weight, sharding)
@@ -136,9 +137,13 @@ class AttentionLoRA(nn.ModuleDict):
             )
 
     def _begin(self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple) -> None:
-        """Begin the products with A, which may run beside the layer's own."""
-        if not self.merged:
-            self._begun = {name: self[name].begin(args[0]) for name, _ in parts if name in self}
+        """Without gradient, begin the products with A, which may run beside the layer's own."""
+        self._begun = (None, {})
+        if not self.merged and not torch.is_grad_enabled():
+            self._begun = (args[0], self._products(parts, args[0]))
+
+    def _products(self, parts: tuple[tuple[str, int], ...], x: Tensor) -> dict[str, Begun]:
+        return {name: self[name].begin(x) for name, _ in parts if name in self}
 
     def _add(
         self, parts: tuple[tuple[str, int], ...], layer: nn.Module, args: tuple, output: tuple
@@ -146,7 +151,10 @@ class AttentionLoRA(nn.ModuleDict):
         """Add to the output of a layer, of a fused one part by part."""
         if self.merged:
             return None
-        (out, *rest), begun, self._begun = output, self._begun, {}
+        (x, begun), self._begun = self._begun, (None, {})
+        if x is not args[0]:  # with gradient, or another pre-hook has replaced the input
+            begun = self._products(parts, args[0])
+        out, *rest = output
         pieces = out.split([width for _, width in parts], -1)
         found = [
             self[name].add_to(piece, begun[name]) if name in self else piece

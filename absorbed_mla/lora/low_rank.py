@@ -142,7 +142,7 @@ class LowRank(nn.Module):
         return self.begin_product(lambda: self.scaled(F.linear(x, self.lora_A())), len(x))
 
     def scaled(self, x: Tensor) -> Tensor:
-        """``scaling x``; a decode step waits for every kernel that it launches."""
+        """``scaling x``, or x times ``scalings``, rounded once; no kernel where the factor is 1."""
         if self.scalings is not None:
             return (x * self.scalings).to(x.dtype)
         return x if self.scaling == 1 else x * self.scaling

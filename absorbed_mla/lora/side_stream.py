@@ -13,8 +13,9 @@ Result = TypeVar("Result")
 class SideStream:
     """Small products beside large ones, in CUDA graphs too; on a CPU nothing is beside anything.
 
-    Results are in the stream's own memory. Later work that gets it again waits for their readers,
-    as for all that the current stream has queued.
+    Results are allocated on the side stream, without ``record_stream``: their memory is used again
+    by later work of :meth:`start` only, which waits for the current stream, so for their readers.
+    They must be read on the stream that is current at the next :meth:`start`.
 
     Args:
         device: Of the stream.

@@ -28,7 +28,7 @@ from absorbed_mla.lora.side_stream import SideStream
 from absorbed_mla.serving.export.agreement import on_all_ranks
 
 _ATTRIBUTE = "lora_slots"
-# Of a step whose products with A are on the side stream.
+# Most tokens of a layer's input for which products with A run on the side stream.
 _FEW_TOKENS = 512
 
 
@@ -59,8 +59,8 @@ class LoRASlots:
             parity = attention.options.batch_invariant
             if parity and self._ranks > PART:
                 raise ValueError(
-                    f"max_loras times max_lora_rank, in sixteens, must be at most {PART} in parity "
-                    f"mode, got {self._ranks}"
+                    "max_loras * max_lora_rank, the rank rounded up to a multiple of 16, must be "
+                    f"at most {PART} in parity mode, got {self._ranks}"
                 )
             # Layers in one product have one A below the other's, and one product with both.
             owners = [holder_of(attention, name) for name in layers_of(attention)]

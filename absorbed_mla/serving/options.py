@@ -197,7 +197,8 @@ class ModelFields(Options):
     """Adapters that requests may have at the same time. A request with another one waits until none
     has one of them. All are multiplied in every step that has one, with ``cuda_graphs`` in all."""
     max_lora_rank: int = option(16, least=1)
-    """Of an adapter; ``kv_b_proj`` may have twice that of the others (docs/lora.md)."""
+    """Of an adapter, rounded up to a multiple of 16; ``kv_b_proj`` may have twice that of others
+    (docs/lora.md). With ``parity``, ``max_loras`` times it is at most 2048."""
     tensor_parallel_parts: int | None = option(
         None,
         choices=(2, 4, 8, 16, 32, 64),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Rows of a product: more cost a decode, which has few; fewer cost a long prompt more calls.
 TILE_ROWS = 32
-# Of a product: MKL sums up in another order where there are fewer.
+# Columns to which narrower products are padded: with fewer, MKL sums in another order.
 _LEAST_COLUMNS = 16
 # A multiple of the elements that any vector loop of PyTorch takes at a time.
 _VECTOR = 128

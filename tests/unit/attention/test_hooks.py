@@ -5,6 +5,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
 
+from absorbed_mla.lora.adapter import AttentionLoRA
 from tests.support import world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, random_attention
@@ -103,3 +104,17 @@ def test_without_hooks_the_query_is_rotated_in_place(monkeypatch):
     attention(rows(), None)
     [query] = [x for x in made if x.shape == expected.shape]
     assert not torch.equal(query, expected), "rotated where it lies"
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_lora_takes_the_input_that_a_pre_hook_gives(grad):
+    attention = layer("absorbed")
+    lora = AttentionLoRA(attention, {"linear_proj": (4, 1.0)})
+    nn.init.normal_(lora["linear_proj"].lora_B.weight)
+    weight = attention.linear_proj.weight
+    x = torch.randn_like(weight)[:, None]
+    with torch.set_grad_enabled(grad):
+        expected, _ = attention.linear_proj(2 * x)
+        attention.linear_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        found, _ = attention.linear_proj(x)
+    assert torch.equal(found, expected)

@@ -196,12 +196,13 @@ def test_the_largest_step_under_graphs(base, adapters, monkeypatch):
         assert len(step_to_the_end(engine)) == len(PROMPTS)
 
 
+@needs.gpu
 def test_products_on_a_side_stream(base, tmp_path, monkeypatch):
     """No bit depends on it, at odd numbers of tokens, in graphs neither."""
     options = {**LORA, "tensor_parallel_size": 1}
-    if DEVICE == "cuda":  # where products take long enough to run beside each other
-        base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
-        options |= {"cuda_graphs": True, "dtype": "bfloat16"}
+    # Products take long enough to run beside each other.
+    base = wide_folder(tmp_path / "base", Architecture("v3", True, False, "rope"))
+    options |= {"cuda_graphs": True, "dtype": "bfloat16"}
     loras = [write_adapter(base, tmp_path / name, i, 4, 1 / 32) for i, name in enumerate("ab")]
     started, start = [], SideStream.start
     monkeypatch.setattr(SideStream, "start", lambda *args: started.append(1) or start(*args))

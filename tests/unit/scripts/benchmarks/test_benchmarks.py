@@ -154,7 +154,7 @@ PUBLISHED = {
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
     "weight_updates": ("inference/weight-updates*.json",),
     "shared_prefix": ("shared-prefix/*.json",),
-    "attention_features": ("attention/attention_features.json",),
+    "attention_features": ("attention/attention_features.json", "attention/sinks.json"),
     "training_step": ("training-step/*.json",),
 }
 FIGURES = {"attention": "step of megatron's", "decode": "tbps", "dsa": "tflops"}
