@@ -154,6 +154,10 @@ def refuse_other_up_projections(*layers: nn.Module) -> None:
         )
 
 
+# Attribute of a forward hook that without gradient keeps no output, and returns it or a new tensor.
+HOLDS_NO_OUTPUT = "holds_no_output"
+
+
 def own_output(layer: nn.Module, x: Tensor) -> Tensor:
     """Output of a linear layer as a tensor that the caller may overwrite.
 
@@ -165,9 +169,7 @@ def own_output(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _holds_nothing(hook: Callable) -> bool:
-    """Whether a forward hook is LoRA's, without gradient: it returns what the layer has made."""
-    module = getattr(hook, "func", hook).__module__
-    return module == "absorbed_mla.lora.adapter" and not torch.is_grad_enabled()
+    return getattr(hook, HOLDS_NO_OUTPUT, False) and not torch.is_grad_enabled()
 
 
 def _makes_its_output(layer: nn.Module) -> bool:

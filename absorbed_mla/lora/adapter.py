@@ -15,6 +15,7 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.batch_invariant import parts
 from absorbed_mla.caching import DerivedTables
 from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
+from absorbed_mla.linear import HOLDS_NO_OUTPUT
 from absorbed_mla.lora.forms import LoRAAbsorbedForm, LoRAExpandedForm, UpProjections
 from absorbed_mla.lora.low_rank import COLUMN, DUPLICATED, HEADS, ROW, Begun, LowRank, Sharding
 from absorbed_mla.lora.targets import FUSED_DOWN
@@ -57,9 +58,11 @@ class AttentionLoRA(nn.ModuleDict):
             layer = getattr(attention, owner)
             of_all = owner, layer.weight.shape[0]
             parts = (of_all,) if owner in self else parts_of(attention, owner)
+            add = partial(self._add, parts)
+            setattr(add, HOLDS_NO_OUTPUT, True)
             self._handles += (
                 layer.register_forward_pre_hook(partial(self._begin, parts)),
-                layer.register_forward_hook(partial(self._add, parts)),
+                layer.register_forward_hook(add),
             )
         self._former = _forms_of(attention)
         self._set_forms(attention, self._own_forms(attention))
