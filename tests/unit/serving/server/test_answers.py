@@ -303,6 +303,8 @@ class TestFailures:
     def test_streamed(self, client, served, monkeypatch):
         """After the pieces that there are, an event with the error, and no end."""
         found = []
+        # The server has sent the pieces before the model fails.
+        monkeypatch.setattr(served.runner, "step_seconds", 0.25)
         with pytest.raises(APIError, match=FAILURE):
             for piece in complete(client, FAILING_PROMPT, logprobs=0, stream=True):
                 found.append(piece.choices[0].text)
