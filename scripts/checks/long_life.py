@@ -24,6 +24,7 @@ only. Processes share the GPUs, each with an engine and a traffic of its own.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pickle
@@ -254,7 +255,13 @@ def _pool(args: argparse.Namespace, folder: Path, engines: Engines) -> list[Entr
     while not all(file.exists() for file in files):
         time.sleep(0.2)
     each = [pickle.loads(file.read_bytes()) for file in files]
-    return [entry for i in range(args.pool) for entry in each[i % shares][i // shares]]
+    entries = [entry for i in range(args.pool) for entry in each[i % shares][i // shares]]
+    # Equal files of each process's own: there would be as many adapters as processes have together.
+    own = {adapter.lora_int_id: adapter for adapter in adapters}
+    return [
+        dataclasses.replace(one, adapter=own[one.adapter.lora_int_id] if one.adapter else None)
+        for one in entries
+    ]
 
 
 if __name__ == "__main__":

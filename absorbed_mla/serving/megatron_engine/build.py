@@ -54,8 +54,8 @@ from absorbed_mla.serving.scheduler.block_pool import (
     cache_config,
     indexers,
     place_drafts,
-    register_blocks_once,
 )
+from absorbed_mla.serving.scheduler.cached_blocks import correct_prefix_cache
 from absorbed_mla.serving.scheduler.free_blocks import (
     evict_blocks_together,
     resume_with_cached_blocks,
@@ -127,7 +127,7 @@ def _require(needs: Sequence[Need], owners: Mapping[str, object]) -> None:
 def _correct(context: DynamicInferenceContext, options: EngineOptions) -> None:
     """Replace what Megatron's context and allocator do wrong, or slowly."""
     allocator = context.kv_block_allocator
-    register_blocks_once(allocator)
+    correct_prefix_cache(context)
     if options.prefix_caching:
         evict_blocks_together(allocator)
     if missing := RESUMING.missing({ALLOCATOR: allocator}):

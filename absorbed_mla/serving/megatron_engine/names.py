@@ -46,8 +46,10 @@ RELEASE_REQUESTS = MegatronName(
     "registers generated blocks, and keeps records of tokens, first",
 )
 CHECK_AVAILABILITY = MegatronName(CONTEXT, "check_availability", "reads the folder first")
+FIND_CACHED = MegatronName(CONTEXT, "_find_kv_match_count", "behind the request's own cached ones")
 # Allocator
-REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "registers a block once")
+REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "one block of a hash")
+EVICTABLE = MegatronName(ALLOCATOR, "get_evictable_block_count", "none before one in use")
 RELEASE = MegatronName(ALLOCATOR, "release_memory_blocks", "counts each request, on branch dev")
 EVICT_CACHED = MegatronName(ALLOCATOR, "evict_lru_blocks", "evicts several together")
 DEREGISTER = MegatronName(ALLOCATOR, "_deregister_blocks", "writes the folder first")
@@ -129,13 +131,14 @@ PREFIX_CACHING = Need(
     REFUSED,
     (
         REGISTER,
+        EVICTABLE,
         RELEASE,
         EVICT_CACHED,
         RELEASE_REQUESTS,
+        FIND_CACHED,
         *names(
             ALLOCATOR,
-            "block_hashes block_ref_counts get_evictable_block_count kv_hash_to_block_id "
-            "prefix_caching_eviction_policy",
+            "block_hashes block_ref_counts kv_hash_to_block_id prefix_caching_eviction_policy",
         ),
     ),
 )
@@ -145,7 +148,7 @@ PREFIX_CACHE_DIR = Need(
     (
         CHECK_AVAILABILITY,
         DEREGISTER,
-        *names(CONTEXT, "_find_kv_match_count is_hybrid_model params_dtype"),
+        *names(CONTEXT, "is_hybrid_model params_dtype"),
     ),
 )
 DRAFTS = Need(

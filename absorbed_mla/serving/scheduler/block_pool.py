@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
-from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -16,7 +12,8 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.inference.context_config import context_config
 from absorbed_mla.serving.megatron_engine.allocator import pool_of
-from absorbed_mla.serving.megatron_engine.names import REGISTER, RELEASE, UPDATE_REQUESTS
+from absorbed_mla.serving.megatron_engine.names import UPDATE_REQUESTS
+from absorbed_mla.serving.scheduler.cached_blocks import require_chains
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
 BLOCK_SIZE = 64
@@ -67,48 +64,6 @@ def indexers(model: GPTModel) -> list[Indexer]:
     return [module for module in model.decoder.modules() if isinstance(module, Indexer)]
 
 
-def register_blocks_once(allocator: KVBlockAllocator) -> None:
-    """Let the prefix cache count a block's children once.
-
-    Where a chunk of a prompt ends inside of a block that is in the prefix cache, Megatron's context
-    registers that block again with the next chunk. Its parent then has one child more than there
-    are, is never evicted, and the eviction that needs it raises an AssertionError.
-    """
-    if not allocator.enable_prefix_caching:
-        return
-    register = REGISTER.of(allocator)
-    # Megatron's branch dev keeps no parents.
-    keeps_parents = "parent_hashes" in inspect.signature(register).parameters
-    if not keeps_parents:
-        _release_each(allocator)
-
-    def register_new(
-        blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
-    ) -> None:
-        known = allocator.block_hashes[blocks].tolist() if blocks else []
-        new = [i for i, value in enumerate(hashes) if known[i] != value]
-        given = [blocks, hashes, parents] if keeps_parents and parents else [blocks, hashes]
-        register(*([values[i] for i in new] for values in given))
-
-    REGISTER.replace(allocator, register_new)
-
-
-def _release_each(allocator: KVBlockAllocator) -> None:
-    """Let each request that ends take its reference from a shared block.
-
-    On Megatron's branch dev, requests that end in one step take a single one.
-    """
-    release = RELEASE.of(allocator)
-
-    def release_each(blocks: torch.Tensor) -> None:
-        while blocks.numel():
-            blocks, counts = blocks.unique(return_counts=True)
-            release(blocks)
-            blocks = blocks.repeat_interleave(counts - 1)
-
-    RELEASE.replace(allocator, release_each)
-
-
 def place_drafts(context: DynamicInferenceContext) -> None:
     """Let every token of a step with drafts be written to the block that its request's table names.
 
@@ -135,7 +90,8 @@ def place_drafts(context: DynamicInferenceContext) -> None:
 def require_no_leak(context: DynamicInferenceContext) -> None:
     """Check the block allocator of a context without requests.
 
-    Every block must be free, or be in the prefix cache without a reference to it.
+    Every block must be free, or be in the prefix cache without a reference to it, where its hash
+    finds it behind a cached one.
 
     Raises:
         RuntimeError: Naming the blocks that are not.
@@ -150,6 +106,7 @@ def require_no_leak(context: DynamicInferenceContext) -> None:
         used = allocator.block_ref_counts.nonzero().flatten().tolist()
         if used:
             raise RuntimeError(f"blocks {used} are referred to, but there is no request")
+        require_chains(allocator)
     if len(set(free)) != len(free) or set(free) & cached or (set(free) | cached) != usable:
         raise RuntimeError(
             f"of blocks 0 to {count - 2}, {sorted(free)} are free and "

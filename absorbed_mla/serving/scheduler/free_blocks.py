@@ -58,7 +58,7 @@ def evict_blocks_together(allocator: KVBlockAllocator) -> None:
 
     def evict_more(count: int) -> bool:
         cached = int(allocator.get_evictable_block_count())
-        return evict(max(count, min(together, cached)))
+        return count <= cached and evict(max(count, min(together, cached)))
 
     EVICT_CACHED.replace(allocator, evict_more)
 

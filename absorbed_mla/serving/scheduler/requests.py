@@ -448,13 +448,7 @@ class GeneratedBlocks:
             return
         hashes = block_hashes(tokens, size, record.cache_salt)
         blocks = self._context.request_to_kv_block_ids[row, : len(hashes)].tolist()
-        # Another request may have computed the same text at the same time.
-        known = allocator.kv_hash_to_block_id
-        new = [i for i, value in enumerate(hashes) if value not in known]
-        parents = [0, *hashes]
-        allocator.register_kv_block_hashes(
-            [blocks[i] for i in new], [hashes[i] for i in new], [parents[i] for i in new]
-        )
+        allocator.register_kv_block_hashes(blocks, hashes, [0, *hashes[:-1]])
 
 
 def generated_blocks(engine: DynamicInferenceEngine) -> GeneratedBlocks | None:

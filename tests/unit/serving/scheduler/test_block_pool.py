@@ -6,6 +6,7 @@ import pytest
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 
+from absorbed_mla.serving.scheduler.cached_blocks import require_chains
 from absorbed_mla.serving.scheduler.free_blocks import evict_blocks_together
 from tests.support.engine import (
     CHUNKED,
@@ -62,6 +63,31 @@ def test_blocks_are_evicted_together(lacking, evicted):
     assert allocator.total_avail == evicted - lacking
     assert sorted(allocator.kv_hash_to_block_id) == list(range(1 + evicted, 641))
     assert not allocator.evict_lru_blocks(641)
+
+
+@pytest.mark.parametrize("start", range(70, 76))
+def test_text_that_another_has_cached_meanwhile(start):
+    """A prompt read in chunks completes blocks that a request with the same text has cached.
+
+    That ends between two chunks, or before or behind them. Whatever is evicted then, what is cached
+    stays behind cached blocks.
+    """
+    model, first = generating_model(num_layers=1), Request(prompt(60), 75)
+    with engine_of(model, blocks=9, max_requests=2, **KEPT | CHUNKED) as engine:
+        [answer] = generate(engine, [first]).tokens
+        later = Request([*first.prompt, *answer[:70], *prompt(60, 3)], 3)
+        engine.stop()
+        engine.start()
+        engine.add_request(first.prompt, first.sampling())
+        for _ in range(start):
+            engine.step()
+        engine.add_request(later.prompt, later.sampling())
+        while engine.is_busy():
+            engine.step()
+            require_chains(engine.host.context.kv_block_allocator)
+        for length in (64, 250, 190):
+            generate(engine, [Request(prompt(length, 4), 2), later])
+            engine.require_no_leak()
 
 
 def test_every_cached_block_can_be_evicted():

@@ -1,0 +1,118 @@
+"""Blocks of the prefix cache: each is found by its hash, behind the ones before it in the text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from torch import Tensor
+
+from absorbed_mla.serving.megatron_engine.names import EVICTABLE, FIND_CACHED, REGISTER, RELEASE
+
+
+def correct_prefix_cache(context: DynamicInferenceContext) -> None:
+    """Let every cached block be the only one of its hash, behind a cached block.
+
+    Megatron's context looks for the last block of a prompt that is cached, and takes those before
+    it for granted. They may be missing where two requests compute the same text: one that is read
+    in chunks completes a block that another has cached meanwhile. Megatron registers it under the
+    same hash; when one of the two is evicted, the hash goes, and what follows it stays.
+
+    Here such a block is not registered, nor is one whose predecessor is not cached. A chunk behind
+    it finds no cached blocks, whose predecessors its request would not hold. Nor are blocks counted
+    as evictable while blocks behind them are in use.
+    """
+    allocator = context.kv_block_allocator
+    if not allocator.enable_prefix_caching:
+        return
+    _register_chains(allocator)
+    find = FIND_CACHED.of(context)
+
+    def find_behind_cached(
+        request: DynamicInferenceRequest, start: int, end: int
+    ) -> tuple[list[int], int]:
+        hashes = request.precomputed_block_hashes
+        if 0 < start <= len(hashes):
+            # The next chunk of a prompt takes the row behind all others.
+            row = context.request_to_kv_block_ids[context.total_request_count]
+            if allocator.kv_hash_to_block_id.get(hashes[start - 1]) != int(row[start - 1]):
+                return [], 0
+        return find(request, start, end)
+
+    FIND_CACHED.replace(context, find_behind_cached)
+
+
+def _register_chains(allocator: KVBlockAllocator) -> None:
+    register = REGISTER.of(allocator)
+    # Megatron's branch dev keeps no parents.
+    keeps_parents = "parent_hashes" in inspect.signature(register).parameters
+    if not keeps_parents:
+        _release_each(allocator)
+    elif hasattr(allocator, "block_parent_id"):  # blocks outlive their requests
+        EVICTABLE.replace(allocator, lambda: _num_evictable(allocator))
+
+    def register_chain(
+        blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
+    ) -> None:
+        cached = allocator.kv_hash_to_block_id
+        new: dict[int, int] = {}
+        for i, one in enumerate(hashes):
+            parent = parents[i] if parents else 0
+            if one not in cached and (not parent or parent in cached or parent in new):
+                new.setdefault(one, i)
+        given = [blocks, hashes, parents] if keeps_parents and parents else [blocks, hashes]
+        register(*([values[i] for i in new.values()] for values in given))
+
+    REGISTER.replace(allocator, register_chain)
+
+
+def _num_evictable(allocator: KVBlockAllocator) -> Tensor:
+    """Number of cached blocks that no request uses, nor one behind them."""
+    parents, is_used = allocator.block_parent_id, allocator.block_ref_counts > 0
+    is_cached = allocator.block_hashes != -1
+    above = parents[is_used & is_cached]
+    while (above := above[above >= 0]).numel():
+        above = above[~is_used[above]].unique()
+        is_used[above] = True
+        above = parents[above]
+    return (is_cached & ~is_used).sum()
+
+
+def _release_each(allocator: KVBlockAllocator) -> None:
+    """Let each request that ends take its reference from a shared block.
+
+    On Megatron's branch dev, requests that end in one step take a single one.
+    """
+    release = RELEASE.of(allocator)
+
+    def release_each(blocks: Tensor) -> None:
+        while blocks.numel():
+            blocks, counts = blocks.unique(return_counts=True)
+            release(blocks)
+            blocks = blocks.repeat_interleave(counts - 1)
+
+    RELEASE.replace(allocator, release_each)
+
+
+def require_chains(allocator: KVBlockAllocator) -> None:
+    """Check that each cached block is found by its hash, and the one before it is cached.
+
+    Raises:
+        RuntimeError: Naming the blocks of which that is not true.
+    """
+    hashes = allocator.block_hashes
+    found = torch.full_like(hashes, -1)
+    for one, block in allocator.kv_hash_to_block_id.items():
+        found[block] = one
+    lost = found != hashes
+    if hasattr(allocator, "block_parent_id"):
+        parents = allocator.block_parent_id
+        lost |= (parents >= 0) & (hashes[parents] == -1)
+    if lost.any():
+        raise RuntimeError(
+            f"blocks {lost.nonzero().flatten().tolist()} of the prefix cache are lost"
+        )
