@@ -50,6 +50,7 @@ FIND_CACHED = MegatronName(CONTEXT, "_find_kv_match_count", "behind the request'
 # Allocator
 REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "one block of a hash")
 EVICTABLE = MegatronName(ALLOCATOR, "get_evictable_block_count", "none before one in use")
+PARENTS = MegatronName(ALLOCATOR, "block_parent_id", versions=("0.19",))
 RELEASE = MegatronName(ALLOCATOR, "release_memory_blocks", "counts each request, on branch dev")
 EVICT_CACHED = MegatronName(ALLOCATOR, "evict_lru_blocks", "evicts several together")
 DEREGISTER = MegatronName(ALLOCATOR, "_deregister_blocks", "writes the folder first")
@@ -141,6 +142,11 @@ PREFIX_CACHING = Need(
             "block_hashes block_ref_counts kv_hash_to_block_id prefix_caching_eviction_policy",
         ),
     ),
+)
+EVICTABLE_BLOCKS = Need(
+    "count of evictable blocks",
+    "Megatron's, with cached blocks before one that is in use",
+    (PARENTS,),
 )
 PREFIX_CACHE_DIR = Need(
     "prefix_cache_dir",
@@ -236,6 +242,7 @@ SERVING_NEEDS = (
     RESUMING,
     PRIORITIES,
     PREFIX_CACHING,
+    EVICTABLE_BLOCKS,
     PREFIX_CACHE_DIR,
     DRAFTS,
     STRUCTURED_OUTPUTS,

@@ -11,7 +11,15 @@ from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from torch import Tensor
 
-from absorbed_mla.serving.megatron_engine.names import EVICTABLE, FIND_CACHED, REGISTER, RELEASE
+from absorbed_mla.megatron_names import ALLOCATOR
+from absorbed_mla.serving.megatron_engine.names import (
+    EVICTABLE,
+    EVICTABLE_BLOCKS,
+    FIND_CACHED,
+    PARENTS,
+    REGISTER,
+    RELEASE,
+)
 
 
 def correct_prefix_cache(context: DynamicInferenceContext) -> None:
@@ -48,11 +56,11 @@ def correct_prefix_cache(context: DynamicInferenceContext) -> None:
 
 def _register_chains(allocator: KVBlockAllocator) -> None:
     register = REGISTER.of(allocator)
-    # Megatron's branch dev keeps no parents.
+    # Of Megatron 0.19 only.
     keeps_parents = "parent_hashes" in inspect.signature(register).parameters
     if not keeps_parents:
         _release_each(allocator)
-    elif hasattr(allocator, "block_parent_id"):  # blocks outlive their requests
+    elif not EVICTABLE_BLOCKS.missing({ALLOCATOR: allocator}):  # blocks outlive their requests
         EVICTABLE.replace(allocator, lambda: _num_evictable(allocator))
 
     def register_chain(
@@ -72,7 +80,7 @@ def _register_chains(allocator: KVBlockAllocator) -> None:
 
 def _num_evictable(allocator: KVBlockAllocator) -> Tensor:
     """Number of cached blocks that no request uses, nor one behind them."""
-    parents, is_used = allocator.block_parent_id, allocator.block_ref_counts > 0
+    parents, is_used = PARENTS.of(allocator), allocator.block_ref_counts > 0
     is_cached = allocator.block_hashes != -1
     above = parents[is_used & is_cached]
     while (above := above[above >= 0]).numel():
@@ -85,7 +93,7 @@ def _num_evictable(allocator: KVBlockAllocator) -> Tensor:
 def _release_each(allocator: KVBlockAllocator) -> None:
     """Let each request that ends take its reference from a shared block.
 
-    On Megatron's branch dev, requests that end in one step take a single one.
+    Without parents, as on Megatron's branch dev, requests that end in one step take a single one.
     """
     release = RELEASE.of(allocator)
 
@@ -109,8 +117,8 @@ def require_chains(allocator: KVBlockAllocator) -> None:
     for one, block in allocator.kv_hash_to_block_id.items():
         found[block] = one
     lost = found != hashes
-    if hasattr(allocator, "block_parent_id"):
-        parents = allocator.block_parent_id
+    if not EVICTABLE_BLOCKS.missing({ALLOCATOR: allocator}):
+        parents = PARENTS.of(allocator)
         lost |= (parents >= 0) & (hashes[parents] == -1)
     if lost.any():
         raise RuntimeError(

@@ -19,6 +19,8 @@ _MIB = 2**20
 _LAUNCHES, _MOST_KINDS = "absorbed_mla.kernels.launch._prepared", 64
 # An entry of it, and how many objects a compiled kernel is made of.
 _LAUNCH, _OBJECTS_OF_A_KERNEL = "objects of _Prepared", 150
+# As many entries as the last step had rows.
+_OF_A_STEP = ("RowLengths.queries", "RowLengths.keys")
 # By unit, the growth that is none: in all, and per 1,000 requests. An allocator's memory is never
 # quite flat, and tables that have an entry for each size of a step are filled for a long time.
 _FLAT = {"MiB": (24.0, 1.0), "MiB allocated": (0.5, 0.02), "": (2, 0.5), "tracked": (500, 25.0)}
@@ -105,7 +107,7 @@ def growth(requests: Sequence[int], figures: Sequence[Mapping[str, float]]) -> l
         if name == "objects, tracked":
             launches = [one.get(_LAUNCH, 0) for one in figures]
             slope += _OBJECTS_OF_A_KERNEL * max(0, _slope(places, launches))
-        if rises > slope and name != _LAUNCH:
+        if rises > slope and name not in (_LAUNCH, *_OF_A_STEP):
             lines.append(
                 f"{name}: {values[0]:.10g}, ..., {values[-1]:.10g}: {rises:.3g} more with 1,000 "
                 f"requests, of which {slope:g} would be flat"

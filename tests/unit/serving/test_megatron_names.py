@@ -34,7 +34,7 @@ from absorbed_mla.serving.weights.fused_residuals import fuse_residuals
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
 from tests.support.dsa_models import generating_fields
-from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.engine import KEPT, engine_of, generating_model, prompt
 from tests.support.megatron_names import owner_of, record_accesses, take_away, words_of
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(64, 65))
@@ -116,6 +116,7 @@ GOING_ON = (
     names.OVERLAP_SCHEDULER,
     names.NO_TEXTS,
     names.RESUMING,
+    names.EVICTABLE_BLOCKS,
     names.FULL_CUDA_GRAPHS,
     names.FUSED_SWIGLU,
     names.FUSED_RESIDUALS,
@@ -188,6 +189,14 @@ def test_generation_goes_on(model, expected, need, name, monkeypatch, caplog):
     if need is names.OVERLAP_SCHEDULER:
         with pytest.raises(ValueError, match=rf"decode_loop=True cannot run: .*\.{name.name} "):
             engine_of(model, decode_loop=True)
+
+
+@pytest.mark.parametrize("options", [KEPT, {"prefix_caching": True}], ids=["parents", "none"])
+def test_evictable_blocks_are_counted_by_parents(model, options):
+    allocator = engine_of(model, **options).host.context.kv_block_allocator
+    there = hasattr(allocator, names.PARENTS.name)
+    assert there == (options is KEPT and names.PARENTS.versions == (__version__[:4],))
+    assert (names.EVICTABLE.name in vars(allocator)) == there
 
 
 def test_one_that_other_options_rule_out(model):
