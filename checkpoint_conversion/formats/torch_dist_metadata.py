@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -33,6 +34,8 @@ from checkpoint_conversion.formats.pt_file import FileSlice, PtFile, open_pt
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
 Shape = tuple[int, ...]
+# Per dim, start and length of a part.
+Spans = tuple[tuple[int, int], ...]
 _MOST_DIMS = 8
 
 
@@ -57,6 +60,11 @@ class TiledTensor(ABC):
         self, overlaps: Sequence[Overlap], session: ReadSession
     ) -> Iterator[tuple[Overlap, Tensor]]:
         """The values of parts of chunks, each once, in any order."""
+
+    def load_into(self, places: Mapping[Overlap, Tensor], session: ReadSession) -> None:
+        """Set each place to the values of its part of a chunk."""
+        for overlap, values in self.load([*places], session):
+            places[overlap].copy_(values)
 
     def empty(self, shape: Shape) -> Tensor:
         """Room for values of this tensor, where :meth:`load` puts them."""
@@ -132,7 +140,11 @@ class Overlap:
     """The overlap of a region and a chunk: the chunk's offset, per dim (start in it, length)."""
 
     chunk: Shape
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
+
+    def of(self, chunk: Tensor) -> Tensor:
+        """The part of the chunk's values."""
+        return _narrowed(chunk, self.spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,20 +178,21 @@ class Region:
         return replace(self, start=tuple(starts), size=tuple(sizes)).lazy()
 
     def _load(self, session: ReadSession) -> Tensor:
-        overlaps = list(self.overlaps())
-        loaded = self.tensor.load(overlaps, session)
-        if len(overlaps) == 1:
-            [(_, result)] = loaded
+        if len(self.overlaps) == 1:
+            [(_, result)] = self.tensor.load(self.overlaps, session)
         else:
             result = self.tensor.empty(self.size)
-            for overlap, values in loaded:
-                target = result
-                for dim, (at, (inner, length)) in enumerate(zip(overlap.chunk, overlap.spans)):
-                    target = target.narrow(dim, at + inner - self.start[dim], length)
-                target.copy_(values)
+            places = {overlap: _narrowed(result, self._place(overlap)) for overlap in self.overlaps}
+            self.tensor.load_into(places, session)
         return result[(0,) * self.dropped]
 
-    def overlaps(self) -> Iterator[Overlap]:
+    def _place(self, overlap: Overlap) -> Spans:
+        """Where an overlap is in the region."""
+        dims = zip(overlap.chunk, overlap.spans, self.start)
+        return tuple((at + inner - start, length) for at, (inner, length), start in dims)
+
+    @functools.cached_property
+    def overlaps(self) -> Sequence[Overlap]:
         """Where it meets the chunks, each with the part of it that it covers."""
         along = []
         dims = zip(self.tensor.grid, self.tensor.shape, self.start, self.size)
@@ -192,13 +205,15 @@ class Region:
                 inner = max(start - at, 0)
                 cells.append((at, (inner, min(after, end) - at - inner)))
             along.append(cells)
-        for cell in itertools.product(*along):
-            yield Overlap(tuple(at for at, _ in cell), tuple(span for _, span in cell))
+        return [
+            Overlap(tuple(at for at, _ in cell), tuple(span for _, span in cell))
+            for cell in itertools.product(*along)
+        ]
 
     def _peak(self) -> int:
         """Bytes mapped from the largest chunk, plus the result if it is assembled of several."""
         itemsize, mapped = self.tensor.dtype.itemsize, []
-        for overlap in self.overlaps():
+        for overlap in self.overlaps:
             whole = self.tensor.chunk_size(overlap.chunk)
             last = sum(
                 (length - 1) * math.prod(whole[dim + 1 :])
@@ -207,6 +222,13 @@ class Region:
             mapped.append((last + 1) * itemsize)
         together = math.prod(self.size) * itemsize if len(mapped) > 1 else 0
         return together + max(mapped)
+
+
+def _narrowed(values: Tensor, spans: Spans) -> Tensor:
+    for dim, (start, length) in enumerate(spans):
+        if length != values.shape[dim]:
+            values = values.narrow(dim, start, length)
+    return values
 
 
 class Storage:

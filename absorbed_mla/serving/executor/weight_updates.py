@@ -47,6 +47,8 @@ class LoadedWeights:
         self._memory = WeightMemory(model)
         # The last one, which has a process group, and its address and rank.
         self._kept: tuple[tuple[str, int], Receiver] | None = None
+        # The last one; planning takes longer than many a transfer.
+        self._planned: WeightUpdate | None = None
 
     def free(self, *, discard: bool) -> None:
         """Free their memory; see :meth:`WeightMemory.free`."""
@@ -83,7 +85,12 @@ class LoadedWeights:
 
     def planned(self, shapes: Shapes) -> WeightUpdate:
         """An update of tensors that will come; see :class:`WeightUpdate`."""
-        return WeightUpdate(self._model, self._config, shapes, drafts=self._drafts)
+        if self._planned is not None and self._planned.shapes == shapes:
+            self._planned.begin()
+        else:
+            self._planned = None
+            self._planned = WeightUpdate(self._model, self._config, shapes, drafts=self._drafts)
+        return self._planned
 
     def _receive(self, address: str, rank: int, timeout: float, changes: _Changes) -> None:
         key, kept, self._kept = (address, rank), self._kept, None

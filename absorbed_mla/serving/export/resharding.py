@@ -198,7 +198,7 @@ def _moves(told: Sequence[_Told]) -> Iterator[tuple[int, int, _Move]]:
     for receiver, (_, wanted, _) in enumerate(told):
         for shard in wanted:
             tensor = tensors[shard.name]
-            for overlap in Region(tensor, shard.offset, shard.size, 0).overlaps():
+            for overlap in Region(tensor, shard.offset, shard.size, 0).overlaps:
                 ranks = holders[shard.name, overlap.chunk]
                 # Itself if it can; others take turns, so that no copy serves all of them.
                 sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]

@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from absorbed_mla.serving.export.live import model_chunks
-from absorbed_mla.serving.export.weights import hf_weight_shapes, hf_weights
+from absorbed_mla.serving.export.agreement import on_all_ranks
+from absorbed_mla.serving.export.iteration import started
+from absorbed_mla.serving.export.weights import ExportPlan, export_plan
 from absorbed_mla.serving.weights.transfer import BUCKET_BYTES, Sender
 
 
@@ -32,11 +33,16 @@ class LiveWeights:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], **options: Any) -> None:
         self._model, self._options = model, options
-        self.shapes = hf_weight_shapes(model, **options)
-        self.device = next(model_chunks(model)[0].parameters()).device
+        self._plan: ExportPlan | None = export_plan(model, **options)
+        self.shapes, self.device = self._plan.shapes, self._plan.device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_weights(self._model, **self._options)
+        plan, self._plan = self._plan, None
+        _, fits = on_all_ranks(lambda: (True, plan is not None and plan.fits(self._model)))
+        if plan is None or not all(fits):
+            plan = export_plan(self._model, **self._options)
+        self._plan = plan
+        return started(plan.parts, plan.device)
 
 
 class WeightSender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from absorbed_mla.serving.export.shards import (
     gathered_tensors,
     sent_by_this_rank,
 )
+from absorbed_mla.serving.weights.update import Shapes
 from checkpoint_conversion.checkpoint_folder import MAX_CONFIG_BYTES, read_json
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Part, TargetOptions
@@ -73,8 +75,8 @@ def hf_weights(
             do.
         RuntimeError: While iterating, if another rank has stopped.
     """
-    parts, device = _planned(model, dtype, fp8, hf_config)
-    return started(parts, device)
+    plan = export_plan(model, dtype, fp8, hf_config)
+    return started(plan.parts, plan.device)
 
 
 def hf_weight_shapes(
@@ -83,23 +85,55 @@ def hf_weight_shapes(
     dtype: torch.dtype | None = None,
     fp8: bool | str = False,
     hf_config: Mapping[str, object] | Path | None = None,
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+) -> Shapes:
     """Name, dtype and shape of what :func:`hf_weights` gives for these arguments, in its order.
 
     For engines that ask for them before the first weight. Collective, but no weight is sent.
     """
-    parts, _ = _planned(model, dtype, fp8, hf_config)
-    entries = [entry for part in parts for entry in part.entries]
-    return [(entry.key, entry.tensor.dtype, entry.tensor.shape) for entry in entries]
+    return export_plan(model, dtype, fp8, hf_config).shapes
 
 
-def _planned(
+@dataclasses.dataclass(frozen=True)
+class ExportPlan:
+    """What is exported, as the converter would write it.
+
+    Attributes:
+        parts: Their tensors read the model's weights.
+        device: Of the model.
+        shapes: Name, dtype and shape of each tensor.
+    """
+
+    parts: Sequence[Part]
+    device: torch.device
+    shapes: Shapes
+    _weights: Sequence[tuple[Tensor, object]]
+
+    def fits(self, model: nn.Module | Sequence[nn.Module]) -> bool:
+        """Whether its tensors are the weights that the model has now."""
+        now = [*weights_of(model_chunks(model))]
+        return len(now) == len(self._weights) and all(
+            one is weight and _place(one) == place
+            for one, (weight, place) in zip(now, self._weights)
+        )
+
+
+def weights_of(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    for chunk in chunks:
+        yield from itertools.chain(chunk.parameters(), chunk.buffers())
+
+
+def _place(weight: Tensor) -> object:
+    return weight.shape, weight.stride(), weight.dtype, weight.device
+
+
+def export_plan(
     model: nn.Module | Sequence[nn.Module],
-    dtype: torch.dtype | None,
-    fp8: bool | str,
-    hf_config: Mapping[str, object] | Path | None,
-) -> tuple[Sequence[Part], torch.device]:
-    """What is exported, as the converter would write it, and the model's device."""
+    dtype: torch.dtype | None = None,
+    fp8: bool | str = False,
+    hf_config: Mapping[str, object] | Path | None = None,
+) -> ExportPlan:
+    """Plan what :func:`hf_weights` gives; collective, with its errors."""
 
     def requested() -> tuple[tuple, set[tuple[str, object]]]:
         """The arguments, checked, and the options of this rank's layers."""
@@ -116,9 +150,19 @@ def _planned(
     (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, layers))
     _require_same(described)
     device = next(chunks[0].parameters()).device
-    held = [own for _, own in described]
-    checkpoint = LiveCheckpoint(gathered_tensors(held, shards, device), config)
-    return plan_conversion(checkpoint, "hf", options).parts, device
+    held, weights = [own for _, own in described], [*weights_of(chunks)]
+    tensors = gathered_tensors(held, shards, device, weights)
+    # Values that are no weight's, such as those of FP8, are those of now.
+    if any(chunk.view is None for tensor in tensors.values() for chunk in tensor.own.values()):
+        weights = []
+    parts = plan_conversion(LiveCheckpoint(tensors, config), "hf", options).parts
+    entries = [entry for part in parts for entry in part.entries]
+    return ExportPlan(
+        parts,
+        device,
+        [(entry.key, entry.tensor.dtype, entry.tensor.shape) for entry in entries],
+        [(one, _place(one)) for one in weights],
+    )
 
 
 def _described(

@@ -21,7 +21,7 @@ Shapes = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 class WeightUpdate:
-    """One update of this rank's weights; making it is collective over the model's ranks.
+    """An update of this rank's weights; making it is collective over the model's ranks.
 
     A weight is set as soon as all tensors that it is made of have arrived; what is kept until then
     are single tensors, such as the gate of an MLP until its up-projection comes.
@@ -31,6 +31,9 @@ class WeightUpdate:
         config: Of the whole model.
         drafts: Whether the model has the multi-token-prediction layers of its config.
         shapes: Of the tensors that will come, under Hugging Face's names.
+
+    Attributes:
+        shapes: The same.
 
     Raises:
         ValueError: On every rank, listing the tensors that do not fit the model; none is set.
@@ -48,15 +51,20 @@ class WeightUpdate:
         if not drafts:
             tensors = without_mtp_layers(tensors, config)
             config = dataclasses.replace(config, mtp_layers=0)
-        plan = shares(model, config, tensors)
-        self._plan: dict[int, tuple[Tensor, LazyTensor]] = dict(enumerate(plan))
-        self._missing = {i: set(share.leaves) for i, (_, share) in self._plan.items()}
+        self.shapes = shapes
+        self._plan = shares(model, config, tensors)
+        self._arrived: dict[str, Tensor] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has come; also of a second update with tensors of the same shapes."""
+        self._arrived.clear()
+        self._missing = {i: set(share.leaves) for i, (_, share) in enumerate(self._plan)}
         # By tensor, the weights that still need it.
         self._users: dict[str, set[int]] = collections.defaultdict(set)
         for i, names in self._missing.items():
             for name in names:
                 self._users[name].add(i)
-        self._arrived: dict[str, Tensor] = {}
 
     def _lazy(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -79,7 +87,8 @@ class WeightUpdate:
             self._arrived[name] = self._arrived[name].clone()
 
     def _set(self, i: int) -> None:
-        weight, share = self._plan.pop(i)
+        del self._missing[i]
+        weight, share = self._plan[i]
         with ReadSession() as session:
             share.copy_to(weight, session)
         for name in share.leaves:
@@ -93,6 +102,6 @@ class WeightUpdate:
         Raises:
             RuntimeError: If tensors have not come.
         """
-        if self._plan:
-            names = sorted(set().union(*(self._missing[i] for i in self._plan)))
-            raise RuntimeError(f"{len(self._plan)} weights were not set; no {names[0]} has come")
+        if self._missing:
+            names = sorted(set().union(*self._missing.values()))
+            raise RuntimeError(f"{len(self._missing)} weights were not set; no {names[0]} has come")

@@ -223,7 +223,7 @@ def test_drafts_and_ranks(folders, new, expected):
 
 def test_memory(tmp_path):
     """``sleep(2)`` gives the memory of the weights back, and ``update_weights`` takes it again."""
-    config = tiny_config(vocab_size=200_000, num_hidden_layers=1, torch_dtype="float32")
+    config = tiny_config(vocab_size=500_000, num_hidden_layers=1, torch_dtype="float32")
     tensors = random_tensors(config, torch.float32)
     folder = write_hugging_face(tmp_path / "model", config, tensors)
     size = sum(x.nbytes for x in tensors.values())
