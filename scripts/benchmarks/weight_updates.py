@@ -5,10 +5,12 @@ r"""New weights for a loaded ``LLM`` from a live model on the same GPU, beside a
     $ python scripts/benchmarks/weight_updates.py --dense-layers 8 --moe-layers 0 --json dense.json
 
 The model has DeepSeek-V3's widths and random weights. This program holds it as a trainer does; an
-``LLM`` of the same checkpoint, in a process of its own, has it a second time. Measured are
+``LLM`` of the same checkpoint in a process of its own has it, and another one in this process, as a
+rank of torchrun would. Measured are
 
     copy          a copy of as many bytes on the device, by PyTorch: no transfer can be faster
     update        LLM.update_weights(LiveWeights(model)): over CUDA IPC, in buckets
+    update here   the same of the LLM in this process
     sleep 1       LLM.sleep(1): weights go to the host, the cache is freed; then wake()
     sleep 2       LLM.sleep(2): both are freed; then update_weights and wake()
 
@@ -18,6 +20,7 @@ memory that sleep gives back over that of the weights and the cache. On a CPU by
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -39,7 +42,7 @@ from benchmarks.served.model import (
 )
 
 torch: Any = kit.lazy("torch")
-WORKS = ("copy", "update", "sleep 1", "sleep 2")
+WORKS = ("copy", "update", "update here", "sleep 1", "sleep 2")
 _CACHE_TOKENS = 65_536
 
 
@@ -68,7 +71,7 @@ class UpdateReport(kit.Report):
 
 
 class WeightUpdates(kit.Benchmark):
-    """A model in this program and in an ``LLM``."""
+    """A model in this program and in two ``LLM``."""
 
     report = UpdateReport
     strict = True
@@ -95,7 +98,11 @@ class WeightUpdates(kit.Benchmark):
 
         options = {"device": self.processes.device.type, "max_num_seqs": 4}
         options |= {"cache_tokens": _CACHE_TOKENS, "max_model_len": 1024}
+        # With it this process would be the model's.
+        rank = os.environ.pop("LOCAL_RANK")
         self._llm = LLM(folder, tokenizer="bytes", **options)
+        os.environ["LOCAL_RANK"] = rank
+        self._llm_here = LLM(folder, tokenizer="bytes", **options)
         given = LLMOptions.of({**options, "tensor_parallel_size": 1})
         model = load_model(open_model(folder), given, self.processes.device)
         self._weights = LiveWeights(model)
@@ -125,7 +132,7 @@ class WeightUpdates(kit.Benchmark):
 
     def rows(self):
         """Of all cases; the engine ends with the last one."""
-        with self._folder, self._llm:
+        with self._folder, self._llm, self._llm_here:
             yield from super().rows()
 
     def _works(self) -> dict[str, Callable[[], int | None]]:
@@ -136,8 +143,8 @@ class WeightUpdates(kit.Benchmark):
             for _ in range(-(-self._bytes // size)):
                 target.copy_(source)
 
-        def update() -> None:
-            self._llm.update_weights(self._weights)
+        def update(llm: Any = self._llm) -> None:
+            llm.update_weights(self._weights)
 
         def sleep(level: int) -> int | None:
             before = self._free()
@@ -148,8 +155,12 @@ class WeightUpdates(kit.Benchmark):
             self._llm.wake()
             return freed if self.processes.on_gpu else None
 
-        return {"copy": copy, "update": update} | {
-            f"sleep {level}": lambda level=level: sleep(level) for level in (1, 2)
+        return {
+            "copy": copy,
+            "update": update,
+            "update here": lambda: update(self._llm_here),
+            "sleep 1": lambda: sleep(1),
+            "sleep 2": lambda: sleep(2),
         }
 
     def _free(self) -> int:

@@ -318,7 +318,13 @@ def long_context(rows: Rows, out: str, folder: Path) -> None:
 
 
 def weight_updates(rows: Rows, out: str, folder: Path) -> None:
-    assert [row["work"] for row in measured(rows)] == ["copy", "update", "sleep 1", "sleep 2"]
+    assert [row["work"] for row in measured(rows)] == [
+        "copy",
+        "update",
+        "update here",
+        "sleep 1",
+        "sleep 2",
+    ]
     assert all(row["gigabytes_per_second"] > 0 for row in rows)
 
 
