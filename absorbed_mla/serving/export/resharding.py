@@ -20,13 +20,14 @@ from absorbed_mla.serving.export.agreement import on_all_ranks
 from absorbed_mla.serving.export.live import model_chunks, model_shards
 from absorbed_mla.serving.export.shards import ShardMetadata, describe, gathered_tensors
 from absorbed_mla.serving.weights.buckets import Bucket, buckets_of, fill, num_bytes
+from absorbed_mla.serving.weights.transfer import BUCKET_BYTES
 from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats.torch_dist_metadata import Region, Shape
 
 # What a rank tells the others: its shards of the source and of the target, and its bucket_bytes.
 _Told = tuple[Sequence[ShardMetadata], Sequence[ShardMetadata], int]
-# Of bucket_bytes: by half of the smallest go elements of any dtype.
-_SMALLEST, _DEFAULT = 64, 32 << 20
+# Of bucket_bytes: by half of it go elements of any dtype.
+_SMALLEST = 64
 
 
 class _Part(NamedTuple):
@@ -70,7 +71,8 @@ class _Move(NamedTuple):
         for part in shards[self.name, offset]:
             box = part.memory()
             for dim, (start, at, length) in enumerate(zip(self.start, offset, self.size)):
-                box = box.narrow(dim, start - at, length)
+                if length < part.size[dim]:  # A GPU may wait for the host.
+                    box = box.narrow(dim, start - at, length)
             yield box
 
     def cut(self, most: int) -> Iterator[_Move]:
@@ -130,7 +132,7 @@ class WeightResharding:
         source: nn.Module | Sequence[nn.Module],
         target: nn.Module | Sequence[nn.Module],
         *,
-        bucket_bytes: int = _DEFAULT,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         def held() -> tuple[list, _Told]:
             if bucket_bytes < _SMALLEST:
