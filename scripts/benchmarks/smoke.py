@@ -48,6 +48,7 @@ _SPARSE = "--heads 16 --queries 256 --topk 512 --kv 2k"
 _PREFIX = "{out} --heads 16 --prompt 256 --answers 4 --answer 128"
 _RING = "{out} --sizes 2k --heads 16 --layouts sbhd,thd"
 _STEPS = "{out} --rows v3/1k,v3/1k/thd --scale-down 4 --vocab-size 512"
+_RESHARDED = "--scale-down 4 --vocab-size 512 --moe-layers 1 --experts 4"
 _SERVED = "--scale-down 4 --vocab-size 512 --dense-layers 1 --moe-layers 1 --experts 4 --repeats 1"
 
 
@@ -73,6 +74,7 @@ long contexts | long_context | --sizes 4k --cp 8 --heads 16 --topk 512 {_JSON}
 shared prefixes | shared_prefix | {_PREFIX} --rounds 1 --ffn-hidden-size 1024
 features | attention_features | {{out}} {_SMALL} --rounds 1
 context parallelism | context_parallel | {_RING} --seconds-per-row 0.1 | 2
+resharding | resharding | {_RESHARDED} --seconds-per-row 0.1 {_JSON} | 2
 weight updates | weight_updates | {_SERVED} {_JSON}
 training steps | training_step | {_STEPS} --warm-ups 1 --steps 2 | transformer_engine
 layer beside Megatron's | attention | {_LAYER} --precisions bf16,tensorwise | transformer_engine
@@ -125,7 +127,7 @@ def measure(one: Smoke, logs: Path, limit: float) -> str:
     out = logs / one.name.replace(" ", "-")
     out.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={one.needs}"]
-    command = [sys.executable, *(launcher if one.script == "context_parallel" else ())]
+    command = [sys.executable, *(launcher if one.needs.isdecimal() and one.needs != "1" else ())]
     command += [str(Path(__file__).with_name(f"{one.script}.py"))]
     command += shlex.split(one.options.format(out=shlex.quote(str(out))))
     code = run_to_log(command, out / "log", limit)

@@ -24,8 +24,9 @@ def slots() -> list[int]:
 
 
 def model(kind: str, exchange: str = "auto"):
-    fields = {"cp_comm_type": exchange, "context_parallel_size": world.cp_size()}
+    fields = {"cp_comm_type": exchange}
     if kind == "hybrid":
+        fields["context_parallel_size"] = world.cp_size()
         return hybrid_model("+-+-/+-", dtype=torch.float64, seed=3, **fields)
     torch.manual_seed(3)
     dense = {"num_layers": 2, **fields}

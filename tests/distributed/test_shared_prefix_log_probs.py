@@ -54,6 +54,22 @@ CASES = {
     "mtp_experts": {**EXPERTS, "num_layers": 1, "moe_layer_freq": 1, "mtp_num_layers": 1},
     "mtp_per_token": {**SPARSE, "mtp_num_layers": 2, "calculate_per_token_loss": True},
 }
+STAGED_EXPERTS = {"experts": True, "packed_router": True}
+# Fields and parts of a model of four layers that is cut into pipeline stages.
+STAGES = {
+    "dense": ({}, {}),
+    "mtp_p2p": ({"cp_comm_type": "p2p"}, {"mtp_layers": 2}),
+    "mtp_all_gather": ({"cp_comm_type": "all_gather"}, {"mtp_layers": 1}),
+    "mtp_experts_all_gather": (
+        {"cp_comm_type": "all_gather", "moe_router_dtype": "fp64"},
+        {"mtp_layers": 1, **STAGED_EXPERTS},
+    ),
+    "mtp_experts_p2p": (
+        {"cp_comm_type": "p2p", "moe_router_dtype": "fp64", **PER_TOKEN, **RECOMPUTED},
+        {"mtp_layers": 2, **STAGED_EXPERTS},
+    ),
+    "mtp_sparse": ({**SPARSE, **PER_TOKEN, "num_layers": 4}, {"mla": DSA.mla, "mtp_layers": 2}),
+}
 # More ranks run the same code, but for MTP's means over them.
 MEANS_ONLY = thinned() and world.size() > 2
 # Of parameters with gradients of a tensor-parallel rank's tokens.
@@ -160,15 +176,22 @@ def test_it_is_the_pack_without_shared_prefixes(in_fp64, case, cp):
         compare(gradients(gpt, found, weights), expected, 1e-12).check()
 
 
-@needs.processes(2)
-def test_pipeline_stages(in_fp64):
-    """Microbatches of different lengths: losses and gradients are those of one whole model."""
-    fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    cut = pipeline.Model(dtype=torch.float64, fields=(*fields.items(),))
+@needs.processes(2, 4)
+@pytest.mark.parametrize("case", STAGES)
+def test_pipeline_stages(in_fp64, case):
+    """Microbatches of different lengths: losses and gradients are those of one whole model.
+
+    Each of two stages has half of the ranks, which share a sequence.
+    """
+    fields, more = STAGES[case]
+    fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", **fields}
+    cut = pipeline.Model(dtype=torch.float64, fields=(*fields.items(),), **more)
+    cp, per_token = world.size() // 2, "calculate_per_token_loss" in fields
 
     def loss(log_probs: Tensor):
         total = (log_probs * torch.arange(len(log_probs), device=log_probs.device).cos()).sum()
-        return total, {"loss": total.item()}
+        tokens = [torch.tensor(1)] * per_token  # Else Megatron multiplies by the number of ranks.
+        return total, *tokens, {"loss": total.item()}
 
     def shared(batches, gpt):
         tree, tokens = PrefixTree.from_token_ids(next(batches))
@@ -182,6 +205,7 @@ def test_pipeline_stages(in_fp64):
         with world.parallel():
             whole = pipeline.whole_weights(cut)
         with world.parallel(**sizes):
+            forget_auxiliary_losses()
             [gpt] = cut.build()
             pipeline.load([gpt], whole)
             losses = get_forward_backward_func()(
@@ -193,17 +217,21 @@ def test_pipeline_stages(in_fp64):
                 micro_batch_size=1,
                 forward_only=False,
             )
-            gradients = {name: w.grad for name, w in pipeline.weights([gpt]).items()}
-            return torch.tensor([one["loss"] for one in losses]), gradients
+            found = {name: w.grad for name, w in pipeline.weights([gpt]).items()}
+            if losses:  # the last stage's
+                found["losses"] = torch.tensor([one["loss"] for one in losses])
+            if "loss_values" in MTPLossLoggingHelper.tracker:
+                found["mtp"] = MTPLossLoggingHelper.tracker["loss_values"]
+            return found
 
-    losses, found = step(shared, pipeline_model_parallel_size=2)
-    expected_losses, expected = step(unshared)
+    found = step(shared, cp=cp, pipeline_model_parallel_size=2)
+    expected = step(unshared)
     assert set().union(*of_all_ranks(set(found))) == set(expected)
-    assert len(losses) == 2 * world.rank()  # those of the last stage
-    expected |= {"losses": expected_losses if len(losses) else losses}
-    compare(
-        {**found, "losses": losses}, {n: expected[n] for n in (*found, "losses")}, 1e-12
-    ).check()
+    for name, one in expected.items():
+        # Of all stages that have a weight, as the first and the last have the embedding with MTP.
+        found[name] = world.all_reduce(found.get(name, torch.zeros_like(one)))
+        found[name] /= 1 if per_token and name not in ("losses", "mtp") else cp
+    compare(found, expected, 1e-12).check()
 
 
 @few_ranks

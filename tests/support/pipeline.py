@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.serving.weights.global_names import global_parameter_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
@@ -51,6 +52,7 @@ class Model:
     dtype: torch.dtype = torch.float32
     mla: OracleMLA = TINY
     batch_invariant: bool = False
+    packed_router: bool = False
     fields: tuple[tuple[str, object], ...] = ()
     options: tuple[tuple[str, object], ...] = ()
 
@@ -63,6 +65,7 @@ class Model:
             self.dtype,
             mtp_num_layers=self.mtp_layers,
             tensor_model_parallel_size=world.tp_size(),
+            context_parallel_size=world.cp_size(),
             pipeline_model_parallel_size=stages,
             virtual_pipeline_model_parallel_size=virtual,
             expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
@@ -86,6 +89,9 @@ class Model:
             mtp = get_absorbed_mla_mtp_block_spec(
                 config, backend="local", options=options, vp_stage=vp_stage
             )
+        for block in (spec, mtp) if self.packed_router else ():
+            if block is not None:
+                use_packed_router(block)
         place = {"ignore_virtual": False, "vp_stage": vp_stage}
         return GPTModel(
             config,

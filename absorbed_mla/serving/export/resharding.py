@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
 import math
@@ -19,15 +20,40 @@ from absorbed_mla.serving.export.agreement import on_all_ranks
 from absorbed_mla.serving.export.live import model_chunks, model_shards
 from absorbed_mla.serving.export.shards import ShardMetadata, describe, gathered_tensors
 from absorbed_mla.serving.weights.buckets import Bucket, buckets_of, fill, num_bytes
+from absorbed_mla.serving.weights.transfer import BUCKET_BYTES
 from checkpoint_conversion.errors import raise_problems
 from checkpoint_conversion.formats.torch_dist_metadata import Region, Shape
 
-# A rank's shards of a model: by tensor and offset, of each copy the memory and the shape.
-_Shards = Mapping[tuple[str, Shape], list[tuple[Tensor, Shape]]]
 # What a rank tells the others: its shards of the source and of the target, and its bucket_bytes.
 _Told = tuple[Sequence[ShardMetadata], Sequence[ShardMetadata], int]
-# Of bucket_bytes: by half of the smallest go elements of any dtype.
-_SMALLEST, _DEFAULT = 64, 32 << 20
+# Of bucket_bytes: by half of it go elements of any dtype.
+_SMALLEST = 64
+
+
+class _Part(NamedTuple):
+    """A shard in a parameter, which may move: to hold its memory would keep that from being freed.
+
+    Attributes:
+        owner: The parameter or buffer.
+        start: Of the shard's first element, from the owner's first.
+        stride, size: Of the shard.
+    """
+
+    owner: Tensor
+    start: int
+    stride: Shape
+    size: Shape
+
+    def memory(self) -> Tensor:
+        """Where it is now; of FP8 the values."""
+        owner = self.owner.detach()
+        if is_float8tensor(owner):
+            return dequantized(owner).view(self.size)
+        return owner.as_strided(self.size, self.stride, owner.storage_offset() + self.start)
+
+
+# A rank's shards of a model, by tensor and offset: all copies.
+_Shards = Mapping[tuple[str, Shape], list[_Part]]
 
 
 class _Move(NamedTuple):
@@ -42,10 +68,11 @@ class _Move(NamedTuple):
 
     def memory(self, shards: _Shards, offset: Shape) -> Iterator[Tensor]:
         """The box in every copy that a rank has of a shard."""
-        for data, size in shards[self.name, offset]:
-            box = dequantized(data).view(size)
+        for part in shards[self.name, offset]:
+            box = part.memory()
             for dim, (start, at, length) in enumerate(zip(self.start, offset, self.size)):
-                box = box.narrow(dim, start - at, length)
+                if length < part.size[dim]:  # A GPU may wait for the host.
+                    box = box.narrow(dim, start - at, length)
             yield box
 
     def cut(self, most: int) -> Iterator[_Move]:
@@ -62,18 +89,25 @@ class _Move(NamedTuple):
 
 
 def _shards(chunks: Sequence[nn.Module], tables: DerivedTables) -> _Shards:
-    """This rank's shards of a model, described again where its parameters have moved."""
+    """This rank's shards of a model, described again where it has other parameters."""
+    tensors = [x for one in chunks for x in (*one.parameters(), *one.buffers())]
 
     def described() -> _Shards:
-        found: dict = collections.defaultdict(list)
+        plain = sorted(
+            (x for x in tensors if not is_float8tensor(x)), key=lambda x: (x.data_ptr(), x.numel())
+        )
+        starts, found = [x.data_ptr() for x in plain], collections.defaultdict(list)
         for shard in model_shards(chunks):
-            own = describe(shard)
-            found[own.name, own.offset].append((shard.data.detach(), own.size))
+            own, data = describe(shard), shard.data
+            part = _Part(data, 0, (), own.size)
+            if not is_float8tensor(data):
+                owner = plain[bisect.bisect(starts, data.data_ptr()) - 1]
+                start = data.storage_offset() - owner.storage_offset()
+                part = _Part(owner, start, data.view(own.size).stride(), own.size)
+            found[own.name, own.offset].append(part)
         return found
 
-    tensors = (x for one in chunks for x in (*one.parameters(), *one.buffers()))
-    places = tuple(id(x) if is_float8tensor(x) else x.data_ptr() for x in tensors)
-    return tables.get(places, described)
+    return tables.get(tuple((id(x), x.stride()) for x in tensors), described)
 
 
 class WeightResharding:
@@ -98,7 +132,7 @@ class WeightResharding:
         source: nn.Module | Sequence[nn.Module],
         target: nn.Module | Sequence[nn.Module],
         *,
-        bucket_bytes: int = _DEFAULT,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         def held() -> tuple[list, _Told]:
             if bucket_bytes < _SMALLEST:
@@ -113,7 +147,9 @@ class WeightResharding:
 
         models, told = on_all_ranks(held)
         self._models = [(chunks, DerivedTables(maxsize=1)) for chunks in models]
-        self._device = next(models[0][0].parameters()).device
+        self._device = next(x.device for both in models for one in both for x in one.parameters())
+        # NCCL connects all ranks at their first collective, and not all may take part in a copy.
+        dist.all_reduce(torch.zeros((), device=self._device))
         self._rank, most = dist.get_rank(), min(size for *_, size in told) // 2
         found: dict[tuple[int, int], list[_Move]] = collections.defaultdict(list)
         for sender, receiver, move in _moves(told):
@@ -128,7 +164,7 @@ class WeightResharding:
         """Set every weight of the target to what it is in the source now, in the target's dtype.
 
         Both models must lie on a device of the process group's backend, and nothing may change or
-        read them meanwhile.
+        read them meanwhile. On GPUs it is queued in the current stream.
         """
         source, target = (_shards(*one) for one in self._models)
 

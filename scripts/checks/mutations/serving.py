@@ -108,7 +108,8 @@ absorbed_mla/serving/export/live.py
   export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
 absorbed_mla/serving/export/resharding.py
   resharding_beyond_its_bytes: dtype.itemsize <= most: -> dtype.itemsize <= 2 * most:
-  resharding_of_parameters_that_were: id(x) if is_float8tensor(x) else x.data_ptr() -> id(x)
+  resharding_of_parameters_that_were: tuple((id(x), x.stride()) for x in tensors) -> ()
+  resharding_holds_memory: _Part(owner, start -> _Part(owner.detach(), start
 absorbed_mla/serving/export/sender.py
   buckets_part_an_attention: pair[0].split(".self_attn.")[0] -> pair[0]
 absorbed_mla/serving/export/shards.py

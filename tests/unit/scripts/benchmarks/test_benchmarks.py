@@ -94,6 +94,7 @@ MISTAKES = {
         ("--implementations theirs", "expected some of megatron, ours, ours-graphs, megatron-g"),
         ("--unfused all", "expected some of apply_rope_fusion, "),
     ],
+    "resharding": [("", "resharding needs 2 or more processes, got 1; start this script by")],
     "weight_updates": [("--scale-down 3", "--scale-down 3 does not divide vocab_size 129280")],
     "shared_prefix": [
         ("--works layer", "expected some of attention alone, expanded, attention layer"),
@@ -152,6 +153,7 @@ PUBLISHED = {
     "dsa": ("dsa/kernels.json",),
     "long_context": ("long-context/*.json",),
     "serving": tuple(f"generation/{name}.json" for name in ("serving*", "structured", "traffic*")),
+    "resharding": ("inference/resharding*.json",),
     "weight_updates": ("inference/weight-updates*.json",),
     "shared_prefix": ("shared-prefix/*.json",),
     "attention_features": ("attention/attention_features.json", "attention/sinks.json"),
@@ -169,7 +171,7 @@ def test_published_results_are_shown_again(name, tmp_path, capsys, monkeypatch):
     if name in MANY_PANELS:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = [str(file) for files in PUBLISHED[name] for file in sorted(DOCS.glob(files))]
-    if not found and name in ("training_step", "long_context"):
+    if not found and name in ("training_step", "long_context", "resharding"):
         pytest.skip("not measured yet")
     assert found
     folder = [str(tmp_path)] if benchmark.files else []
@@ -317,6 +319,14 @@ def long_context(rows: Rows, out: str, folder: Path) -> None:
     assert long_table(folder).count("\n| dsa_fp8 | 64 | 2 | 2 | ") == 1
 
 
+def resharding(rows: Rows, out: str, folder: Path) -> None:
+    """To a whole model a rank sends its half, to halves of one nothing."""
+    whole, parts = rows[1], rows[3]
+    assert [row["work"] for row in measured(rows)] == ["all_gather", "to whole", "copy", "to parts"]
+    missing = whole["gibibytes"] - parts["gibibytes"]
+    assert missing <= whole["sent_gibibytes"] < 1.02 * missing and not parts["sent_gibibytes"]
+
+
 def weight_updates(rows: Rows, out: str, folder: Path) -> None:
     assert [row["work"] for row in measured(rows)] == [
         "copy",
@@ -387,7 +397,7 @@ CHECKS: dict[str, Callable[[Rows, str, Path], None]] = {
     for one in (
         *(attention, attention_features, context_parallel, decode, dsa, long_context),
         *(shared_prefix, training_step),
-        weight_updates,
+        *(resharding, weight_updates),
     )
 }
 
@@ -404,7 +414,7 @@ def test_tiny_cases_on_a_cpu(name, tmp_path, capsys):
     folder = [tmp_path] if benchmark.files else []
     file = tmp_path / (f"{benchmark.files}.json" if folder else "out.json")
     command = [FOLDER / f"{name}.py", *folder, "--quick", *(() if folder else ("--json", file))]
-    ranks = 2 if name == "context_parallel" else 0
+    ranks = 2 if name in ("context_parallel", "resharding") else 0
     done = run_script(*command, ranks=ranks, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     out, last = done.stdout, done.stdout.splitlines()[-1]
