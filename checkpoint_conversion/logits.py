@@ -183,7 +183,7 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
     """Megatron's config from the arguments that the converter writes into Megatron checkpoints."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    options = config_fields(args) | {
+    options = config_fields(args, MLATransformerConfig) | {
         "qk_layernorm": qk_layernorm,
         "moe_token_dispatcher_type": "allgather",
         "transformer_impl": "local",

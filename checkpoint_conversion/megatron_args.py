@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -151,14 +152,13 @@ def to_megatron_args(
     )
 
 
-def config_fields(args: Namespace) -> dict[str, object]:
+def config_fields(args: Namespace, config_class: Any) -> dict[str, object]:
     """Fields of Megatron's config for a model by :func:`to_megatron_args` whose weights are read.
 
-    They choose no kernels that need more than PyTorch, and say nothing of parallelism.
+    They choose no kernels that need more than PyTorch, and say nothing of parallelism;
+    ``config_class`` is ``MLATransformerConfig``.
     """
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in vars(args).items() if name in known} | {
         # Arguments with another name in the config, or that only work with a second one.
         "num_query_groups": None,

@@ -140,7 +140,7 @@ def _megatron_config(
 
     on_gpu, parts = device.type == "cuda", options.tensor_parallel_parts
     drafts = options.num_speculative_tokens
-    fields = config_fields(args) | {
+    fields = config_fields(args, MLATransformerConfig) | {
         "pipeline_dtype": args.params_dtype,
         **_parallel_fields(config),
         "moe_token_dispatcher_type": "alltoall" if on_gpu or parts else "allgather",
