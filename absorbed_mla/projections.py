@@ -50,8 +50,7 @@ def down_layers(config: MLATransformerConfig, dims: MLADims) -> dict[str, tuple[
     Raises:
         ValueError: If ``mla_down_proj_fusion`` is on for a query that has no down-projection.
     """
-    # Absent from older releases of Megatron.
-    fused = getattr(config, "mla_down_proj_fusion", False)
+    fused = config.mla_down_proj_fusion
     if dims.q_lora_rank is None:
         if fused:
             raise ValueError(

@@ -53,15 +53,9 @@ def routed_experts_from_sglang(answer: Any, config: Any, *, start: int = 0) -> n
     Raises:
         ValueError: Likewise.
     """
-    numbers = _int32(_meta(answer), "routed_experts")
-    row = config.num_layers * config.moe_router_topk
-    if len(numbers) % row:
-        raise ValueError(
-            f"routed_experts must have {config.num_layers} layers x {config.moe_router_topk} "
-            f"experts for each token, got {len(numbers)} numbers"
-        )
-    shape = -1, config.num_layers, config.moe_router_topk
-    return _of_expert_layers(numbers.reshape(shape), config, start)
+    shape = config.num_layers, config.moe_router_topk
+    found = _of_all_layers(answer, "routed_experts", shape, "experts")
+    return _of_expert_layers(found, config, start)
 
 
 def indexer_topk_from_vllm(choice: Any, config: Any) -> np.ndarray:
@@ -85,15 +79,8 @@ def indexer_topk_from_sglang(answer: Any, config: Any) -> np.ndarray:
 
     SGLang has a row for each layer, also of those that share another one's.
     """
-    numbers = _int32(_meta(answer), "indexer_topk")
-    row = config.num_layers * config.dsa_indexer_topk
-    if len(numbers) % row:
-        raise ValueError(
-            f"indexer_topk must have {config.num_layers} layers x {config.dsa_indexer_topk} keys "
-            f"for each token, got {len(numbers)} numbers"
-        )
-    shape = -1, config.num_layers, config.dsa_indexer_topk
-    return _of_indexed_layers(numbers.reshape(shape), config)
+    shape = config.num_layers, config.dsa_indexer_topk
+    return _of_indexed_layers(_of_all_layers(answer, "indexer_topk", shape, "keys"), config)
 
 
 def _of_indexed_layers(found: np.ndarray, config: Any) -> np.ndarray:
@@ -138,11 +125,6 @@ def _field(of: Any, name: str, engine: str) -> Any:
     return found
 
 
-def _meta(answer: Mapping[str, Any]) -> Any:
-    """Where SGLang has what OpenAI's answers lack."""
-    return answer.get("meta_info") or answer.get("sglext") or {}
-
-
 def _array(given: Any) -> np.ndarray:
     """A ``.npy`` file in base64, nested lists or an array."""
     if not isinstance(given, str):
@@ -153,9 +135,21 @@ def _array(given: Any) -> np.ndarray:
         raise ValueError(f"no .npy file in base64: {error}") from error
 
 
-def _int32(meta: Any, name: str) -> np.ndarray:
+def _of_all_layers(
+    answer: Mapping[str, Any], name: str, shape: tuple[int, int], what: str
+) -> np.ndarray:
+    """An array [tokens, layers, width] of SGLang's answer; ``shape`` is that of one token."""
+    # Where SGLang has what OpenAI's answers lack.
+    meta = answer.get("meta_info") or answer.get("sglext") or {}
     given = _field(meta, name, "SGLang")
     try:
-        return np.frombuffer(base64.b64decode(given, validate=True), "<i4")
+        numbers = np.frombuffer(base64.b64decode(given, validate=True), "<i4")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is no int32 in base64: {error}") from error
+    layers, width = shape
+    if len(numbers) % (layers * width):
+        raise ValueError(
+            f"{name} must have {layers} layers x {width} {what} for each token, got "
+            f"{len(numbers)} numbers"
+        )
+    return numbers.reshape(-1, *shape)

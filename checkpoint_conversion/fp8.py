@@ -8,7 +8,6 @@ are powers of two, stored as float32 (DeepSeek-V3.1) or as float8_e8m0fnu.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -187,10 +186,7 @@ def quantised(tensor: LazyTensor, scale_format: str) -> QuantisedTensor:
     name = ", ".join(sorted(tensor.leaves))
 
     def results(session: ReadSession) -> tuple[Tensor, Tensor, QuantisationError]:
-        def make() -> contextlib.AbstractContextManager:
-            return contextlib.nullcontext(quantise(tensor.load(session), scale_format, name))
-
-        return session.open(key, make)
+        return session.once(key, lambda: quantise(tensor.load(session), scale_format, name))
 
     nbytes = math.prod(tensor.shape) * FP8.itemsize
     peak = tensor.peak + nbytes + _slab_bytes(tensor.shape)

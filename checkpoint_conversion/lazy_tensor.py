@@ -23,31 +23,30 @@ _SLAB = 32 << 20
 
 
 class ReadSession:
-    """The files that are open while one part of a checkpoint is read.
+    """The files that are open while one part of a checkpoint is read, and what was made of them.
 
     Memory-mapped pages count as resident until their file is closed, so a session should be short.
     """
 
     def __init__(self) -> None:
-        self._files: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {}
         self._stack = contextlib.ExitStack()
 
-    def open(self, key: Hashable, make: Callable[[], contextlib.AbstractContextManager]) -> Any:
-        """What ``make`` opened for ``key``; opened once per session.
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` made for ``key``, which is unique among all readers; once per session."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
-        Args:
-            key: Of the file, unique among all readers.
-            make: Returns a context manager; the session enters it, and leaves it when it ends.
-        """
-        if key not in self._files:
-            self._files[key] = self._stack.enter_context(make())
-        return self._files[key]
+    def open(self, key: Hashable, make: Callable[[], contextlib.AbstractContextManager]) -> Any:
+        """As :meth:`once` for a context manager: entered now, and left when the session ends."""
+        return self.once(key, lambda: self._stack.enter_context(make()))
 
     def __enter__(self) -> ReadSession:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._files.clear()
+        self._made.clear()
         self._stack.close()
 
 

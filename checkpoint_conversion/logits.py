@@ -24,20 +24,11 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
-from checkpoint_conversion.megatron_args import layer_options, to_megatron_args
+from checkpoint_conversion.megatron_args import config_fields, layer_options, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
-# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
-_FUSED_PARTS_OFF = {
-    "masked_softmax_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
-    "apply_rope_fusion": False,
-}
 
 
 def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
@@ -192,23 +183,16 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
     """Megatron's config from the arguments that the converter writes into Megatron checkpoints."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    options = {name: value for name, value in vars(args).items() if name in fields} | {
-        # Arguments with another name in the config, or that only work with a second one.
-        "num_query_groups": None,
-        "num_moe_experts": args.num_experts,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+    options = config_fields(args, MLATransformerConfig) | {
         "qk_layernorm": qk_layernorm,
         "moe_token_dispatcher_type": "allgather",
         "transformer_impl": "local",
         "use_cpu_initialization": True,
-        "perform_initialization": False,
     }
     if options.get("experimental_attention_variant") == "dsa":
         # Products of index queries and keys are the same without it, and Megatron's wants a GPU.
         options["dsa_indexer_rotate_activation"] = False
-    return MLATransformerConfig(**options, **_FUSED_PARTS_OFF)
+    return MLATransformerConfig(**options)
 
 
 def _block_spec(megatron_config: Any, attention: str, args: Namespace) -> Any:

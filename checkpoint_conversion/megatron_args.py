@@ -12,8 +12,10 @@ as ``([0]*3+[1]*58)``.
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -92,6 +94,15 @@ _ONLY: dict[str, object] = {
     "attention_output_gate": False, "softmax_type": "vanilla", "window_size": None,
 }
 # fmt: on
+# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
+_FUSED_PARTS = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+)
 
 
 def to_megatron_args(
@@ -139,6 +150,24 @@ def to_megatron_args(
         virtual_pipeline_model_parallel_size=None,
         expert_model_parallel_size=1,
     )
+
+
+def config_fields(args: Namespace, config_class: Any) -> dict[str, object]:
+    """Fields of Megatron's config for a model by :func:`to_megatron_args` whose weights are read.
+
+    They choose no kernels that need more than PyTorch, and say nothing of parallelism;
+    ``config_class`` is ``MLATransformerConfig``.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in vars(args).items() if name in known} | {
+        # Arguments with another name in the config, or that only work with a second one.
+        "num_query_groups": None,
+        "num_moe_experts": args.num_experts,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "perform_initialization": False,
+        **dict.fromkeys(_FUSED_PARTS, False),
+    }
 
 
 def router_options(args: Namespace) -> dict[str, object]:

@@ -9,7 +9,6 @@ scales in e8m0: 2 ** (scale - 127).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -161,13 +160,12 @@ class PackedWeight:
         assert scale is not None and tensor.shape == self.shape
 
         def results(session: ReadSession) -> tuple[Tensor, Tensor, QuantisationError]:
-            def make() -> contextlib.AbstractContextManager:
+            def make() -> tuple[Tensor, Tensor, QuantisationError]:
                 self._check_sizes(session)
                 before = self.packed.load(session), scale.load(session)
-                made = quantise(self.packing, tensor.load(session), *before, self.name)
-                return contextlib.nullcontext(made)
+                return quantise(self.packing, tensor.load(session), *before, self.name)
 
-            return session.open(key, make)
+            return session.once(key, make)
 
         def one(like: LazyTensor, position: int, peak: int) -> LazyTensor:
             return LazyTensor(

@@ -36,9 +36,7 @@ def routing_differences(routing: Routing, fields: Fields) -> list[str]:
     return [*fields.problems, *found.problems, *differing]
 
 
-def refuse_another_function(
-    config: ModelConfig, args: Mapping[str, object], summary: str, prefix: str = "args."
-) -> None:
+def refuse_another_function(config: ModelConfig, args: Mapping[str, object], summary: str) -> None:
     """Check that config.json describes the router, rotary options and scales that arguments do.
 
     Args:
@@ -46,12 +44,11 @@ def refuse_another_function(
         args: Megatron's; without ``moe_router_topk`` they say nothing of a router. Those of
             Megatron-LM's own training say nothing of absorbed MLA's rotary options.
         summary: First line of the error.
-        prefix: Precedes the arguments' names in messages.
 
     Raises:
         CheckpointError: Listing what differs.
     """
-    function, fields = read_function(config.fields, config), Fields(args, [], prefix)
+    function, fields = read_function(config.fields, config), Fields(args, [], "args.")
     routing, found = function.routing, {**args, **vars(read_rotary_args(Fields(args, [])))}
     expected = {name: getattr(function.rotary, name) for name in LAYER_OPTIONS}
     differences = [

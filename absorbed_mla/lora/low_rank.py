@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant import is_enabled, parts
 from absorbed_mla.norm import mark_parameter
 from absorbed_mla.tensor_parallel import enter_head_parallel
 
@@ -188,5 +188,5 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def update(self) -> Tensor:
         """This rank's part of ``scaling B A``, in fp32 or fp64: what merging adds to the weight."""
-        wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
+        wide = parts.wide(self.lora_A.weight.dtype)
         return self.scaling * self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)

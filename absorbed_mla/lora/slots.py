@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant.parts import wide
 from absorbed_mla.kernels.invariant.tiles import PART
 from absorbed_mla.lora.adapter import AttentionLoRA, holder_of, layers_of, parts_of
 from absorbed_mla.lora.low_rank import HEADS, Begun, LowRank
@@ -70,7 +71,7 @@ class LoRASlots:
                 if parity and one.sharding.kind != HEADS:
                     # As in training, the product with A is rounded before it is scaled.
                     weight = one.lora_A.weight
-                    one.scalings = weight.new_ones(one.rank, dtype=_wide(weight.dtype))
+                    one.scalings = weight.new_ones(one.rank, dtype=wide(weight.dtype))
                 one.begin_product = partial(self._begin_product, one)
                 one.requires_grad_(False)
                 one.lora_A.weight.zero_()
@@ -206,12 +207,8 @@ class LoRASlots:
         if one.scalings is not None:
             one.scalings[ranks] = update.scaling
         else:
-            own = own.to(_wide(b.dtype)) * update.scaling
+            own = own.to(wide(b.dtype)) * update.scaling
         b[:, :count] = own
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _masked(mask: Tensor, product: Callable[[], Tensor]) -> Tensor:

@@ -516,7 +516,7 @@ class Engine:
     def _forget_requests(self) -> None:
         self._sampler.clear()
         if self._generated is not None:
-            self._generated.clear()
+            self._generated.forget_ended()
         self._requests = EngineRequests(self._sampler.requests)
         self.results = self._requests.results
         self._statistics = Statistics()

@@ -1,10 +1,12 @@
 """``LLM``: prompts in, texts out.
 
-from absorbed_mla import LLM, SamplingParams
+    from absorbed_mla import LLM, SamplingParams
 
-with LLM("DeepSeek-V2-Lite", tensor_parallel_size=2) as llm:
-for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
-print(output.outputs[0].text)
+    with LLM("DeepSeek-V2-Lite", tensor_parallel_size=2) as llm:
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+
+``llm_engine.py`` has what it does step by step.
 """
 
 from __future__ import annotations

@@ -291,11 +291,6 @@ class LLMEngine:
         """Maximum number of tokens of a prompt and what is generated after it."""
         return self.prompt_encoder.max_model_len
 
-    @property
-    def num_running(self) -> int:
-        """Number of outputs that run or wait."""
-        return self._requests.num_running
-
     # For whole calls.
 
     @contextlib.contextmanager

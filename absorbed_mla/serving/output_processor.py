@@ -76,11 +76,6 @@ class OutputProcessor:
         self._aborted: list[RequestOutput] = []
         self._num_added = 0
 
-    @property
-    def num_running(self) -> int:
-        """Number of outputs that run or wait."""
-        return len(self._running)
-
     def are_left(self) -> bool:
         """Whether there is something to run or to report but for whole calls."""
         running = (request.output.request_id for request, _ in self._running.values())

@@ -101,7 +101,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
                         "have it"
                     )
                     continue
-                whole = _whole_name(name, self._first_layers[stage], experts * expert_rank)
+                whole = whole_name(name, self._first_layers[stage], experts * expert_rank)
                 if self.config.tied_embeddings and whole == _OUTPUT:
                     whole = _EMBEDDING
                 shares = [own[name] for own in ranks]
@@ -213,7 +213,7 @@ def as_mapped(name: str) -> str:
     return name if match is None else f"{match[1]}local_experts.{match[3]}.{match[2]}.weight"
 
 
-def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
+def whole_name(name: str, first_layer: int, first_expert: int) -> str:
     """The name in the whole model of a tensor on a rank with this first layer and expert."""
     layer = _DECODER_LAYER.match(name)
     if layer:

@@ -6,7 +6,6 @@ A tensor is stored in chunks, each in ``torch.save``'s format within a larger fi
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import math
@@ -112,12 +111,8 @@ class ChunkedTensor(TiledTensor):
             CheckpointError: If there is no tensor of this shape and dtype in its place.
         """
         place = self.chunks[offset]
-
-        def make() -> contextlib.AbstractContextManager[PtFile]:
-            return contextlib.nullcontext(open_pt(place))
-
         try:
-            file = session.open(place, make)
+            file: PtFile = session.once(place, lambda: open_pt(place))
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from None
         if not isinstance(file.content, Tensor):

@@ -277,7 +277,7 @@ def _loaded_once(tensor: LazyTensor) -> LazyTensor:
     """The same tensor, loaded at most once per session."""
 
     def load(session: ReadSession) -> Tensor:
-        return session.open(tensor, lambda: contextlib.nullcontext(tensor.load(session)))
+        return session.once(tensor, lambda: tensor.load(session))
 
     return LazyTensor(tensor.shape, tensor.dtype, load, tensor.leaves, tensor.peak)
 

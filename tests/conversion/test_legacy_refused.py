@@ -14,7 +14,7 @@ from checkpoint_conversion.formats.legacy import (
     _DECODER_LAYER,
     LegacyCheckpoint,
     _count,
-    _whole_name,
+    whole_name,
 )
 from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, folder_problems, sizes_of
 from tests.conversion.legacy_support import change_rank, save_rank, write_legacy
@@ -91,9 +91,9 @@ class TestRanks:
             ("decoder.layers.0.", "decoder.layers.10."),
             ("mtp.layers.0.transformer_layer.",) * 2,
         ):
-            found = _whole_name(on_rank + expert.format(3), 10, 20)
+            found = whole_name(on_rank + expert.format(3), 10, 20)
             assert found == in_model + expert.format(23)
-        assert _whole_name("output_layer.weight", 10, 20) == "output_layer.weight"
+        assert whole_name("output_layer.weight", 10, 20) == "output_layer.weight"
 
     def test_a_layer_number_that_no_model_has(self):
         """Counting to it would take forever."""

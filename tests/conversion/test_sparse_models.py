@@ -13,7 +13,8 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.base import HfQuantizer
 
 from absorbed_mla.serving.export.live import LiveCheckpoint, model_config, model_shards
-from absorbed_mla.serving.export.shards import describe, gathered_tensors
+from absorbed_mla.serving.export.shards import describe, gathered_tensors, own_shards
+from absorbed_mla.serving.export.weights import weights_of
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
@@ -222,7 +223,8 @@ class TestLiveModel:
             found = model_config(model, None, {})
             device = torch.device("cpu")
             told = [[describe(shard) for shard in shards]]
-            live = LiveCheckpoint(gathered_tensors(told, shards, device), found)
+            held = own_shards(shards, weights_of([model]))
+            live = LiveCheckpoint(gathered_tensors(told, held, device), found)
             parts = plan_conversion(live, "hf", TargetOptions()).parts
             written = [entry for part in parts for entry in part.entries]
             assert found.indexer == config.indexer

@@ -155,7 +155,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, config, tensors):
         with ReadSession() as session:
             part = stored.narrow(0, start, length)
             found = part.load(session)
-            assert len(session._files) == chunks
+            assert len(session._made) == chunks
         expected = tensors["model.layers.0.self_attn.kv_b_proj.weight"][start : start + length]
         assert torch.equal(found, expected)
         assert part.peak <= 2 * part.nbytes + 4 * 24 * 2

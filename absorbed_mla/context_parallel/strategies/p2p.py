@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from absorbed_mla.batch_invariant.parts import wide
 from absorbed_mla.context_parallel.exchange import LatentExchange, gradient_in_flight
 from absorbed_mla.core_attention.key_source import KeyBlock
 
@@ -93,8 +94,7 @@ class Ring(LatentExchange):
             total = grad.new_zeros(kv.shape) if total is None else total
             # Each row once: the order of sums is fixed.
             total.index_add_(0, rows, grad)
-        wide = torch.promote_types(kv.dtype, torch.float32)
-        return kv.new_zeros(kv.shape, dtype=wide) if total is None else total
+        return kv.new_zeros(kv.shape, dtype=wide(kv.dtype)) if total is None else total
 
     def finish_gradient(self) -> Tensor:
         """See ``LatentExchange``."""

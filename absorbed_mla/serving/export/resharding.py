@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import itertools
 import math
@@ -15,10 +14,16 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor, nn
 
 from absorbed_mla.caching import DerivedTables
-from absorbed_mla.fp8 import dequantized
 from absorbed_mla.serving.export.agreement import on_all_ranks
 from absorbed_mla.serving.export.live import model_chunks, model_shards
-from absorbed_mla.serving.export.shards import ShardMetadata, describe, gathered_tensors
+from absorbed_mla.serving.export.shards import (
+    OwnShard,
+    ShardMetadata,
+    describe,
+    gathered_tensors,
+    own_shards,
+)
+from absorbed_mla.serving.export.weights import weights_of
 from absorbed_mla.serving.weights.buckets import Bucket, buckets_of, fill, num_bytes
 from absorbed_mla.serving.weights.transfer import BUCKET_BYTES
 from checkpoint_conversion.errors import raise_problems
@@ -28,32 +33,8 @@ from checkpoint_conversion.formats.torch_dist_metadata import Region, Shape
 _Told = tuple[Sequence[ShardMetadata], Sequence[ShardMetadata], int]
 # Of bucket_bytes: by half of it go elements of any dtype.
 _SMALLEST = 64
-
-
-class _Part(NamedTuple):
-    """A shard in a parameter, which may move: to hold its memory would keep that from being freed.
-
-    Attributes:
-        owner: The parameter or buffer.
-        start: Of the shard's first element, from the owner's first.
-        stride, size: Of the shard.
-    """
-
-    owner: Tensor
-    start: int
-    stride: Shape
-    size: Shape
-
-    def memory(self) -> Tensor:
-        """Where it is now; of FP8 the values."""
-        owner = self.owner.detach()
-        if is_float8tensor(owner):
-            return dequantized(owner).view(self.size)
-        return owner.as_strided(self.size, self.stride, owner.storage_offset() + self.start)
-
-
 # A rank's shards of a model, by tensor and offset: all copies.
-_Shards = Mapping[tuple[str, Shape], list[_Part]]
+_Shards = Mapping[tuple[str, Shape], list[OwnShard]]
 
 
 class _Move(NamedTuple):
@@ -90,24 +71,15 @@ class _Move(NamedTuple):
 
 def _shards(chunks: Sequence[nn.Module], tables: DerivedTables) -> _Shards:
     """This rank's shards of a model, described again where it has other parameters."""
-    tensors = [x for one in chunks for x in (*one.parameters(), *one.buffers())]
+    weights = [*weights_of(chunks)]
 
     def described() -> _Shards:
-        plain = sorted(
-            (x for x in tensors if not is_float8tensor(x)), key=lambda x: (x.data_ptr(), x.numel())
-        )
-        starts, found = [x.data_ptr() for x in plain], collections.defaultdict(list)
-        for shard in model_shards(chunks):
-            own, data = describe(shard), shard.data
-            part = _Part(data, 0, (), own.size)
-            if not is_float8tensor(data):
-                owner = plain[bisect.bisect(starts, data.data_ptr()) - 1]
-                start = data.storage_offset() - owner.storage_offset()
-                part = _Part(owner, start, data.view(own.size).stride(), own.size)
-            found[own.name, own.offset].append(part)
+        found = collections.defaultdict(list)
+        for shard, own in own_shards(model_shards(chunks), weights):
+            found[shard.name, shard.offset].append(own)
         return found
 
-    return tables.get(tuple((id(x), x.stride()) for x in tensors), described)
+    return tables.get(tuple((id(x), x.stride()) for x in weights), described)
 
 
 class WeightResharding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,26 +44,26 @@ class ShardMetadata:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnChunk:
-    """A chunk that this rank has, which shares the model's memory, wherever that is.
+class OwnShard:
+    """A shard of this rank in a weight, which may move: its memory is not held.
 
     Attributes:
-        source: The weight of the model, read where it is by then; or values that are of none.
-        size: Shape of the chunk, with the dims of layers or experts that its tensor lacks.
-        view: Shape, strides and offset of the chunk in the weight; None: it is no weight's.
+        weight: The parameter or buffer; of FP8 the shard.
+        size: Shape of the shard, with the dims of layers or experts that its tensor lacks.
+        strides, start: Of the shard, from the weight's first element; None: it is all of it.
     """
 
-    source: Tensor
+    weight: Tensor
     size: Shape
-    view: tuple[Shape, Shape, int] | None = None
+    strides: Shape | None = None
+    start: int = 0
 
-    def values(self) -> Tensor:
-        """The chunk."""
-        data = self.source.detach()
-        if self.view is not None:
-            shape, strides, offset = self.view
-            data = data.as_strided(shape, strides, data.storage_offset() + offset)
-        return dequantized(data).view(self.size)
+    def memory(self) -> Tensor:
+        """Where it is now; of FP8 the values."""
+        data = self.weight.detach()
+        if self.strides is None:
+            return dequantized(data).view(self.size)
+        return data.as_strided(self.size, self.strides, data.storage_offset() + self.start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +73,12 @@ class GatheredTensor(TiledTensor):
     Attributes:
         device: Of the model.
         owners: Offset of a chunk -> the rank that sends it.
-        own: Chunks of this rank by offset.
+        own: Shards of this rank by offset.
     """
 
     device: torch.device
     owners: Mapping[Shape, int]
-    own: Mapping[Shape, OwnChunk]
+    own: Mapping[Shape, OwnShard]
 
     def load(
         self, overlaps: Sequence[Overlap], session: ReadSession
@@ -118,7 +118,7 @@ class GatheredTensor(TiledTensor):
         return parts
 
     def _own(self, overlaps: Sequence[Overlap]) -> list[Tensor]:
-        return [overlap.of(self.own[overlap.chunk].values()) for overlap in overlaps]
+        return [overlap.of(self.own[overlap.chunk].memory()) for overlap in overlaps]
 
 
 def describe(entry: ShardedTensor) -> ShardMetadata:
@@ -134,49 +134,51 @@ def sent_by_this_rank(entry: ShardedTensor) -> bool:
     return is_main_replica(entry.replica_id)
 
 
-def _chunks_of(weights: Iterable[Tensor]) -> Callable[[ShardedTensor, Shape], OwnChunk]:
-    """Makes the chunk of an entry and its size."""
-    plain = (one for one in weights if one.numel() and not is_float8tensor(one))
-    found = sorted(plain, key=Tensor.data_ptr)
-    addresses = [one.data_ptr() for one in found]
+def own_shards(
+    entries: Iterable[ShardedTensor], weights: Iterable[Tensor]
+) -> Iterator[tuple[ShardMetadata, OwnShard]]:
+    """Where each shard is.
 
-    def chunk_of(entry: ShardedTensor, size: Shape) -> OwnChunk:
-        data = entry.data
+    Args:
+        entries: Shards, which share the memory of weights.
+        weights: All parameters and buffers of this rank.
+    """
+    plain = sorted(
+        (one for one in weights if not is_float8tensor(one)),
+        key=lambda one: (one.data_ptr(), one.numel()),
+    )
+    addresses = [one.data_ptr() for one in plain]
+    for entry in entries:
+        shard, data = describe(entry), entry.data
         assert data is not None
-        if is_float8tensor(data) or not addresses:
-            return OwnChunk(data, size)
-        weight = found[bisect.bisect_right(addresses, data.data_ptr()) - 1]
-        bytes_before = data.data_ptr() - weight.data_ptr()
-        if weight.dtype != data.dtype or not 0 <= bytes_before < weight.nbytes:
-            return OwnChunk(data, size)
-        view = tuple(data.shape), data.stride(), bytes_before // data.itemsize
-        return OwnChunk(weight, size, view)
-
-    return chunk_of
+        if is_float8tensor(data):
+            yield shard, OwnShard(data, shard.size)
+            continue
+        weight = plain[bisect.bisect(addresses, data.data_ptr()) - 1]
+        start = data.data_ptr() - weight.data_ptr()
+        assert 0 <= start < weight.nbytes and data.dtype == weight.dtype, f"{entry.key} is a copy"
+        strides = data.view(shard.size).stride()
+        yield shard, OwnShard(weight, shard.size, strides, start // data.itemsize)
 
 
 def gathered_tensors(
     everything: Sequence[Sequence[ShardMetadata]],
-    entries: Sequence[ShardedTensor],
+    held: Iterable[tuple[ShardMetadata, OwnShard]],
     device: torch.device,
-    weights: Iterable[Tensor] = (),
 ) -> dict[str, GatheredTensor]:
     """The whole tensors of a model by name, put together from the ranks' shards.
 
     Args:
         everything: For each rank, the shards that it sends.
-        entries: The shards that this rank sends.
+        held: The shards that this rank sends, as :func:`own_shards` gives them.
         device: Of the model.
-        weights: Of this rank's part of the model; shards are read where these are by then.
 
     Raises:
         CheckpointError: Listing tensors that the shards do not make up, on every rank.
     """
-    own: dict[str, dict[Shape, OwnChunk]] = {}
-    chunk_of = _chunks_of(weights)
-    for entry in entries:
-        shard = describe(entry)
-        own.setdefault(shard.name, {})[shard.offset] = chunk_of(entry, shard.size)
+    own: dict[str, dict[Shape, OwnShard]] = {}
+    for shard, place in held:
+        own.setdefault(shard.name, {})[shard.offset] = place
     shards: dict[str, list[tuple[int, ShardMetadata]]] = {}
     for rank, of_rank in enumerate(everything):
         for shard in of_rank:

@@ -27,6 +27,7 @@ from absorbed_mla.serving.export.shards import (
     ShardMetadata,
     describe,
     gathered_tensors,
+    own_shards,
     sent_by_this_rank,
 )
 from absorbed_mla.serving.weights.update import Shapes
@@ -150,11 +151,9 @@ def export_plan(
     (config, shards), described = on_all_ranks(lambda: _described(chunks, options, fields, layers))
     _require_same(described)
     device = next(chunks[0].parameters()).device
-    held, weights = [own for _, own in described], [*weights_of(chunks)]
-    tensors = gathered_tensors(held, shards, device, weights)
-    # Values that are no weight's, such as those of FP8, are those of now.
-    if any(chunk.view is None for tensor in tensors.values() for chunk in tensor.own.values()):
-        weights = []
+    weights = [*weights_of(chunks)]
+    held = own_shards(shards, weights)
+    tensors = gathered_tensors([own for _, own in described], held, device)
     parts = plan_conversion(LiveCheckpoint(tensors, config), "hf", options).parts
     entries = [entry for part in parts for entry in part.entries]
     return ExportPlan(

@@ -157,12 +157,12 @@ class CascadeAttention:
         alone = context.using_cuda_graph_this_step() and not self._in_graph
         if count < 2 or alone or context.batch_dimensions.prefill_req_count:
             return
-        groups = self._groups_of_step(count)
+        groups = self._groups_of_step()
         if groups:
             context.cascade = self._on_device(groups, count)
             self.steps += 1
 
-    def _groups_of_step(self, count: int) -> list[PrefixGroup]:
+    def _groups_of_step(self) -> list[PrefixGroup]:
         """Those of the step before, if it had the same rows, and they hold."""
         context = self._context
         rows = slice(context.paused_request_count, context.total_request_count)

@@ -426,11 +426,6 @@ class GeneratedBlocks:
         self._ended.clear()
         self._failed.clear()
 
-    def clear(self) -> None:
-        """Numbers of requests begin anew."""
-        self._ended.clear()
-        self._failed.clear()
-
     def _register(self, row: int) -> None:
         number = int(self._context.request_ids[row])
         record = self._ended.pop(number, None)

@@ -58,7 +58,13 @@ class ByteStream:
         return self.finish() + ("" if token == self._eod else _REPLACEMENT)
 
 
-class HuggingFaceStream:
+def hugging_face_stream(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    token_bytes: TokenBytes | None = None,
+) -> TextStream:
     """Text of the tokens of a Hugging Face tokenizer: the pieces join to what ``decode`` gives.
 
     Without the clean-up of spaces, which would change what has been shown. With byte fallback one
@@ -72,34 +78,16 @@ class HuggingFaceStream:
         skip_special_tokens: Whether the tokenizer's special tokens have no text.
         token_bytes: Of the tokenizer, which several streams may share.
     """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompt: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-        token_bytes: TokenBytes | None = None,
-    ) -> None:
-        table = TokenBytes(tokenizer) if token_bytes is None else token_bytes
-        kind = _ByteLevelStream if table.byte_level else _DecodingStream
-        self._stream: TextStream = kind(tokenizer, table, prompt, skip_special_tokens)
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """See :class:`TextStream`."""
-        return self._stream.push(tokens)
-
-    def finish(self) -> str:
-        """See :class:`TextStream`."""
-        return self._stream.finish()
+    table = TokenBytes(tokenizer) if token_bytes is None else token_bytes
+    if table.byte_level:
+        return _ByteLevelStream(table, prompt, skip_special_tokens)
+    return _DecodingStream(tokenizer, table, prompt, skip_special_tokens)
 
 
 class _ByteLevelStream:
     """Text of tokens that are bytes each."""
 
-    def __init__(
-        self, tokenizer: Any, table: TokenBytes, prompt: Sequence[int], skip_special_tokens: bool
-    ) -> None:
+    def __init__(self, table: TokenBytes, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._table = table
         self._left_out = table.special if skip_special_tokens else frozenset()
         self._decoder = _new_decoder(errors="replace")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from absorbed_mla.serving.chat_messages import Message, with_argument_texts
-from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, HuggingFaceStream, TextStream
+from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, TextStream, hugging_face_stream
 from absorbed_mla.serving.tokenizers.folder import load_tokenizer
 from absorbed_mla.serving.tokenizers.token_bytes import TokenBytes
 
@@ -171,7 +171,7 @@ class HuggingFaceTokenizer:
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
         """See :class:`Tokenizer`."""
-        return HuggingFaceStream(
+        return hugging_face_stream(
             self._tokenizer,
             prompt,
             skip_special_tokens=skip_special_tokens,

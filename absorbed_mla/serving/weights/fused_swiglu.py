@@ -62,8 +62,8 @@ def _is_plain_swiglu(config) -> bool:
     changed = (
         config.add_bias_linear,
         config.bias_activation_fusion,
-        getattr(config, "use_te_activation_func", True),  # older than the option
-        getattr(config, "activation_func_clamp_value", None) is not None,
-        getattr(config, "glu_linear_offset", 0.0),
+        config.use_te_activation_func,
+        config.activation_func_clamp_value is not None,
+        config.glu_linear_offset,
     )
     return config.activation_func is F.silu and config.gated_linear_unit and not any(changed)

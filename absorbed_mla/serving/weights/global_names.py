@@ -5,15 +5,13 @@ Pipeline stages number their layers, and experts' ranks their experts, from 0.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_EXPERT = re.compile(r"(.+\.local_experts\.)(\d+)(\..+)")
+from checkpoint_conversion.formats.legacy import whole_name
 
 T = TypeVar("T")
 
@@ -25,19 +23,9 @@ def global_parameter_names(model: GPTModel, weights: Mapping[str, T]) -> dict[st
         model: This rank's part: a pipeline stage, or a virtual one.
         weights: By name in ``model``.
     """
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    first_layer = min((layer.layer_number for layer in model.decoder.layers), default=1) - 1
     experts = (model.config.num_moe_experts or 0) // (
         parallel_state.get_expert_model_parallel_world_size()
     )
-    first = experts * parallel_state.get_expert_model_parallel_rank()
-    return {_whole_name(name, layers, first): weight for name, weight in weights.items()}
-
-
-def _whole_name(name: str, layers: list[int], first_expert: int) -> str:
-    layer = _LAYER.fullmatch(name)
-    if layer is not None:
-        name = f"{layer[1]}{layers[int(layer[2])]}{layer[3]}"
-    expert = _EXPERT.fullmatch(name)
-    if expert is not None:
-        name = f"{expert[1]}{first_expert + int(expert[2])}{expert[3]}"
-    return name
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    return {whole_name(name, first_layer, first_expert): one for name, one in weights.items()}

@@ -32,22 +32,17 @@ from absorbed_mla.serving.weights.index_weights import keep_head_weights
 from absorbed_mla.serving.weights.live_weights import set_weights
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.mapping import without_mtp_layers
-from checkpoint_conversion.megatron_args import layer_options, model_notes, to_megatron_args
+from checkpoint_conversion.megatron_args import (
+    config_fields,
+    layer_options,
+    model_notes,
+    to_megatron_args,
+)
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 
 _logger = logging.getLogger(__name__)
-_CONFIG_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
-_FUSED_PARTS = (
-    "masked_softmax_fusion",
-    "bias_dropout_fusion",
-    "bias_activation_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-)
 
 
 def model_dtype(options: LLMOptions, checkpoint: Checkpoint) -> torch.dtype:
@@ -144,14 +139,8 @@ def _megatron_config(
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     on_gpu, parts = device.type == "cuda", options.tensor_parallel_parts
-    fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
     drafts = options.num_speculative_tokens
-    fields |= {
-        # Arguments with another name in the config, or that only work with a second one.
-        "num_query_groups": None,
-        "num_moe_experts": args.num_experts,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+    fields = config_fields(args, MLATransformerConfig) | {
         "pipeline_dtype": args.params_dtype,
         **_parallel_fields(config),
         "moe_token_dispatcher_type": "alltoall" if on_gpu or parts else "allgather",
@@ -160,11 +149,8 @@ def _megatron_config(
         "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
         "cache_mla_latents": True,
         "use_cpu_initialization": not on_gpu,
-        "perform_initialization": False,
-        **dict.fromkeys(_FUSED_PARTS, False),
     }
-    one_product = config.q_lora_rank and not config.indexer and not options.parity
-    if one_product and "mla_down_proj_fusion" in _CONFIG_FIELDS:
+    if config.q_lora_rank and not config.indexer and not options.parity:
         # Query and keys are projected down by one product, which a step of few tokens waits for.
         # Training, with which parity mode agrees to the bit, may have two; sparse attention has.
         fields["mla_down_proj_fusion"] = True

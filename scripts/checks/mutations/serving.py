@@ -108,12 +108,13 @@ absorbed_mla/serving/export/live.py
   export_of_any_tensor: not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data) -> is None
 absorbed_mla/serving/export/resharding.py
   resharding_beyond_its_bytes: dtype.itemsize <= most: -> dtype.itemsize <= 2 * most:
-  resharding_of_parameters_that_were: tuple((id(x), x.stride()) for x in tensors) -> ()
-  resharding_holds_memory: _Part(owner, start -> _Part(owner.detach(), start
+  resharding_of_parameters_that_were: tuple((id(x), x.stride()) for x in weights) -> ()
 absorbed_mla/serving/export/sender.py
+  live_weights_of_parameters_that_were: if plan is None or not all(fits): -> if plan is None:
   buckets_part_an_attention: pair[0].split(".self_attn.")[0] -> pair[0]
 absorbed_mla/serving/export/shards.py
-  export_with_gradients: = data.detach(), shard.size -> = data, shard.size
+  export_with_gradients: data = self.weight.detach() -> data = self.weight
+  export_holds_memory: OwnShard(weight, shard.size, strides -> OwnShard(weight.detach(), shard.size, strides
 absorbed_mla/serving/export/weights.py
   export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
   export_reads_the_router_of_one_stage: one_of_each(found) -> one_of_each([layer_options(chunks)])

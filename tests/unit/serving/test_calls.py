@@ -464,7 +464,7 @@ class TestAsVLLMHasThem:
         llm = fake_llm()
         with pytest.raises(ValueError, match=error):
             llm.generate(["a", prompt], PARAMS, False)
-        assert not llm.num_running
+        assert not llm._requests.commands()
 
     @pytest.mark.parametrize("given", [{"prompt_token_ids": [[1]]}, {}])
     def test_token_ids_by_their_old_name(self, given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import absorbed_mla.serving.export.live as live
 from absorbed_mla.checkpoint.distributed import save_model_weights
-from absorbed_mla.serving.export import hf_weight_shapes, hf_weights
+from absorbed_mla.serving.export import LiveWeights, hf_weight_shapes, hf_weights
 from checkpoint_conversion import logits
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
@@ -266,6 +267,22 @@ class TestValues:
         after = dict(hf_weights(model))
         moved = [name for name in kept if not torch.equal(after[name], kept[name])]
         assert moved == [name for name in kept if "correction_bias" not in name]
+
+    def test_of_weights_that_moved_or_were_replaced(self):
+        """One object gives them all, and keeps no memory that the model has left."""
+        model = made()
+        weights = LiveWeights(model)
+        assert_equal(dict(weights), dict(hf_weights(model)))
+        left = []
+        with torch.no_grad():
+            for number, weight in enumerate(model.parameters()):
+                left.append(weakref.ref(weight.untyped_storage()))
+                weight.data = torch.full_like(weight, number)
+        assert not any(one() for one in left)
+        assert_equal(dict(weights), dict(hf_weights(model)))
+        attention = model.decoder.layers[0].self_attention
+        attention.linear_proj.weight = nn.Parameter(-attention.linear_proj.weight.detach())
+        assert_equal(dict(weights), dict(hf_weights(model)))
 
     @pytest.mark.parametrize("asked", [{}, {"fp8": True}], ids=str)
     def test_shapes_before_the_values(self, asked):

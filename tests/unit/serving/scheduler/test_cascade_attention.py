@@ -135,11 +135,11 @@ def test_groups_that_hold_are_kept():
     }
     for name, (row, value, groups) in changes.items():
         getattr(context, name)[row] = value
-        found = cascade._groups_of_step(6)
+        found = cascade._groups_of_step()
         assert [(rows.tolist(), blocks) for rows, blocks in found] == groups
-        assert cascade._groups_of_step(6) is found
+        assert cascade._groups_of_step() is found
     cascade.forget()
-    assert cascade._groups_of_step(6) is not found
+    assert cascade._groups_of_step() is not found
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from absorbed_mla.inference.row_groups import ChunkedContext
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.serving.sampling.device_sampler import Randoms, derive_seed, uniform
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.tokenizers.detokenizer import HuggingFaceStream
+from absorbed_mla.serving.tokenizers.detokenizer import hugging_face_stream
 from absorbed_mla.serving.tokenizers.token_ids import IntegerTokenizer
 from tests.support.engine import engine_of, generating_model, prompt, step_to_the_end
 from tests.support.tokenizers import byte_level, with_byte_fallback
@@ -146,7 +146,7 @@ def test_no_texts_of_ended_requests():
 def test_texts_are_decoded_about_once_a_token():
     tokenizer = with_byte_fallback()
     tokens = tokenizer("ab a b aa bb " * 20, add_special_tokens=False)["input_ids"]
-    stream = HuggingFaceStream(tokenizer, [])
+    stream = hugging_face_stream(tokenizer, [])
     with counting((tokenizer, "decode")) as counts:
         text = "".join(stream.push([token]) for token in tokens) + stream.finish()
     assert counts.calls["decode"] < 1.2 * len(tokens)
@@ -154,7 +154,7 @@ def test_texts_are_decoded_about_once_a_token():
     # Bytes need no tokenizer.
     tokenizer = byte_level()
     with counting((tokenizer, "decode")) as counts:
-        HuggingFaceStream(tokenizer, []).push(list(range(200)))
+        hugging_face_stream(tokenizer, []).push(list(range(200)))
     assert not counts.calls["decode"]
 
 

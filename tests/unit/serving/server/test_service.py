@@ -20,7 +20,7 @@ from tests.support.llm import until
 class CountingLLM:
     """Ends each request in its first step; refuses the prompt "bad"."""
 
-    num_running, is_ready = 0, True
+    is_ready = True
 
     def __init__(self):
         self.requests, self.aborted, self.steps = [], [], 0

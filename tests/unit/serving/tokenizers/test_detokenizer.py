@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, HuggingFaceStream
+from absorbed_mla.serving.tokenizers.detokenizer import ByteStream, hugging_face_stream
 from absorbed_mla.serving.tokenizers.token_bytes import TokenBytes
 from tests.support.tokenizers import (
     byte_level,
@@ -39,7 +39,7 @@ def stream_and_tokens(request):
     # Its tokens are the bytes in another order.
     order = {BYTE_LEVEL.convert_ids_to_tokens(i): i for i in range(256)}
     names = {byte: name for name, byte in bytes_of_characters().items()}
-    return HuggingFaceStream(BYTE_LEVEL, []), lambda data: [order[names[b]] for b in data]
+    return hugging_face_stream(BYTE_LEVEL, []), lambda data: [order[names[b]] for b in data]
 
 
 def test_half_characters_wait(stream_and_tokens):
@@ -75,7 +75,7 @@ def test_any_bytes(data):
 
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_any_tokens_of_a_byte_level_tokenizer(tokens):
-    stream = HuggingFaceStream(BYTE_LEVEL, [])
+    stream = hugging_face_stream(BYTE_LEVEL, [])
     assert "".join(pieces(stream, tokens)) == BYTE_LEVEL.decode(tokens)
 
 
@@ -91,7 +91,7 @@ def test_tokens_that_are_no_bytes():
 def test_spaces_between_words_stay():
     tokenizer = with_word_marks()
     once, ce, upon = (tokenizer.convert_tokens_to_ids(w) for w in ("▁on", "ce", "▁upon"))
-    assert pieces(HuggingFaceStream(tokenizer, [once, ce]), [upon, once, ce]) == [
+    assert pieces(hugging_face_stream(tokenizer, [once, ce]), [upon, once, ce]) == [
         *(" upon", " on", "ce", "")
     ]
 
@@ -100,8 +100,8 @@ def test_bytes_for_what_has_no_token():
     """A wrong byte would make U+FFFD of all of them, so they wait for the end of their run."""
     tokenizer = with_word_marks()
     on, *euro = (tokenizer.convert_tokens_to_ids(w) for w in ("▁on", "<0xE2>", "<0x82>", "<0xAC>"))
-    assert pieces(HuggingFaceStream(tokenizer, [on]), [*euro, on]) == ["", "", "", "€ on", ""]
-    assert pieces(HuggingFaceStream(tokenizer, [on]), [*euro, euro[0], on]) == [
+    assert pieces(hugging_face_stream(tokenizer, [on]), [*euro, on]) == ["", "", "", "€ on", ""]
+    assert pieces(hugging_face_stream(tokenizer, [on]), [*euro, euro[0], on]) == [
         *("", "", "", "", f"{REPLACEMENT * 4} on", "")
     ]
 
@@ -144,7 +144,7 @@ def test_pieces_join_to_what_decode_gives(name, data):
     skip = data.draw(st.booleans())
     options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
     expected = tokenizer.decode(tokens, **options)
-    stream = HuggingFaceStream(tokenizer, [], skip_special_tokens=skip)
+    stream = hugging_face_stream(tokenizer, [], skip_special_tokens=skip)
     found, start = [], 0
     while start < len(tokens):
         end = start + data.draw(st.integers(1, 3))
@@ -159,7 +159,7 @@ def test_what_decode_does_not_see():
     euro = [BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
     a, end = BYTE_FALLBACK.convert_tokens_to_ids("a"), BYTE_FALLBACK.eos_token_id
     for other in (len(BYTE_FALLBACK) + 3, end):
-        found = pieces(HuggingFaceStream(BYTE_FALLBACK, [a]), [*euro[:2], other, euro[2], a])
+        found = pieces(hugging_face_stream(BYTE_FALLBACK, [a]), [*euro[:2], other, euro[2], a])
         assert "".join(found) == "€a"
 
 
@@ -171,7 +171,7 @@ def test_no_piece_ends_within_a_character(name):
     tokens = known(text, add_special_tokens=False)["input_ids"]
     if known is BYTE_LEVEL_ACROSS:
         assert sum(REPLACEMENT in known.decode([token]) for token in tokens) > 8
-    found = pieces(HuggingFaceStream(TOKENIZERS[name], []), tokens)
+    found = pieces(hugging_face_stream(TOKENIZERS[name], []), tokens)
     assert "".join(found) == text and REPLACEMENT not in "".join(found)
 
 
@@ -180,14 +180,14 @@ def test_a_long_run_of_bytes_is_shown_while_it_comes():
     text = "\u0f56\u0f7c" * 40
     tokens = [BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
     a, space_a = BYTE_FALLBACK.convert_tokens_to_ids("a"), BYTE_FALLBACK.convert_tokens_to_ids("▁a")
-    found = pieces(HuggingFaceStream(BYTE_FALLBACK, [a]), [*tokens, tokens[0], space_a])
+    found = pieces(hugging_face_stream(BYTE_FALLBACK, [a]), [*tokens, tokens[0], space_a])
     assert "".join(found) == f"{text}{REPLACEMENT} a"
     # Half of the text has come before half of the tokens and 64 more have.
     assert len("".join(found[: 120 + 64])) >= 40
     assert max(map(len, found)) <= 64
     # One that is no text from the beginning is U+FFFD for each byte, as in decode.
     broken = [tokens[1], *tokens[:100], a]
-    assert "".join(pieces(HuggingFaceStream(BYTE_FALLBACK, [a]), broken)) == BYTE_FALLBACK.decode(
+    assert "".join(pieces(hugging_face_stream(BYTE_FALLBACK, [a]), broken)) == BYTE_FALLBACK.decode(
         broken
     )
 
@@ -199,10 +199,10 @@ def test_a_prompt_that_ends_within_a_character(name):
     euro = [BYTE_LEVEL_ACROSS.convert_tokens_to_ids(names[byte]) for byte in "€".encode()]
     a = BYTE_LEVEL_ACROSS.convert_tokens_to_ids("a")
     tokenizer = TOKENIZERS[name]
-    assert pieces(HuggingFaceStream(tokenizer, [a, *euro[:2]]), [euro[2], a]) == ["€", "a", ""]
+    assert pieces(hugging_face_stream(tokenizer, [a, *euro[:2]]), [euro[2], a]) == ["€", "a", ""]
     if name == "byte_level":
-        assert pieces(HuggingFaceStream(tokenizer, [a, *euro[:2]]), [a]) == ["a", ""]
-        assert pieces(HuggingFaceStream(tokenizer, [a, *euro[:2]]), []) == [""]
+        assert pieces(hugging_face_stream(tokenizer, [a, *euro[:2]]), [a]) == ["a", ""]
+        assert pieces(hugging_face_stream(tokenizer, [a, *euro[:2]]), []) == [""]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL_ACROSS, BYTE_FALLBACK])
