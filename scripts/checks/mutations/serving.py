@@ -114,7 +114,7 @@ absorbed_mla/serving/export/sender.py
   buckets_part_an_attention: pair[0].split(".self_attn.")[0] -> pair[0]
 absorbed_mla/serving/export/shards.py
   export_with_gradients: data = self.weight.detach() -> data = self.weight
-  export_holds_memory: OwnShard(weight, shard.size, strides -> OwnShard(weight.detach(), shard.size, strides
+  export_holds_memory: OwnShard(weight, shard.size -> OwnShard(weight.detach(), shard.size
 absorbed_mla/serving/export/weights.py
   export_without_messages: if group.size() > 1 and device.type not in kinds: -> if False:
   export_reads_the_router_of_one_stage: one_of_each(found) -> one_of_each([layer_options(chunks)])
@@ -251,8 +251,11 @@ absorbed_mla/serving/sampling/sampler.py
 absorbed_mla/serving/sampling/stop_tokens.py
   the_last_of_several_stop_tokens: in enumerate(new): -> in reversed(list(enumerate(new))):
   texts_go_on_behind_their_ends: if beyond: -> if False:
-absorbed_mla/serving/scheduler/block_pool.py
-  block_registered_twice: if known[i] != value -> if True
+absorbed_mla/serving/scheduler/cached_blocks.py
+  block_registered_twice: if one not in cached and ( -> if (
+  block_without_the_one_before_it: parent in cached or parent in new -> True
+  evictable_before_one_in_use: above = parents[is_used & is_cached] -> above = parents[:0]
+  chunk_finds_blocks_behind_others: if 0 < start <= len(hashes): -> if False:
 absorbed_mla/serving/scheduler/cascade_attention.py
   groups_of_requests_that_were_computed_again: same.all() and -> True and
   graphs_read_tables_of_other_groups: if of is groups and sizes -> if of is not None or sizes
@@ -264,6 +267,7 @@ absorbed_mla/serving/scheduler/cuda_graphs.py
   megatrons_graphs_of_prompts: not (pads_experts or whole_prefills) -> not pads_experts
 absorbed_mla/serving/scheduler/free_blocks.py
   evictions_one_by_one: evict(max(count, min(together, cached))) -> evict(count)
+  evictions_of_blocks_in_use: return count <= cached and -> return
   shared_blocks_count_for_each_request: used += int((~in_use[blocks]).sum()) -> used += len(blocks)
   evicting_one_request_is_enough: while evicted is not None and -> while False and
 absorbed_mla/serving/scheduler/full_cuda_graphs.py

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 
-from absorbed_mla.serving.scheduler.cached_blocks import require_chains
+from absorbed_mla.serving.scheduler.cached_blocks import correct_prefix_cache, require_chains
 from absorbed_mla.serving.scheduler.free_blocks import evict_blocks_together
 from tests.support.engine import (
     CHUNKED,
@@ -88,6 +89,53 @@ def test_text_that_another_has_cached_meanwhile(start):
         for length in (64, 250, 190):
             generate(engine, [Request(prompt(length, 4), 2), later])
             engine.require_no_leak()
+
+
+@pytest.fixture
+def chain():
+    """An allocator whose blocks 1, 2 and 3 are cached, one behind the other, by hashes 11 to 13."""
+    clock = SimpleNamespace(prefix_cache_lru_clock=0)
+    allocator = KVBlockAllocator(clock, 9, 0, True, PrefixCachingEvictionPolicy.LRU)
+    rows = torch.tensor([[8, 8], [1, 2]])
+    context = SimpleNamespace(
+        kv_block_allocator=allocator, request_to_kv_block_ids=rows, total_request_count=1
+    )
+    context._find_kv_match_count = lambda request, start, end: ([3], 13)
+    correct_prefix_cache(context)
+    allocator.register_kv_block_hashes([1, 2, 3], [11, 12, 13], [0, 11, 12])
+    return context
+
+
+def test_no_block_without_the_one_before_it(chain):
+    allocator = chain.kv_block_allocator
+    allocator.register_kv_block_hashes([4, 5, 6, 7], [12, 15, 16, 14], [11, 99, 15, 13])
+    assert allocator.kv_hash_to_block_id == {11: 1, 12: 2, 13: 3, 14: 7}
+    require_chains(allocator)
+    allocator.block_hashes[2] = -1
+    with pytest.raises(RuntimeError, match=r"^blocks \[2, 3\] of the prefix cache are lost"):
+        require_chains(allocator)
+
+
+@pytest.mark.parametrize(
+    ("used", "count"), [((), 3), ((1,), 2), ((3,), 0), ((2,), 1), ((1, 2), 1), ((8,), 3)]
+)
+def test_blocks_before_one_in_use_stay(chain, used, count):
+    allocator = chain.kv_block_allocator
+    evict_blocks_together(allocator)
+    allocator.block_ref_counts[list(used)] = 1
+    allocator.total_avail = 0
+    assert allocator.get_evictable_block_count() == count
+    assert not allocator.is_memory_available(count + 1)
+    assert allocator.allocate_memory_blocks(count + 1) is None
+    assert not count or len(allocator.allocate_memory_blocks(count)) == count
+
+
+@pytest.mark.parametrize(("own", "found"), [([1, 2], [3]), ([1, 5], []), ([5, 2], [3])])
+def test_what_a_chunk_finds_is_behind_its_own_blocks(chain, own, found):
+    chain.request_to_kv_block_ids[1] = torch.tensor(own)
+    request = SimpleNamespace(precomputed_block_hashes=[11, 12, 13])
+    assert chain._find_kv_match_count(request, 2, 3)[0] == found
+    assert chain._find_kv_match_count(request, 0, 3)[0] == [3]
 
 
 def test_every_cached_block_can_be_evicted():
