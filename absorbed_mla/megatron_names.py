@@ -190,22 +190,6 @@ ROUTER_REPLAY = Need(
 )
 GPT_BUILDER = Need("AbsorbedMLAGPTModelBuilder", REFUSED, (MTP_BLOCK_SPEC,))
 
-LAYER_NEEDS = (
-    GENERATION,
-    INDEX_KEYS,
-    DECODE_CONTEXT_PARALLEL,
-    KV_OFFLOAD,
-    KV_OFFLOAD_MEMORY,
-    KV_OFFLOAD_STEPS,
-    CPU_HOST,
-    MUON,
-    PACKED_MTP,
-    EXPERT_BIAS_OF_PACKS,
-    CHOICE_OF_EXPERTS,
-    ROUTER_REPLAY,
-    GPT_BUILDER,
-)
-
 
 def used_by(owner: type | Callable) -> SimpleNamespace:
     """An object with each attribute that the methods of a class, or a function, ask for by name.

@@ -17,7 +17,10 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 
 import absorbed_mla
-from absorbed_mla.megatron_names import MegatronName
+from absorbed_mla import megatron_names
+from absorbed_mla.batch_invariant import megatron_operators
+from absorbed_mla.megatron_names import MegatronName, Need
+from absorbed_mla.serving.megatron_engine import names as engine_names
 
 # They use each other's private names.
 _ENGINE_CLASSES = (
@@ -30,6 +33,9 @@ _ENGINE_CLASSES = (
 # Of the class itself, which shows them to all.
 _OVERRIDDEN = {"initialize_attention_state"}
 _PACKAGE = str(Path(absorbed_mla.__file__).parent)
+# The files with tables of them.
+_TABLES = (megatron_names, megatron_operators, engine_names)
+ALL_NEEDS = [one for table in _TABLES for one in vars(table).values() if isinstance(one, Need)]
 
 
 def owner_of(name: MegatronName) -> type | ModuleType:

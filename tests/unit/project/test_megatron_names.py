@@ -8,9 +8,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-from absorbed_mla.batch_invariant.megatron_operators import BATCH_INVARIANT_NEEDS
-from absorbed_mla.megatron_names import LAYER_NEEDS
-from absorbed_mla.serving.megatron_engine.names import SERVING_NEEDS
+from tests.support.megatron_names import ALL_NEEDS
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
@@ -28,9 +26,7 @@ OF_OTHERS = {
     # Ends names of compressed-tensors' tensors.
     "checkpoint_conversion/packed.py": {"_scale"},
 }
-ROWS = {
-    name for need in (*LAYER_NEEDS, *BATCH_INVARIANT_NEEDS, *SERVING_NEEDS) for name in need.names
-}
+ROWS = {name for need in ALL_NEEDS for name in need.names}
 IN_TABLES = {name.name for name in ROWS}
 # Every module has a forward; those of Megatron's classes are found by what is imported.
 REPLACED = {name.name for name in ROWS if name.replaced_by} - {"forward"}

@@ -35,11 +35,10 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import KEPT, engine_of, generating_model, prompt
-from tests.support.megatron_names import owner_of, record_accesses, take_away, words_of
+from tests.support.megatron_names import ALL_NEEDS, owner_of, record_accesses, take_away, words_of
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(64, 65))
 PROMPTS = [prompt(9, 1), prompt(62, 2)]
-ALL = (*megatron_names.LAYER_NEEDS, *operators.BATCH_INVARIANT_NEEDS, *names.SERVING_NEEDS)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +134,12 @@ SAYS = {
 
 
 def test_every_need_has_a_test():
-    assert {*REFUSING, *GOING_ON} == {*ALL}
+    assert {*REFUSING, *GOING_ON} == {*ALL_NEEDS}
     assert all(need.without == megatron_names.REFUSED for need in REFUSING)
     assert all(need.without != megatron_names.REFUSED for need in GOING_ON)
 
 
-@pytest.mark.parametrize(("need", "name"), rows(*ALL))
+@pytest.mark.parametrize(("need", "name"), rows(*ALL_NEEDS))
 def test_this_release_has_it(need, name):
     """If it is one of those that the table names, and only then."""
     release = ".".join(__version__.split(".")[:2])
@@ -287,7 +286,7 @@ ENGINES = {
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_the_tables_have_all_that_is_used(options, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    known = {name for need in ALL for name in need.names}
+    known = {name for need in ALL_NEEDS for name in need.names}
     used = record_accesses(monkeypatch)
     drafts = 1 if "num_speculative_tokens" in options else None
     experts = {"num_moe_experts": 4} if "enable_return_routed_experts" in options else {}
