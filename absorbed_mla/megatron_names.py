@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Releases whose sources were looked through: 0.18.0, 0.19.0, 0.19.2, and the development of 0.20
+# Releases whose sources were looked through: 0.19.0, 0.19.2, and the development of 0.20
 # as of 2026-08-22.
-EVERY = ("0.18", "0.19", "0.20")
-SINCE_0_19 = ("0.19", "0.20")
-UNTIL_0_19 = ("0.18", "0.19")
+EVERY = ("0.19", "0.20")
+UNTIL_0_19 = ("0.19",)
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class MegatronName:
     def missing_in(self, owner: object) -> str:
         """What an error says if the class, one of its objects, or the module lacks it; or ``""``.
 
-        Such as ``"megatron-core 0.21.0 has no DynamicInferenceEngine._add_request (0.18 to 0.20
+        Such as ``"megatron-core 0.21.0 has no DynamicInferenceEngine._add_request (0.19 to 0.20
         have it)"``.
         """
         if hasattr(owner, self.name) or (self.or_else and hasattr(owner, self.or_else)):
@@ -138,7 +137,7 @@ ROLL_TENSOR = MegatronName(PREDICTION, "roll_tensor", "a shift for padded packs"
 EXPERT_BIAS = MegatronName(ROUTER, "_apply_expert_bias", "one that takes a mask")
 CHOOSE_EXPERTS = MegatronName(ROUTING, "topk_routing_with_score_function", "a choice by options")
 REPLAYED_CHOICE = MegatronName(ROUTER, "router_replay", "a choice that is seen, or given")
-MTP_BLOCK_SPEC = MegatronName(BUILDER, "mtp_block_spec", "the spec of absorbed MLA", SINCE_0_19)
+MTP_BLOCK_SPEC = MegatronName(BUILDER, "mtp_block_spec", "the spec of absorbed MLA")
 
 # The layer cannot do without these: it runs under Megatron's own engine and training loop as well,
 # where nobody else tells it the offset of its stage, gives contexts the memory, or lets padded

@@ -19,7 +19,7 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from megatron.core.transformer.moe import router
 
-from absorbed_mla.megatron_names import EVERY, REFUSED, SINCE_0_19, MegatronName, Need
+from absorbed_mla.megatron_names import REFUSED, MegatronName, Need
 
 _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -28,17 +28,15 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
-def _operator(name: str, replaced_by: str, versions: tuple[str, ...] = EVERY) -> MegatronName:
-    return MegatronName(_KERNELS, name, replaced_by, versions)
+def _operator(name: str, replaced_by: str) -> MegatronName:
+    return MegatronName(_KERNELS, name, replaced_by)
 
 
 MM = _operator("mm_batch_invariant", "products.mm")
 ADDMM = _operator("addmm_batch_invariant", "products.addmm")
 TE_GEMM = _operator("_te_general_gemm_patched", "te_gemm.general_gemm")
 TE_RMS_NORM = _operator("BatchInvariantRMSNormFn", "norms.TERMSNorm")
-TE_NORMALIZATION = _operator(
-    "_te_apply_normalization_patched", "norms.apply_normalization", SINCE_0_19
-)
+TE_NORMALIZATION = _operator("_te_apply_normalization_patched", "norms.apply_normalization")
 REDUCE = MegatronName(_MAPPINGS, "_reduce", "collectives.reduce_by_tree")
 REDUCE_SCATTER = MegatronName(
     _MAPPINGS, "_reduce_scatter_along_first_dim", "collectives.reduce_scatter_by_tree"
@@ -76,7 +74,6 @@ TENSOR_PARALLEL_PARTS = Need(
     REFUSED,
     (COLUMN, ROW, ROUTER, EXPERT, CROSS_ENTROPY, GRADIENTS, GRAD_NORM),
 )
-BATCH_INVARIANT_NEEDS = (SUMS, GPU_OPERATORS, TENSOR_PARALLEL_PARTS)
 # By dotted path, where the parts' names are.
 _OWNERS = {
     COLUMN.owner: layers.ColumnParallelLinear,

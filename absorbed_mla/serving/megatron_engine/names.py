@@ -13,7 +13,6 @@ from absorbed_mla.megatron_names import (
     ALLOCATOR,
     CONTEXT,
     REFUSED,
-    SINCE_0_19,
     UNTIL_0_19,
     MegatronName,
     Need,
@@ -50,7 +49,7 @@ FIND_CACHED = MegatronName(CONTEXT, "_find_kv_match_count", "behind the request'
 # Allocator
 REGISTER = MegatronName(ALLOCATOR, "register_kv_block_hashes", "one block of a hash")
 EVICTABLE = MegatronName(ALLOCATOR, "get_evictable_block_count", "none before one in use")
-PARENTS = MegatronName(ALLOCATOR, "block_parent_id", versions=("0.19",))
+PARENTS = MegatronName(ALLOCATOR, "block_parent_id", versions=UNTIL_0_19)
 RELEASE = MegatronName(ALLOCATOR, "release_memory_blocks", "counts each request, on branch dev")
 EVICT_CACHED = MegatronName(ALLOCATOR, "evict_lru_blocks", "evicts several together")
 DEREGISTER = MegatronName(ALLOCATOR, "_deregister_blocks", "writes the folder first")
@@ -163,7 +162,7 @@ DRAFTS = Need(
     (
         STOP_WORDS,
         UPDATE_REQUESTS,
-        *names(ENGINE, "_spec_tokens_accepted_per_pos _spec_tokens_proposed_per_pos", SINCE_0_19),
+        *names(ENGINE, "_spec_tokens_accepted_per_pos _spec_tokens_proposed_per_pos"),
         *names(ENGINE, "num_speculative_tokens"),
         *names(
             CONTEXT,
@@ -191,7 +190,6 @@ OVERLAP_SCHEDULER = Need(
             ENGINE,
             "_can_schedule_chunked_prefill _can_schedule_non_chunked_prefill "
             "_cg_admission_gating_active _prefill_tokens_computed _prefill_tokens_skipped",
-            SINCE_0_19,
         ),
         *names(
             ENGINE,
@@ -203,7 +201,6 @@ OVERLAP_SCHEDULER = Need(
             CONTEXT,
             "_bookkeeping_h2d_done_event _staging_real_token_count calculate_log_probs_tensors "
             "prefix_cache_prefill_computed_tokens prefix_cache_prefill_skipped_tokens",
-            SINCE_0_19,
         ),
         *names(
             CONTEXT,
@@ -234,24 +231,6 @@ FULL_CUDA_GRAPHS = Need("full CUDA graphs", "no CUDA graph holds a whole step", 
 FUSED_SWIGLU = Need("fused SwiGLU", "Megatron's MLPs compute it in three kernels", (ACTIVATION,))
 FUSED_RESIDUALS = Need(
     "fused residuals", "Megatron's layers add and normalise in two kernels", SUMS_OF_LAYERS
-)
-
-SERVING_NEEDS = (
-    ANY_ENGINE,
-    NO_TEXTS,
-    RESUMING,
-    PRIORITIES,
-    PREFIX_CACHING,
-    EVICTABLE_BLOCKS,
-    PREFIX_CACHE_DIR,
-    DRAFTS,
-    STRUCTURED_OUTPUTS,
-    TOKEN_RECORDS,
-    DRAFTS_ON_CPUS,
-    OVERLAP_SCHEDULER,
-    FULL_CUDA_GRAPHS,
-    FUSED_SWIGLU,
-    FUSED_RESIDUALS,
 )
 
 
