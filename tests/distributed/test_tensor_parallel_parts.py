@@ -65,9 +65,9 @@ def results(tp: int, layers: str, dtype: torch.dtype, sequence_parallel: bool, m
         loss = model(tokens, positions, None, labels=tokens.roll(-shift, 1))
         loss.mean().backward()
         found[f"loss {shift}"] = loss.detach()
-    if not more.get("mtp"):
-        found["shared prefixes"] = shared_prefix_log_probs(model, TREE, tokens_of(1, TREE.num_tokens)[0])
-        found["shared prefixes"].sum().backward()
+    shared = shared_prefix_log_probs(model, TREE, tokens_of(1, TREE.num_tokens)[0])
+    shared.sum().backward()
+    found["shared prefixes"] = shared.detach()
     if parts.fixed.count:  # Megatron calls it before an optimizer's step
         require_complete_gradients([model], model.config)
     found |= whole_tensors((name, _gradient(p)) for name, p in model.named_parameters())
