@@ -57,8 +57,9 @@ def shared_prefix_log_probs(
             None: 1.
 
     Returns:
-        fp32 [U], 0 where there is no label; on every tensor- and context-parallel rank. Gradients
-        of context-parallel ranks add up to those of a loss that each of them computes as a whole;
+        fp32 [U], 0 where there is no label; on every tensor- and context-parallel rank. In parity
+        mode to the bit what Megatron's engine has, and fp64 for fp64 logits. Gradients of
+        context-parallel ranks add up to those of a loss that each of them computes as a whole;
         those of MTP's mean losses to ranks times these, unless ``calculate_per_token_loss``.
         From pipeline stages before the last: hidden states.
 
