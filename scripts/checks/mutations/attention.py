@@ -85,7 +85,7 @@ absorbed_mla/core_attention/shared_prefix.py
   prefixes_without_a_gradient: total.add_(share) -> pass
   padding_sees_prefixes: upper.query_end != span.query_start -> False
 absorbed_mla/core_attention/sink.py
-  backward_beside_no_sink: torch.logaddexp(lse, sink) -> lse
+  backward_beside_no_sink: (share[..., None]), total -> (share[..., None]), lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()
   sink_gradient_of_the_lse_over_keys: torch.exp(sink.to(lse.dtype) - lse) * _delta
     -> torch.sigmoid(sink.to(lse.dtype) - lse) * _delta
