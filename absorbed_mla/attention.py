@@ -390,7 +390,6 @@ class AbsorbedMLASelfAttention(MegatronInterface):
                 self.config,
                 window=self.cached_attention.window,
                 causal=self.core_attention.causal,
-                batch_invariant=self.options.batch_invariant,
                 training=self.training,
             )
         keys = self.context_parallel.keys(

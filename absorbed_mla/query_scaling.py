@@ -70,7 +70,7 @@ class QueryScaling:
         # Rounded up to a power of two, so that few tables are made for many sequence lengths.
         size = 1 << (max_position - 1).bit_length()
         table = _tables_of(self).get(
-            (size, device, dtype), lambda: self._table(size).to(device, dtype)
+            (size, device, dtype), lambda: self._table(size, device, dtype)
         )
         return table[:max_position] if positions is None else table[positions]
 
@@ -90,11 +90,11 @@ class QueryScaling:
         factors = step.tables.get((self, *where), make)
         return query if factors is None else query.mul_(factors)
 
-    def _table(self, size: int) -> Tensor:
+    def _table(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         # Not an inference tensor: a table made during generation is used in training as well.
         with torch.inference_mode(False):
             times = torch.arange(size, dtype=torch.float64).div_(self.context).floor_()
-            return (1 + self.beta * times.log1p()).view(-1, 1, 1)
+            return (1 + self.beta * times.log1p()).view(-1, 1, 1).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=8)

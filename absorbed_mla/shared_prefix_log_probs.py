@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -24,6 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.batch_invariant.mode import is_enabled
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategy import group_of_call
 from absorbed_mla.packed_roll import require_tree_roll
@@ -55,8 +57,9 @@ def shared_prefix_log_probs(
             None: 1.
 
     Returns:
-        fp32 [U], 0 where there is no label; on every tensor- and context-parallel rank. Gradients
-        of context-parallel ranks add up to those of a loss that each of them computes as a whole;
+        fp32 [U], 0 where there is no label; on every tensor- and context-parallel rank. In parity
+        mode to the bit what Megatron's engine has, and fp64 for fp64 logits. Gradients of
+        context-parallel ranks add up to those of a loss that each of them computes as a whole;
         those of MTP's mean losses to ranks times these, unless ``calculate_per_token_loss``.
         From pipeline stages before the last: hidden states.
 
@@ -213,5 +216,11 @@ def _log_probs(
     if ranks > 1:
         chosen = scatter_to_sequence_parallel_region(chosen, group=group)
     logits, _ = output_layer(chosen, weight=output_weight, runtime_gather_output=False)
-    losses = compute_language_model_loss(padded[None], scale_logits(logits))
+    logits = scale_logits(logits)
+    if is_enabled(logits.device):
+        # By row over the whole vocabulary, as Megatron's engine has them.
+        whole = gather_from_tensor_model_parallel_region(logits, group=output_layer.tp_group)
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32)).log_softmax(-1)
+        return whole[: len(labels), 0].gather(-1, labels[:, None])[:, 0]
+    losses = compute_language_model_loss(padded[None], logits)
     return -losses[0, : len(labels)]

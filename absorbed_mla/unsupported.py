@@ -201,7 +201,6 @@ def refuse_shared_prefixes(
     *,
     window: int | None,
     causal: bool,
-    batch_invariant: bool,
     training: bool,
 ) -> None:
     """Refuse what does not go with the ``prefix_tree`` of ``packed_seq_params``.
@@ -210,7 +209,6 @@ def refuse_shared_prefixes(
         config: Of the layer.
         window: Keys that a token sees, at most.
         causal: Whether a token sees only itself and earlier tokens.
-        batch_invariant: Whether it is parity mode.
         training: Whether there is dropout.
 
     Raises:
@@ -222,11 +220,6 @@ def refuse_shared_prefixes(
         raise ValueError(
             "packed_seq_params.prefix_tree must be None for a layer with a window_size, got a "
             f"PrefixTree and a window of {window}: windows do not reach over nodes"
-        )
-    if batch_invariant:
-        raise ValueError(
-            "packed_seq_params.prefix_tree must be None with batch_invariant=True, got a "
-            "PrefixTree: what a token sees would be summed up in parts"
         )
     if not causal:
         raise ValueError(

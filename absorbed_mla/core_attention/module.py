@@ -30,6 +30,7 @@ from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
+from absorbed_mla.core_attention.path_keys import PathBackend
 from absorbed_mla.core_attention.selection import (
     candidates,
     choose_batch_invariant,
@@ -169,7 +170,8 @@ class LatentCoreAttention(nn.Module):
         if self.window is not None:
             backend = WindowedBackend(backend, self.window)
         if layout.tree is not None:
-            backend = SharedPrefixBackend(backend)
+            whole = self.options.batch_invariant
+            backend = PathBackend(backend, layout.tree) if whole else SharedPrefixBackend(backend)
         return AttentionPlan(form, backend, keys, rules)
 
     def _max_logits(self, hidden_states: Tensor) -> MaxLogits | None:

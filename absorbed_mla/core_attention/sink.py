@@ -75,9 +75,11 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
         nothing = out.new_zeros(out.shape[-1]).expand_as(values)
         merge_into(values, new, (values, old), (nothing, sink.expand_as(old)))
         return out, total
-    # Not sigmoid: on a CPU its bits depend on a number's place in the tensor.
+    # Not sigmoid, nor logaddexp: on a CPU their bits depend on a number's place in the tensor.
     share = 1 / (1 + torch.exp(sink - lse))
-    return out.mul_(share[..., None]), torch.logaddexp(lse, sink)
+    larger = torch.maximum(lse, sink)
+    total = larger + (torch.exp(lse - larger) + torch.exp(sink - larger)).log()
+    return out.mul_(share[..., None]), total
 
 
 def sink_gradient(

@@ -18,6 +18,7 @@ from absorbed_mla.core_attention.forms.base import Query
 from absorbed_mla.core_attention.key_source import WholeKeySource
 from absorbed_mla.core_attention.masks.redundant import refuse_hidden_keys
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
+from absorbed_mla.core_attention.path_keys import PathKeys
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.aux_loss import report_loss, with_zero_gradients
 from absorbed_mla.dsa.backend import SparseRequest, TopKBackend
@@ -30,7 +31,6 @@ from absorbed_mla.dsa.index_vectors import IndexVectors
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.dsa.key_subset import chosen_keys, visible_keys
 from absorbed_mla.dsa.sequence_parallel import SequenceParallelIndexer
-from absorbed_mla.dsa.shared_prefix import PathKeys
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.inference.step import InferenceStep
@@ -213,7 +213,7 @@ class SparseCoreAttention(LatentCoreAttention):
         assert index is not None
         spans, paths = plan.keys.spans(), plan.paths(index.key.device)
         if paths is not None:
-            index, spans = paths.index(index), paths.spans
+            index, spans = index._replace(key=paths.copies(index.key)), paths.spans
         chosen: Tensor = self._backends.get(INDEXER_BACKENDS, request).select(
             index,
             spans,
@@ -319,7 +319,7 @@ class SparseCoreAttention(LatentCoreAttention):
         subsets, over_attended = self._key_subsets(plan, keys, row_width)
         paths = None if self._over_chosen(plan) else plan.paths(kv.device)
         if paths is not None:
-            index, keys = paths.index(index), keys.index_select(0, paths.tokens)
+            index, keys = index._replace(key=paths.copies(index.key)), paths.copies(keys)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.sequence_lengths) * kv.shape[1])
         loss = indexing.loss(
             index,

@@ -61,11 +61,6 @@ _REFUSED = {
     **dict.fromkeys(("--save-interval", "--exit-interval"), "it saves at the end"),
 }
 
-_WITHOUT_SHARING = {
-    "batch_invariant": "sums over a prompt's keys and an answer's have other bits than over both",
-    "replay": "samples of a prompt may have recorded other choices for it",
-}
-
 
 def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     """Parse and check ``argv``, before any work.
@@ -151,10 +146,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--group-size must be at least 2, to compare samples, got {args.group_size}"
         )
-    for name, why in _WITHOUT_SHARING.items() if args.shared_prefixes else ():
-        if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--shared-prefixes does not go with {flag}: {why}")
+    if args.shared_prefixes and args.replay:
+        raise ValueError(
+            "--shared-prefixes does not go with --replay: samples of a prompt may have recorded "
+            "other choices for it"
+        )
     if args.prompts is not None and not Path(args.prompts).is_file():
         raise ValueError(f"--prompts: there is no file {args.prompts}")
 

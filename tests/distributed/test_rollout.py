@@ -68,7 +68,7 @@ def test_rollout_and_trainer_agree(layout, parity):
         # Megatron trains mixtures of experts under TP only with sequence parallelism.
         options += " --num-experts 0"
     if parity:
-        options += " --batch-invariant"
+        options += " --batch-invariant" + " --shared-prefixes" * (layout == "tp")
         if device == "cuda":
             options += " --bf16"  # what the kernels of parity mode compute in
     mode = batch_invariant_mode(device) if parity else contextlib.nullcontext()

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from absorbed_mla.batch_invariant import batch_invariant_mode, parts
 from absorbed_mla.batch_invariant.gradients import require_complete_gradients
+from absorbed_mla.shared_prefix_log_probs import shared_prefix_log_probs
 from tests.distributed.whole import on_one_rank, whole_tensors
 from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.models import whole_logits
-from tests.support.parity import LAYERS, cached, parity_model, tokens_of
+from tests.support.parity import LAYERS, TREE, cached, parity_model, tokens_of
 
 # On a GPU the kernels have no fp32, and bits of gradients are not promised.
 pytestmark = [needs.processes(2, 4, 8), needs.no_gpu]
@@ -64,6 +65,9 @@ def results(tp: int, layers: str, dtype: torch.dtype, sequence_parallel: bool, m
         loss = model(tokens, positions, None, labels=tokens.roll(-shift, 1))
         loss.mean().backward()
         found[f"loss {shift}"] = loss.detach()
+    shared = shared_prefix_log_probs(model, TREE, tokens_of(1, TREE.num_tokens)[0])
+    shared.sum().backward()
+    found["shared prefixes"] = shared.detach()
     if parts.fixed.count:  # Megatron calls it before an optimizer's step
         require_complete_gradients([model], model.config)
     found |= whole_tensors((name, _gradient(p)) for name, p in model.named_parameters())

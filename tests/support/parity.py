@@ -1,7 +1,7 @@
 """Logits of the same tokens from training, prefill and decode, in many ways to split them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.inference.megatron_buffers import drop_inference_buffers
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.prefix_tree import PrefixTree
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
@@ -36,6 +37,13 @@ LAYERS: dict[str, dict] = {
 }
 # More than one tile of keys.
 TOKENS, BATCH = 76, 2
+# Nodes at three depths and padding between and behind them. Tensor-parallel ranks can divide the
+# tokens of the pack and of each sequence.
+TREE = PrefixTree(
+    (37, 19, 20, 4, 5, 11, 3),
+    (None, 0, 1, 1, None, 4, 4),
+    padded_lengths=(37, 22, 20, 4, 5, 11, 5),
+)
 
 
 def parity_model(
@@ -99,6 +107,16 @@ def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.cat(found, dim=1)
 
 
+def shared_and_alone(
+    model: GPTModel, tree: PrefixTree, tokens: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits of each sequence in a pack [1, S] with shared prefixes, and by a forward of it."""
+    params = tree.packed_seq_params(tokens.device)
+    found = trained(model, tokens, packed_seq_params=params)
+    for rows in tree.expand().split(tree.sequence_lengths):
+        yield found[:, rows], trained(model, tokens[:, rows])
+
+
 def chunkings(count: int = TOKENS) -> dict[str, list[int]]:
     """Ways to split ``count`` tokens into forwards, by name."""
     rng = random.Random(1)
@@ -123,6 +141,8 @@ def differences(model: GPTModel) -> list[str]:
     for name, sizes in chunkings().items():
         ways[name] = (cached(model, tokens, sizes), expected)
         ways[f"{name}, one row"] = (cached(model, tokens[1:], sizes), expected[1:])
+    for i, pair in enumerate(shared_and_alone(model, TREE, tokens_of(1, TREE.num_tokens))):
+        ways[f"shared prefixes, sequence {i}"] = pair
     for name, (found, wanted) in ways.items():
         places = (found != wanted).any(-1).nonzero().tolist()
         if places:  # shown where a test fails

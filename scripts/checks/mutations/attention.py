@@ -73,7 +73,11 @@ absorbed_mla/core_attention/merge.py
   merge_weights: for x in (lse, part_lse)) -> for x in (lse, lse))
 absorbed_mla/core_attention/module.py
   choice_of_another_layout: (layout, batch, cp_size, self.training -> (batch, cp_size, self.training
+  parity_merges_prefixes: PathBackend(backend, layout.tree) if whole else ->
   packs_with_an_old_cudnn: layout.packed or (cp_size > 1 and batch == 1), -> False,
+absorbed_mla/core_attention/path_keys.py
+  selection_without_own_keys: span.causal_offset + base -> span.causal_offset
+  gradients_of_copies_by_place: x.index_select(0, self.order) -> x
 absorbed_mla/core_attention/selection.py
   slowest_form: form, chosen = min(found.able, -> form, chosen = max(found.able,
 absorbed_mla/core_attention/shared_prefix.py
@@ -81,7 +85,7 @@ absorbed_mla/core_attention/shared_prefix.py
   prefixes_without_a_gradient: total.add_(share) -> pass
   padding_sees_prefixes: upper.query_end != span.query_start -> False
 absorbed_mla/core_attention/sink.py
-  backward_beside_no_sink: torch.logaddexp(lse, sink) -> lse
+  backward_beside_no_sink: (share[..., None]), total -> (share[..., None]), lse
   sink_of_all_ranks: [tp_group.rank()].clone() -> [0].clone()
   sink_gradient_of_the_lse_over_keys: torch.exp(sink.to(lse.dtype) - lse) * _delta
     -> torch.sigmoid(sink.to(lse.dtype) - lse) * _delta
@@ -129,8 +133,6 @@ absorbed_mla/dsa/selection.py
   hidden_keys_are_ties: (scores == last) & seen -> scores == last
 absorbed_mla/dsa/sequence_parallel.py
   index_rows_at_other_positions: x[rank * count : (rank + 1) * count] -> x[:count]
-absorbed_mla/dsa/shared_prefix.py
-  selection_without_own_keys: span.causal_offset + base -> span.causal_offset
 absorbed_mla/dsa/warm_up.py
   warm_up_moves_expert_biases: module.frozen_expert_bias = True -> pass
   recomputed_warm_up_stands_still: module.register_forward_hook(_with_gradient) -> pass

@@ -128,6 +128,7 @@ absorbed_mla/packed_router.py
 absorbed_mla/projections.py
   q_norm_summed_by_host: average_gradients_across_tp_domain=True ->
 absorbed_mla/query_scaling.py
+  factors_made_in_generation: with torch.inference_mode(False): -> if True:
   scaled_queries_with_the_gradient_of_others: return grad.mul_(ctx.saved_tensors[0]) -> return grad
   factors_of_tokens_of_other_ranks: [found[own] for own in step.shares.own]
     -> [found[: len(query)]]
@@ -153,6 +154,7 @@ absorbed_mla/sequences.py
     -> tree: PrefixTree | None = field(default=None, compare=False)
   boundaries_remembered_on_the_host: if not cu_seqlens.is_cuda or cu_seqlens -> if cu_seqlens
 absorbed_mla/shared_prefix_log_probs.py
+  log_probs_of_prefixes_by_cross_entropy: if is_enabled(logits.device): -> if False:
   gradients_of_chosen_rows_once_per_rank: tensor_parallel_output_grad=False
     -> tensor_parallel_output_grad=True
   mtp_of_a_prefix_that_forks_too_late: moved = 1 + config.mtp_num_layers

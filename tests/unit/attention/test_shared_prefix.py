@@ -23,13 +23,11 @@ PARAMS = TREE.packed_seq_params()
         (TINY, {}, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (TINY, {}, {"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
         (replace(TINY, window=3), {}, {}, "a window of 3"),
-        (TINY, {"batch_invariant": True}, {}, "batch_invariant=True"),
         (TINY, {"mask_type": AttnMaskType.no_mask}, {}, "needs a causal attn_mask_type"),
     ],
 )
-def test_refused(mla, setup, fields, said, monkeypatch):
+def test_refused(mla, setup, fields, said):
     attention = build_attention(mla, Setup(**{"form": "auto", **setup}), **fields)
-    monkeypatch.setattr("absorbed_mla.attention.require_enabled", lambda *_: None)
     x = torch.zeros(6, 1, mla.hidden, dtype=torch.float64, device=world.device())
     with refusal("shared prefixes" if fields else "packed_seq_params.prefix_tree", said):
         attention(x, None, packed_seq_params=TREE.packed_seq_params(x.device))

@@ -22,6 +22,8 @@ from absorbed_mla.core_attention.selection import choose_batch_invariant, invari
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.prefix_tree import PrefixTree
+from absorbed_mla.shared_prefix_log_probs import shared_prefix_log_probs
 from tests.support import needs, world
 from tests.support.backends import (
     attention_request,
@@ -32,14 +34,18 @@ from tests.support.backends import (
 from tests.support.cases import INTERPRETED, TINY, VARIANTS, WIDE, config_for
 from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
+from tests.support.layouts import TREES, packed, tree_layout
 from tests.support.lora import with_random_lora
 from tests.support.models import token_batch
+from tests.support.numerics import compare
 from tests.support.parity import (
     LAYERS,
+    TREE,
     cached,
     differences,
     packed_alone,
     parity_model,
+    shared_and_alone,
     tokens_of,
     trained,
 )
@@ -124,6 +130,23 @@ class TestBits:
             assert torch.equal(trained(model, part), logits)
             assert torch.equal(cached(model, part, [part.shape[1]]), logits)
 
+    @layers
+    @dtypes
+    @pytest.mark.parametrize("tree", [name for name in TREES if "padded" not in name])
+    def test_of_shared_prefixes(self, _on, dtype, layers, tree):
+        """Of short ones, some empty; of long ones in ``differences``."""
+        model, tree = parity_model(dtype, **layers), tree_layout(tree, 1).tree
+        for found, expected in shared_and_alone(model, tree, tokens_of(1, tree.num_tokens)):
+            assert torch.equal(found, expected)
+
+    @needs.gpu
+    def test_of_long_shared_prefixes(self, _on):
+        """Of more keys than one softmax of the kernels for Hopper is over."""
+        tree = PrefixTree((2101, 35, 70, 3, 130, 2049), (None, 0, 1, 1, 0, 4))
+        model = parity_model(torch.bfloat16, mla=WIDE, **LAYERS["dense"])
+        for found, expected in shared_and_alone(model, tree, tokens_of(1, tree.num_tokens)):
+            assert torch.equal(found, expected)
+
     def log_probs(self, model, requests, run) -> list[list[float]]:
         """Of the tokens that were generated, by the training forward, as Megatron's engine has."""
         found = []
@@ -154,6 +177,12 @@ class TestBits:
         assert run.statistics.prefix_blocks and run.results[0] == first.results[0]
         expected = self.log_probs(model, requests, run)
         assert [result.log_probs for result in run.results] == expected
+        texts = [[*one.prompt, *result.tokens] for one, result in zip(requests, run.results)]
+        tree, tokens = PrefixTree.from_token_ids(texts)
+        assert max(tree.depths) == 2
+        found = shared_prefix_log_probs(model.train(), tree, tokens.to(world.device()))
+        for one, values, log_probs in zip(requests, found.split(tree.sequence_lengths), expected):
+            assert values[len(one.prompt) - 1 : -1].tolist() == log_probs
 
 
 class TestTraining:
@@ -172,6 +201,46 @@ class TestTraining:
         for name, expected in self.gradients(batch_invariant=False).items():
             error = (found[name] - expected).norm() / expected.norm().clamp(min=1e-30)
             assert error < 2e-5, f"{name}: {error:.1e}"
+
+    def of_prefixes(self, model, shared: bool) -> dict[str, torch.Tensor]:
+        """Log-probabilities of a tree's sequences and gradients, on a pack with or without it."""
+        tokens, model = tokens_of(1, TREE.num_tokens)[0], model.train()
+        if shared:
+            found = shared_prefix_log_probs(model, TREE, tokens)
+        else:
+            ids = tokens[TREE.expand().to(tokens.device)]
+            params = packed(TREE.sequence_lengths).packed_seq_params(tokens.device)
+            logits = model(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=params)
+            wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+            found = wide.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0]
+            # The last one of a sequence has no label.
+            last = torch.tensor(TREE.sequence_lengths, device=ids.device).cumsum(0) - 1
+            found = found.index_fill(0, last, 0.0)
+        model.zero_grad()
+        (found * torch.arange(len(found), device=found.device).cos()).sum().backward()
+        return {"log_probs": found, **{n: p.grad.clone() for n, p in model.named_parameters()}}
+
+    @pytest.mark.parametrize(
+        ("kind", "dtype", "bound"),
+        [
+            pytest.param("dense", torch.float64, 1e-12, marks=needs.no_gpu),
+            # Megatron computes some of the routing in fp32.
+            pytest.param("mixed", torch.float64, 1e-7, marks=needs.no_gpu),
+            ("dense", torch.bfloat16, 0.05),
+        ],
+    )
+    def test_gradients_of_shared_prefixes(self, _on, kind, dtype, bound):
+        """Summed over what shares a prefix; on a GPU by the kernels for Hopper."""
+        mla = WIDE if torch.cuda.is_available() else None
+        model = parity_model(dtype, mla=mla, moe_router_dtype="fp64", **LAYERS[kind])
+        found, expected = (self.of_prefixes(model, shared) for shared in (True, False))
+        assert torch.equal(found["log_probs"], expected["log_probs"])
+        compare(found, expected, bound).check()
+
+    def test_gradients_of_shared_prefixes_are_the_same_every_time(self, _on):
+        model = parity_model(torch.bfloat16, **LAYERS["mixed"])
+        first, again = (self.of_prefixes(model, True) for _ in range(2))
+        assert all(torch.equal(again[name], first[name]) for name in first)
 
     def test_the_same_every_time_and_recomputed(self, _on):
         modules = ["mla_up_proj", "core_attn"]
@@ -356,3 +425,6 @@ class TestTriton:
             expected = trained(model, tokens)
             assert torch.equal(cached(model, tokens, [count]), expected)
             assert torch.equal(cached(model, tokens[1:], [count - 3, 2, 1]), expected[1:])
+            tree = PrefixTree.of_groups([(count // 3, [count // 2, 3])])
+            for found, alone in shared_and_alone(model, tree, tokens_of(1, tree.num_tokens)):
+                assert torch.equal(found, alone)
