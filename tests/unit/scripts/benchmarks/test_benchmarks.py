@@ -171,7 +171,7 @@ def test_published_results_are_shown_again(name, tmp_path, capsys, monkeypatch):
     if name in MANY_PANELS:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = [str(file) for files in PUBLISHED[name] for file in sorted(DOCS.glob(files))]
-    if not found and name in ("training_step", "long_context", "resharding"):
+    if not found and name in ("training_step", "long_context"):
         pytest.skip("not measured yet")
     assert found
     folder = [str(tmp_path)] if benchmark.files else []
