@@ -363,7 +363,6 @@ absorbed_mla/serving/scheduler/requests.py
   failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
   generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
   generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
-  generated_blocks_take_the_place_of_others: if value not in known] -> ]
   generated_blocks_have_no_parents: [parents[i] for i in new] -> [0 for i in new]
   generated_blocks_without_their_salt: record.cache_salt) -> None)
   scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
