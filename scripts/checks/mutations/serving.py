@@ -363,7 +363,7 @@ absorbed_mla/serving/scheduler/requests.py
   failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
   generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
   generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
-  generated_blocks_have_no_parents: [parents[i] for i in new] -> [0 for i in new]
+  generated_blocks_have_no_parents: (blocks, hashes, [0, *hashes[:-1]]) -> (blocks, hashes)
   generated_blocks_without_their_salt: record.cache_salt) -> None)
   scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
   scheduler_admits_what_does_not_fit: if tokens + length > room: -> if False:
