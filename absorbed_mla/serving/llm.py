@@ -25,7 +25,7 @@ from absorbed_mla.serving.llm_options import LLMOptions
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.prompts import Prompt, list_of, required
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.tokenizers.tokenizers import Message, open_tokenizer
+from absorbed_mla.serving.tokenizers.tokenizers import Message, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from absorbed_mla.serving.executor.local import Runner
@@ -91,16 +91,18 @@ class LLM(LLMEngine):
         given = given.for_processes(world)
         require_model(checkpoint, given)
         ends = end_tokens(checkpoint)
-        found = open_tokenizer(
-            tokenizer,
-            tokenizer_folder(checkpoint),
-            ends,
-            trust_remote_code=given.trust_remote_code,
-        )
+        found: Tokenizer | None = None
+
+        def open_its_tokenizer() -> None:
+            nonlocal found
+            own, trusted = tokenizer_folder(checkpoint), given.trust_remote_code
+            found = open_tokenizer(tokenizer, own, ends, trust_remote_code=trusted)
+
         runner: Runner
         if world is None:
-            runner = ProcessRunner(folder, given)
+            runner = ProcessRunner(folder, given, open_its_tokenizer)
         else:
+            open_its_tokenizer()
             from absorbed_mla.serving.executor.dp_load_balancer import GatheringRunner
             from absorbed_mla.serving.executor.local import LocalRunner
 

@@ -54,11 +54,11 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("absorbed_mla", "lines", 65_800, 46_000),
+    Budget("absorbed_mla", "lines", 65_810, 46_000),
     Budget("checkpoint_conversion", "lines", 11_580, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 23_100, 14_000),
-    Budget("tests", "lines", 79_600, 52_000),
+    Budget("tests", "lines", 79_605, 52_000),
     Budget("docs", "words", 25_990, 22_000, but_not="docs/measurements"),
 )
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing import Pipe
@@ -48,13 +48,16 @@ class ProcessRunner:
     Args:
         folder: The checkpoint.
         options: With ``tensor_parallel_size`` set.
+        meanwhile: Called here while the processes load the model; they end if it raises.
 
     Raises:
         ValueError: If checkpoint, options and machine do not fit each other.
         EngineDeadError: If a process ends before the model is loaded.
     """
 
-    def __init__(self, folder: Path, options: LLMOptions) -> None:
+    def __init__(
+        self, folder: Path, options: LLMOptions, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         self._world = options.num_processes
         self._keeps_prefixes = options.prefix_cache_dir is not None
         self._meeting = tempfile.TemporaryDirectory(prefix="absorbed_mla_")
@@ -68,6 +71,7 @@ class ProcessRunner:
                 self._send(connection, (folder, options, rank, self._world, self._store()))
             # Megatron, which the answers need, is imported here while the processes do the same.
             import_module("absorbed_mla.serving.executor.local")
+            meanwhile()
             self._collect()
         except BaseException:
             self._kill()

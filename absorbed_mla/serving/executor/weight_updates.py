@@ -78,6 +78,7 @@ class LoadedWeights:
                         changes.load({name: tensor})
             changes.finish()
         except Exception as error:
+            self._planned = None
             refused = isinstance(error, ValueError) and not changes.begun
             name = "" if refused else f"{type(error).__name__}: "
             return _of_all_ranks(UpdateFailure(f"{name}{error}", changes.begun, refused))

@@ -118,7 +118,9 @@ class GatheredTensor(TiledTensor):
         return parts
 
     def _own(self, overlaps: Sequence[Overlap]) -> list[Tensor]:
-        return [overlap.of(self.own[overlap.chunk].memory()) for overlap in overlaps]
+        # Once each: of FP8 it is a copy.
+        chunks = {at: self.own[at].memory() for at in {overlap.chunk for overlap in overlaps}}
+        return [overlap.of(chunks[overlap.chunk]) for overlap in overlaps]
 
 
 def describe(entry: ShardedTensor) -> ShardMetadata:

@@ -215,6 +215,13 @@ class TestErrors:
         with pytest.raises(ValueError, match="num_speculative_tokens 1 needs a checkpoint with"):
             LLM(folder, num_speculative_tokens=1)
 
+    def test_a_tokenizer_that_is_none(self, folder, tmp_path):
+        """It is opened while the processes load the model, which then end."""
+        before = psutil.Process().children()
+        with pytest.raises(ValueError, match="tokenizer"):
+            LLM(folder, tokenizer=tmp_path / "nothing")
+        assert psutil.Process().children() == before
+
 
 class _TwoRanks(ProcessRunner):
     """Rank 0 reports an error at once; rank 1 does something else."""
