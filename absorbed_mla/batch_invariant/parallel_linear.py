@@ -42,6 +42,11 @@ class Share:
         """That a rank has."""
         return parts.own(self.group)
 
+    def summed(self, left: Tensor, right: Tensor) -> Tensor:
+        """The sum of this rank's parts of ``left`` times ``right``, rounded if no other has any."""
+        dtype = left.dtype if self.group.size() == 1 else None
+        return parts.summed_product(left, right, self.parts, self.stride, dtype)
+
     def gather(self, x: Tensor) -> Tensor:
         """All tokens, from this rank's."""
         if not self.sequence_parallel:
@@ -79,7 +84,7 @@ class _Column(torch.autograd.Function):
         share, rows = ctx.share, _rows(grad)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = parts.summed_product(rows, weight, share.parts, share.stride)
+            dx = share.summed(rows, weight)
             dx = share.total(dx.view(*grad.shape[:-1], x.shape[-1]), x.dtype)
         if ctx.needs_input_grad[1]:
             dw = products.of_part(rows.T, _rows(share.gather(x)), weight.dtype)
@@ -93,7 +98,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, share: Share) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.share = share
-        found = parts.summed_product(_rows(x), weight.T, share.parts)
+        found = share.summed(_rows(x), weight.T)
         return share.total(found.view(*x.shape[:-1], len(weight)), x.dtype)
 
     @staticmethod

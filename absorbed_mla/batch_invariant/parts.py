@@ -123,8 +123,10 @@ def by_parts(function: Callable[..., T], dims: Sequence[int], *tensors: Tensor) 
     return [function(*some) for some in zip(*slices)]
 
 
-def summed_product(left: Tensor, right: Tensor, number: int, stride: int = 1) -> Tensor:
-    """The sum of ``number`` parts of a product of matrices, in fp32 (fp64).
+def summed_product(
+    left: Tensor, right: Tensor, number: int, stride: int = 1, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum of ``number`` parts of a product of matrices.
 
     Args:
         left: [rows, summands].
@@ -132,11 +134,17 @@ def summed_product(left: Tensor, right: Tensor, number: int, stride: int = 1) ->
         number: Of parts.
         stride: Pieces that make up a part; the first piece of all parts comes first, as a rank has
             its gates before its up-projections.
+        dtype: Of the result, rounded once; None: fp32 (fp64), in which parts are added.
     """
-    slices = zip(split(left, number * stride, 1), split(right, number * stride, 0))
-    dtype = wide(left.dtype)
-    pieces = [products.of_part(x, y, dtype) for x, y in slices]
-    return tree_sum([tree_sum(pieces[part::number]) for part in range(number)])
+    leaves, dtype = number * stride, dtype or wide(left.dtype)
+    split_size(left.shape[1], leaves)
+    found = products.by_tree(left, right, leaves, stride, dtype)
+    if found is not None:
+        return found
+    slices = zip(split(left, leaves, 1), split(right, leaves, 0))
+    pieces = [products.of_part(x, y, wide(left.dtype)) for x, y in slices]
+    total = tree_sum([tree_sum(pieces[part::number]) for part in range(number)])
+    return total.to(dtype)
 
 
 def side_by_side(left: Tensor, right: Tensor, number: int) -> Tensor:

@@ -57,6 +57,24 @@ def of_part(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left.to(dtype), matrix.T if turned else matrix)
 
 
+def by_tree(
+    left: Tensor, right: Tensor, leaves: int, runs: int, dtype: torch.dtype
+) -> Tensor | None:
+    """``left`` times ``right``, summed by a tree in one kernel; None where there is none.
+
+    Args:
+        left: [rows, summands].
+        right: [summands, columns].
+        leaves: See ``kernels/invariant/tree_product.py``, like ``runs``.
+        dtype: Of the result, which is rounded once.
+    """
+    if not left.is_cuda or not _has_kernel(left, right):
+        return None
+    from absorbed_mla.kernels.invariant.tree_product import tree_product
+
+    return tree_product(left, right, leaves, runs, dtype)
+
+
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
     """Whether the kernel takes them: not fp64, integers, or what cannot be multiplied."""
     return (

@@ -14,7 +14,8 @@ from absorbed_mla.dims import MLADims
 
 AUTO = "auto"
 # Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, their
-# gradient in fp32, once in the order of the sequences and once in that of the ranks.
+# gradient in fp32, once in the order of the sequences and once in that of the ranks. More are fine
+# where they are not more than this rank's queries and outputs with their gradients.
 _MOST_GATHERED = 2**32
 
 
@@ -35,7 +36,7 @@ def choose(
     """
     item = torch.finfo(dtype).bits // 8
     gathered = cp_size * local_tokens * dims.kv_down_dim
-    if gathered * (item + 2 * 4) > _MOST_GATHERED:
-        return "p2p", False
     own = local_tokens * dims.num_heads_per_rank * (dims.qk_head_dim + dims.v_head_dim)
+    if gathered * (item + 2 * 4) > max(_MOST_GATHERED, 2 * item * own):
+        return "p2p", False
     return "all_gather", keep and gathered <= own

@@ -56,7 +56,7 @@ from absorbed_mla.kernels.added_norm import added_norm
 from absorbed_mla.kernels.dsa import key_lists
 from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
 from absorbed_mla.kernels.dsa.index_scores import index_scores
-from absorbed_mla.kernels.invariant import grouped_product, tiles
+from absorbed_mla.kernels.invariant import grouped_product, tiles, tree_product
 from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
 from absorbed_mla.kernels.invariant.row_topk import row_topk
@@ -343,6 +343,11 @@ def invariant_kernels() -> None:
     # Of several parts and of one, each with all that adds code.
     matrix_product(x, weight.T, weight[:, 0].contiguous(), tile=tiles.WIDE_TILE)
     matrix_product(x.T, x, x[0], tile=tiles.WIDE_TILE)
+    for tile in tree_product.TILES:
+        tree_product.tree_product(x, weight.T, 8, tile=tile, subtrees=1)
+    tree_product.tree_product(x, weight, 16, 2, torch.float32, subtrees=4)
+    for dtype in (BF16, torch.float32):
+        tree_product.tree_product(x, x.T, 8, 2, dtype, tile=tiles.WIDE_TILE)
     ends, weights = zeros(256, dtype=INT32), zeros(256, 128, 7168)
     for tile in grouped_product.TILES:
         for taken in (None, zeros(TOKENS, dtype=torch.int64)):

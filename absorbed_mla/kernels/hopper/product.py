@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from absorbed_mla.kernels.hopper.product_kernel import multiply_rows
-from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP
+from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP, waiting_levels
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
+from absorbed_mla.kernels.scratch import not_filled
 
 
 def can_multiply(left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor) -> bool:
@@ -21,12 +23,29 @@ def can_multiply(left: Tensor, right: Tensor, bias: Tensor | None, result: Tenso
         bias: What can be expanded to [rows, columns], or None; the same for all rows.
         result: [rows, columns].
     """
-    if left.dtype not in (torch.bfloat16, torch.float16) or not left.numel():
-        return False
-    mapped = has_map(result) and all(has_map(x) or has_map(x.T) for x in (left, right))
     columns = result.shape[1]
     biased = bias is None or (bias.is_contiguous() and bias.numel() == bias.shape[-1] == columns)
-    return result.dtype == left.dtype and mapped and biased
+    return _have_maps(left, right, result) and result.dtype == left.dtype and biased
+
+
+def can_multiply_by_tree(left: Tensor, right: Tensor, result: Tensor, leaf: int) -> bool:
+    """Whether ``multiply_by_tree`` takes these.
+
+    Args:
+        left: See ``can_multiply``, like ``right``.
+        result: [rows, columns], also in fp32, contiguous then.
+        leaf: Summands of a leaf.
+    """
+    if result.dtype not in (left.dtype, torch.float32) or leaf % STEP.value:
+        return False
+    contiguous = result.dtype == left.dtype or result.is_contiguous()
+    return contiguous and _have_maps(left, right, result)
+
+
+def _have_maps(left: Tensor, right: Tensor, result: Tensor) -> bool:
+    if left.dtype not in (torch.bfloat16, torch.float16) or not left.numel():
+        return False
+    return has_map(result) and all(has_map(x) or has_map(x.T) for x in (left, right))
 
 
 def multiply(
@@ -40,24 +59,77 @@ def multiply(
         part: Summands of a part, a multiple of 64.
         stages: Steps of 64 summands in shared memory, at most 4.
     """
+    _launch(
+        left,
+        right,
+        tensor_map(result, (ROWS.value, QUARTER.value)),
+        result if bias is None else bias,
+        part,
+        STAGES=stages,
+        LEAVES=0,
+        RUNS=1,
+        SEVERAL=left.shape[1] > part,
+        HAS_BIAS=bias is not None,
+        FP32_RESULT=False,
+    )
+
+
+def multiply_by_tree(
+    left: Tensor, right: Tensor, result: Tensor, leaves: int, runs: int, stages: int
+) -> None:
+    """``left @ right`` in the order of invariant/tree_product.py.
+
+    Args:
+        left: See ``can_multiply_by_tree``, like the next two.
+        result: Written.
+        leaves: A power of 2, at least 2.
+        runs: As there.
+        stages: See ``multiply``.
+    """
+    assert can_multiply_by_tree(left, right, result, left.shape[1] // leaves), "not for this tile"
+    with not_filled():
+        shape = processors(left.device), 2, waiting_levels(leaves), ROWS.value, COLUMNS.value
+        waiting = torch.empty(shape, dtype=torch.float32, device=left.device)
+    fp32 = result.dtype == torch.float32
+    _launch(
+        left,
+        right,
+        result if fp32 else tensor_map(result, (ROWS.value, QUARTER.value)),
+        waiting,
+        left.shape[1] // leaves,
+        STAGES=stages,
+        LEAVES=leaves,
+        RUNS=runs,
+        SEVERAL=True,
+        HAS_BIAS=False,
+        FP32_RESULT=fp32,
+    )
+
+
+def _launch(
+    left: Tensor,
+    right: Tensor,
+    result: Tensor | TensorDescriptor,
+    more: Tensor,
+    part: int,
+    **constants: int,
+) -> None:
     (rows, summands), columns = left.shape, right.shape[1]
-    step = STEP.value
     row_tiles, column_tiles = -(-rows // (2 * ROWS.value)), -(-columns // COLUMNS.value)
     launch(
         multiply_rows,
         (min(processors(left.device), row_tiles * column_tiles),),
         _operand_map(left, 2 * ROWS.value),
         _operand_map(right.T, COLUMNS.value),
-        tensor_map(result, (ROWS.value, QUARTER.value)),
-        result if bias is None else bias,
+        result,
+        more,
         row_tiles,
         column_tiles,
-        -(-summands // step),
-        part // step,
+        -(-summands // STEP.value),
+        part // STEP.value,
+        rows,
         columns,
-        STAGES=stages,
-        SEVERAL=summands > part,
-        HAS_BIAS=bias is not None,
+        **constants,
         num_warps=4,
     )
 

@@ -1,4 +1,4 @@
-"""The Hopper GEMM of parity mode: each element is summed in the order of invariant/parts.py.
+"""The Hopper GEMM of parity mode: sums in the order of invariant/parts.py or invariant/tree.py.
 
 A program computes one tile of 128 x 256 elements after another. The warps have three roles:
 
@@ -8,7 +8,8 @@ A program computes one tile of 128 x 256 elements after another. The warps have 
 
 A role has registers for the sums of a part, which the tensor cores add to, and for three quarters
 as many others. So of the sums of the parts before, it keeps three quarters of the columns there and
-one in shared memory, where results wait later until they are copied to memory.
+one in shared memory, where results wait later until they are copied to memory. Leaves of a
+tree wait for their neighbours in memory, which the L2 cache holds.
 
 While a role does something else than to multiply, the other multiplies, if it is behind or ahead.
 So the second role begins a stage later.
@@ -32,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from absorbed_mla.kernels.hopper.backward_fragments import keep_order
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.product_shared import (
     BUFFERS,
@@ -41,6 +43,7 @@ from absorbed_mla.kernels.hopper.product_shared import (
     STEP,
     allocate,
     is_transposed,
+    waiting_levels,
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.invariant.groups import place_in_groups
@@ -66,6 +69,7 @@ class Work:
         column_tiles: Those beside each other.
         steps: Of an element's sum, each of 64 summands.
         part_steps: Of each of its parts but the last.
+        rows: Of the product.
         columns: Of the product.
     """
 
@@ -73,6 +77,7 @@ class Work:
     column_tiles: gl.tensor
     steps: gl.tensor
     part_steps: gl.tensor
+    rows: gl.tensor
     columns: gl.tensor
 
     @gluon.jit
@@ -91,9 +96,18 @@ class Work:
         """How many there are."""
         return (self.steps - 1) // self.part_steps
 
+    @gluon.jit
+    def summand(self, step, LEAVES: gl.constexpr, RUNS: gl.constexpr):
+        """The first one of a step."""
+        if LEAVES and RUNS > 1:
+            leaf = step // self.part_steps
+            run = leaf % RUNS * (LEAVES // RUNS) + leaf // RUNS
+            step = run * self.part_steps + step % self.part_steps
+        return step * STEP
+
 
 @gluon.jit
-def _load_role(work, shared, left, right):
+def _load_role(work, shared, left, right, LEAVES: gl.constexpr, RUNS: gl.constexpr):
     """Load the operands of every step when its stage is free."""
     index = gl.to_tensor(0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
@@ -101,8 +115,9 @@ def _load_role(work, shared, left, right):
         for step in range(work.steps):
             full = shared.ring.acquire(index, left.block_type.nbytes + right.block_type.nbytes)
             stage, _ = shared.ring.position(index)
-            _load(left, row, step * STEP, full, shared.left.index(stage))
-            _load(right, column, step * STEP, full, shared.right.index(stage))
+            summand = work.summand(step, LEAVES, RUNS)
+            _load(left, row, summand, full, shared.left.index(stage))
+            _load(right, column, summand, full, shared.right.index(stage))
             index += 1
 
 
@@ -117,14 +132,25 @@ def _load(operand, first, summand, full, target):
 
 @gluon.jit
 def _multiply_role(
-    work, shared, result, bias, ROLE: gl.constexpr, SEVERAL: gl.constexpr, HAS_BIAS: gl.constexpr
+    work,
+    shared,
+    result,
+    more,
+    ROLE: gl.constexpr,
+    LEAVES: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    FP32_RESULT: gl.constexpr,
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
     if ROLE == 1 and work.steps > _LATER:
         mbarrier.wait(shared.ring.full.index(_LATER), 0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
-        quarters = _sum(work, shared, index, ROLE, SEVERAL)
+        if LEAVES:
+            quarters = _sum_by_tree(work, shared, index, more, ROLE, LEAVES)
+        else:
+            quarters = _sum(work, shared, index, ROLE, SEVERAL)
         index += work.steps
         row, column = work.place(tile)
         row += ROLE * ROWS
@@ -132,8 +158,11 @@ def _multiply_role(
             values = quarters[number]
             first = column + number * QUARTER
             if HAS_BIAS:
-                values = _add_bias(values, bias, first, work.columns)
-            _store(shared, result, values, row, first, ROLE, number)
+                values = _add_bias(values, more, first, work.columns)
+            if FP32_RESULT:
+                _store_fp32(result, values, row, first, work)
+            else:
+                _store(shared, result, values, row, first, ROLE, number)
     tma.store_wait(0)
 
 
@@ -169,6 +198,66 @@ def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
         # A sum of parts begins with +0, which makes +0 of a part that is -0.
         quarters = (q_0 + 0.0, q_1 + 0.0, q_2 + 0.0, q_3 + 0.0)
     return quarters
+
+
+@gluon.jit
+def _sum_by_tree(work, shared, index, waiting, ROLE: gl.constexpr, LEAVES: gl.constexpr):
+    """:func:`_sum` of leaves; one, and a sum of several, waits for its neighbour in memory."""
+    LEVELS: gl.constexpr = waiting_levels(LEAVES)
+    # [2, levels, 64, 256] of each program, of which a role has one.
+    waiting += (gl.program_id(0) * 2 + ROLE) * (LEVELS * ROWS * COLUMNS)
+    for leaf in range(LEAVES - 1):
+        q_0, q_1, q_2, q_3 = _sum_part(shared, index, work.part_steps, ROLE)
+        index = index + work.part_steps
+        rest, level = leaf, waiting
+        while rest % 2 == 1:
+            q_0, q_1, q_2, q_3 = _add_waiting(level, q_0, q_1, q_2, q_3)
+            rest = rest // 2
+            level += ROWS * COLUMNS
+        gl.store(level + _places(0), q_0)
+        gl.store(level + _places(1), q_1)
+        gl.store(level + _places(2), q_2)
+        gl.store(level + _places(3), q_3)
+        # Else ptxas stores them behind the next product, for which registers do not suffice.
+        keep_order()
+    q_0, q_1, q_2, q_3 = _sum_part(shared, index, work.part_steps, ROLE)
+    for number in gl.static_range(LEVELS):
+        level = waiting + number * (ROWS * COLUMNS)
+        q_0, q_1, q_2, q_3 = _add_waiting(level, q_0, q_1, q_2, q_3)
+        keep_order()
+    # +0 where a sum is -0, as in :func:`_sum`.
+    return q_0 + 0.0, q_1 + 0.0, q_2 + 0.0, q_3 + 0.0
+
+
+@gluon.jit
+def _add_waiting(level, q_0, q_1, q_2, q_3):
+    """Sums with those that wait on a level."""
+    return (
+        gl.load(level + _places(0)) + q_0,
+        gl.load(level + _places(1)) + q_1,
+        gl.load(level + _places(2)) + q_2,
+        gl.load(level + _places(3)) + q_3,
+    )
+
+
+@gluon.jit
+def _places(NUMBER: gl.constexpr, width=COLUMNS):
+    """Offsets of a quarter's elements in rows of so many, which each thread reads and writes."""
+    layout: gl.constexpr = accumulator_layout(QUARTER, 1)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = NUMBER * QUARTER + gl.arange(0, QUARTER, gl.SliceLayout(0, layout))
+    return row[:, None] * width + column[None, :]
+
+
+@gluon.jit
+def _store_fp32(result, values, row, column, work):
+    """Write a quarter of a role's result in fp32."""
+    layout: gl.constexpr = accumulator_layout(QUARTER, 1)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < work.rows
+    columns = column + gl.arange(0, QUARTER, gl.SliceLayout(0, layout)) < work.columns
+    result += gl.to_tensor(row).to(gl.int64) * work.columns + column
+    there = rows[:, None] & columns[None, :]
+    gl.store(result + _places(0, work.columns), values, mask=there)
 
 
 @gluon.jit
@@ -228,20 +317,26 @@ def _store(shared, result, values, row, column, ROLE: gl.constexpr, NUMBER: gl.c
     tma.async_copy_shared_to_global(result, [row, column], buffer)
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "columns"])
+@gluon.jit(
+    do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "rows", "columns"]
+)
 def multiply_rows(
     left,
     right,
     result,
-    bias,
+    more,
     row_tiles,
     column_tiles,
     steps,
     part_steps,
+    rows,
     columns,
     STAGES: gl.constexpr,
+    LEAVES: gl.constexpr,
+    RUNS: gl.constexpr,
     SEVERAL: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    FP32_RESULT: gl.constexpr,
 ):
     """The product of rows and columns, by any number of programs.
 
@@ -250,20 +345,24 @@ def multiply_rows(
             [64, 128].
         right: Likewise of [columns, summands] in boxes [256, 64], or of [summands, columns] in
             boxes [64, 256].
-        result: Of [rows, columns] in boxes [64, 64].
-        bias: [columns], contiguous; not read without HAS_BIAS.
-        row_tiles: See ``Work``, like the next four.
+        result: Of [rows, columns] in boxes [64, 64], or with FP32_RESULT [rows, columns].
+        more: The bias [columns], contiguous, with HAS_BIAS; with LEAVES fp32 [programs, 2, levels,
+            64, 256], whose levels are one less than those of the tree.
+        row_tiles: See ``Work``, like the next five.
         STAGES: Of the ring, at most 4.
+        LEAVES: Of the tree, each a part; 0: parts are added one after the other.
+        RUNS: As in invariant/tree_product.py.
         SEVERAL: Whether there is more than one part.
         HAS_BIAS: Whether there is one.
+        FP32_RESULT: Whether the result is in fp32.
     """
-    work = Work(row_tiles, column_tiles, steps, part_steps, columns)
+    work = Work(row_tiles, column_tiles, steps, part_steps, rows, columns)
     shared = allocate(left, right, STAGES)
     gl.warp_specialize(
         [
-            (_multiply_role, (work, shared, result, bias, 0, SEVERAL, HAS_BIAS)),
-            (_multiply_role, (work, shared, result, bias, 1, SEVERAL, HAS_BIAS)),
-            (_load_role, (work, shared, left, right)),
+            (_multiply_role, (work, shared, result, more, 0, LEAVES, SEVERAL, HAS_BIAS, FP32_RESULT)),
+            (_multiply_role, (work, shared, result, more, 1, LEAVES, SEVERAL, HAS_BIAS, FP32_RESULT)),
+            (_load_role, (work, shared, left, right, LEAVES, RUNS)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],

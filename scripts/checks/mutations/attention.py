@@ -8,6 +8,7 @@ MUTATIONS = read(
     r"""
 absorbed_mla/context_parallel/choice.py
   gathered_in_the_wrong_memory: keep and gathered <= own -> keep
+  gathered_beyond_what_backward_holds: max(_MOST_GATHERED, 2 * item * own) -> _MOST_GATHERED
 absorbed_mla/context_parallel/layout.py
   late_chunk_of_a_rank: return rank, 2 * self.cp_size - 1 - rank -> return rank, self.cp_size + rank
   positions_in_the_pack: self.tokens() - self.sequences.zeros().repeat_interleave(slots)

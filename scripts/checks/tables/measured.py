@@ -397,13 +397,17 @@ def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[
     return made
 
 
-@_of("long-context/dsa-1m.json", "long-context/long.json")
+@_of("long-context/long.json")
 def long_table(*files: Path) -> str:
     """One rank's step at long contexts, with the settings; what was not measured says why."""
     numbers = ("step", "select", "attention_forward", "attention_backward", "loss", "other")
     numbers = tuple(f"{name}_ms" for name in (*numbers, "exposed", "total", "exchange"))
     lines = []
-    for row in (row for file in files for row in LongReport.read(file).rows):
+
+    def place(row: Any) -> tuple:
+        return row.case.work, row.case.heads, row.case.tokens, row.case.cp
+
+    for row in sorted((row for file in files for row in LongReport.read(file).rows), key=place):
         case, more = row.case, row.more
         if not more:
             continue  # --time-limit left it out

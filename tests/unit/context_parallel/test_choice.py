@@ -28,8 +28,11 @@ def dims(heads: int) -> MLADims:
         (16, 128 * K, 8, ("all_gather", True)),
         (16, 128 * K, 16, ("all_gather", False)),
         # 5760 bytes of a token, 4 GiB at most.
-        (128, 704 * K, 8, ("all_gather", True)),
-        (128, 768 * K, 8, ("p2p", False)),
+        (128, 704 * K, 32, ("all_gather", True)),
+        (128, 768 * K, 32, ("p2p", False)),
+        # Or those of 163,840 numbers of this rank's.
+        (128, 1024 * K, 28, ("all_gather", True)),
+        (16, 1024 * K, 4, ("p2p", False)),
     ],
 )
 def test_choice(heads, tokens, cp_size, expected):
@@ -40,8 +43,8 @@ def test_choice(heads, tokens, cp_size, expected):
 
 
 def test_wider_latents_take_more_memory():
-    assert choose(dims(128), 64 * K, 8, torch.float32, keep=True)[0] == "all_gather"
-    assert choose(dims(128), 88 * K, 8, torch.float32, keep=True)[0] == "p2p"
+    assert choose(dims(16), 64 * K, 8, torch.float32, keep=True)[0] == "all_gather"
+    assert choose(dims(16), 88 * K, 8, torch.float32, keep=True)[0] == "p2p"
 
 
 @pytest.mark.parametrize(

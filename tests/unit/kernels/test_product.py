@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla.batch_invariant.tree import tree_sum
 from tests.support import needs
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import amid_nan
@@ -140,3 +141,29 @@ def test_what_it_cannot_multiply():
     assert not product.can_multiply(left[:, :0], right[:0], None, narrow)
     assert not product.can_multiply(left[:, ::2], right[::2], None, narrow)
     assert not product.can_multiply(left, right[:, :20].contiguous().T[:20].T, None, narrow[:, :20])
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize(("leaves", "runs"), [(2, 1), (2, 2), (4, 1), (8, 2), (16, 1)])
+def test_tree(leaves, runs, fp32, monkeypatch):
+    """Of leaves of which every other one is large, so that their order is seen."""
+    monkeypatch.setattr(product, "processors", lambda device: 2)
+    left, right = operands(ROWS, COLUMNS, 64 * leaves, part=64)
+    for leaf in range(0, leaves, 2):
+        left[:, leaf * 64 : (leaf + 1) * 64] = 0
+        left[:, leaf * 64], right[leaf * 64] = 4096 * (1 - leaf % 4), 4096 * (1 + leaf)
+    if fp32:  # contiguous
+        result = torch.full((ROWS + 2, COLUMNS), torch.nan)[1:-1]
+    else:
+        result = amid_nan(torch.full((ROWS, COLUMNS), torch.nan, dtype=BF16))
+    with emulated(product, "multiply_rows", "product_kernel"):
+        product.multiply_by_tree(left, right, result, leaves, runs, 4)
+    assert result._base.isnan().sum() == result._base.numel() - result.numel()
+    leaf = torch.arange(leaves)
+    order = leaf % runs * (leaves // runs) + leaf // runs
+    products = [
+        (a.double() @ b.double()).float() for a, b in zip(left.split(64, 1), right.split(64))
+    ]
+    assert torch.equal(result, tree_sum([products[one] for one in order]).to(result.dtype))
+    if leaves > 4:
+        assert not torch.equal(sum(products), tree_sum(products)), "any order would do"
