@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
 from absorbed_mla.kernels.hopper.product_kernel import multiply_rows
-from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP, waiting_levels
+from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
+from absorbed_mla.kernels.hopper.tree_product_kernel import (
+    WIDTH,
+    multiply_leaves,
+    waiting_levels,
+)
 from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
@@ -59,18 +62,19 @@ def multiply(
         part: Summands of a part, a multiple of 64.
         stages: Steps of 64 summands in shared memory, at most 4.
     """
-    _launch(
-        left,
-        right,
+    sizes = _sizes(left, right, COLUMNS.value, part)
+    launch(
+        multiply_rows,
+        (min(processors(left.device), sizes[0] * sizes[1]),),
+        _operand_map(left, 2 * ROWS.value),
+        _operand_map(right.T, COLUMNS.value),
         tensor_map(result, (ROWS.value, QUARTER.value)),
         result if bias is None else bias,
-        part,
+        *sizes,
         STAGES=stages,
-        LEAVES=0,
-        RUNS=1,
         SEVERAL=left.shape[1] > part,
         HAS_BIAS=bias is not None,
-        FP32_RESULT=False,
+        num_warps=4,
     )
 
 
@@ -86,52 +90,35 @@ def multiply_by_tree(
         runs: As there.
         stages: See ``multiply``.
     """
-    assert can_multiply_by_tree(left, right, result, left.shape[1] // leaves), "not for this tile"
+    leaf = left.shape[1] // leaves
+    assert can_multiply_by_tree(left, right, result, leaf), "not for this tile"
+    sizes = _sizes(left, right, WIDTH.value, leaf)
+    programs = min(processors(left.device), sizes[0] * sizes[1])
     with not_filled():
-        shape = processors(left.device), 2, waiting_levels(leaves), ROWS.value, COLUMNS.value
+        shape = programs, 2, waiting_levels(leaves), ROWS.value, WIDTH.value
         waiting = torch.empty(shape, dtype=torch.float32, device=left.device)
     fp32 = result.dtype == torch.float32
-    _launch(
-        left,
-        right,
+    launch(
+        multiply_leaves,
+        (programs,),
+        _operand_map(left, 2 * ROWS.value),
+        _operand_map(right.T, WIDTH.value),
         result if fp32 else tensor_map(result, (ROWS.value, QUARTER.value)),
         waiting,
-        left.shape[1] // leaves,
+        *sizes,
         STAGES=stages,
         LEAVES=leaves,
         RUNS=runs,
-        SEVERAL=True,
-        HAS_BIAS=False,
-        FP32_RESULT=fp32,
-    )
-
-
-def _launch(
-    left: Tensor,
-    right: Tensor,
-    result: Tensor | TensorDescriptor,
-    more: Tensor,
-    part: int,
-    **constants: int,
-) -> None:
-    (rows, summands), columns = left.shape, right.shape[1]
-    row_tiles, column_tiles = -(-rows // (2 * ROWS.value)), -(-columns // COLUMNS.value)
-    launch(
-        multiply_rows,
-        (min(processors(left.device), row_tiles * column_tiles),),
-        _operand_map(left, 2 * ROWS.value),
-        _operand_map(right.T, COLUMNS.value),
-        result,
-        more,
-        row_tiles,
-        column_tiles,
-        -(-summands // STEP.value),
-        part // STEP.value,
-        rows,
-        columns,
-        **constants,
+        FP32=fp32,
         num_warps=4,
     )
+
+
+def _sizes(left: Tensor, right: Tensor, width: int, part: int) -> tuple[int, ...]:
+    """What ``Work`` of product_kernel.py has, of tiles of so many columns."""
+    (rows, summands), columns, step = left.shape, right.shape[1], STEP.value
+    tiles = -(-rows // (2 * ROWS.value)), -(-columns // width)
+    return *tiles, -(-summands // step), part // step, rows, columns
 
 
 def _operand_map(x: Tensor, rows: int):

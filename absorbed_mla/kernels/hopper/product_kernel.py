@@ -1,4 +1,4 @@
-"""The Hopper GEMM of parity mode: sums in the order of invariant/parts.py or invariant/tree.py.
+"""The Hopper GEMM of parity mode: each element is summed in the order of invariant/parts.py.
 
 A program computes one tile of 128 x 256 elements after another. The warps have three roles:
 
@@ -8,8 +8,7 @@ A program computes one tile of 128 x 256 elements after another. The warps have 
 
 A role has registers for the sums of a part, which the tensor cores add to, and for three quarters
 as many others. So of the sums of the parts before, it keeps three quarters of the columns there and
-one in shared memory, where results wait later until they are copied to memory. Leaves of a
-tree wait for their neighbours in memory, which the L2 cache holds.
+one in shared memory, where results wait later until they are copied to memory.
 
 While a role does something else than to multiply, the other multiplies, if it is behind or ahead.
 So the second role begins a stage later.
@@ -33,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.backward_fragments import keep_order
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.product_shared import (
     BUFFERS,
@@ -43,7 +41,6 @@ from absorbed_mla.kernels.hopper.product_shared import (
     STEP,
     allocate,
     is_transposed,
-    waiting_levels,
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.invariant.groups import place_in_groups
@@ -56,7 +53,7 @@ LOAD_REGISTERS = gl.constexpr(24)
 # Tiles of rows that are computed side by side: 132 programs read 16 of these and 8 of columns.
 _GROUP = gl.constexpr(16)
 # Stages that the second role begins later, fewer than there are.
-_LATER = gl.constexpr(1)
+LATER = gl.constexpr(1)
 _place_in_groups = gluon.jit(place_in_groups)
 
 
@@ -86,43 +83,33 @@ class Work:
         return self.row_tiles * self.column_tiles
 
     @gluon.jit
-    def place(self, tile):
-        """First row and column of a tile."""
+    def place(self, tile, WIDTH: gl.constexpr):
+        """First row and column of a tile that has so many columns."""
         row, column = _place_in_groups(tile, self.row_tiles, self.column_tiles, _GROUP)
-        return row * (2 * ROWS), column * COLUMNS
+        return row * (2 * ROWS), column * WIDTH
 
     @gluon.jit
     def parts_before_the_last(self):
         """How many there are."""
         return (self.steps - 1) // self.part_steps
 
-    @gluon.jit
-    def summand(self, step, LEAVES: gl.constexpr, RUNS: gl.constexpr):
-        """The first one of a step."""
-        if LEAVES and RUNS > 1:
-            leaf = step // self.part_steps
-            run = leaf % RUNS * (LEAVES // RUNS) + leaf // RUNS
-            step = run * self.part_steps + step % self.part_steps
-        return step * STEP
-
 
 @gluon.jit
-def _load_role(work, shared, left, right, LEAVES: gl.constexpr, RUNS: gl.constexpr):
+def _load_role(work, shared, left, right):
     """Load the operands of every step when its stage is free."""
     index = gl.to_tensor(0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
-        row, column = work.place(tile)
+        row, column = work.place(tile, COLUMNS)
         for step in range(work.steps):
             full = shared.ring.acquire(index, left.block_type.nbytes + right.block_type.nbytes)
             stage, _ = shared.ring.position(index)
-            summand = work.summand(step, LEAVES, RUNS)
-            _load(left, row, summand, full, shared.left.index(stage))
-            _load(right, column, summand, full, shared.right.index(stage))
+            load_step(left, row, step * STEP, full, shared.left.index(stage))
+            load_step(right, column, step * STEP, full, shared.right.index(stage))
             index += 1
 
 
 @gluon.jit
-def _load(operand, first, summand, full, target):
+def load_step(operand, first, summand, full, target):
     """Begin to load summands of the rows or columns from ``first`` on."""
     if is_transposed(operand.block_shape):
         tma.async_copy_global_to_shared(operand, [summand, first], full, target)
@@ -132,37 +119,23 @@ def _load(operand, first, summand, full, target):
 
 @gluon.jit
 def _multiply_role(
-    work,
-    shared,
-    result,
-    more,
-    ROLE: gl.constexpr,
-    LEAVES: gl.constexpr,
-    SEVERAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    FP32_RESULT: gl.constexpr,
+    work, shared, result, bias, ROLE: gl.constexpr, SEVERAL: gl.constexpr, HAS_BIAS: gl.constexpr
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
-    if ROLE == 1 and work.steps > _LATER:
-        mbarrier.wait(shared.ring.full.index(_LATER), 0)
+    if ROLE == 1 and work.steps > LATER:
+        mbarrier.wait(shared.ring.full.index(LATER), 0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
-        if LEAVES:
-            quarters = _sum_by_tree(work, shared, index, more, ROLE, LEAVES)
-        else:
-            quarters = _sum(work, shared, index, ROLE, SEVERAL)
+        quarters = _sum(work, shared, index, ROLE, SEVERAL)
         index += work.steps
-        row, column = work.place(tile)
+        row, column = work.place(tile, COLUMNS)
         row += ROLE * ROWS
         for number in gl.static_range(4):
             values = quarters[number]
             first = column + number * QUARTER
             if HAS_BIAS:
-                values = _add_bias(values, more, first, work.columns)
-            if FP32_RESULT:
-                _store_fp32(result, values, row, first, work)
-            else:
-                _store(shared, result, values, row, first, ROLE, number)
+                values = _add_bias(values, bias, first, work.columns)
+            store_quarter(shared, result, values, row, first, ROLE, number)
     tma.store_wait(0)
 
 
@@ -201,69 +174,16 @@ def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
 
 
 @gluon.jit
-def _sum_by_tree(work, shared, index, waiting, ROLE: gl.constexpr, LEAVES: gl.constexpr):
-    """:func:`_sum` of leaves; one, and a sum of several, waits for its neighbour in memory."""
-    LEVELS: gl.constexpr = waiting_levels(LEAVES)
-    # [2, levels, 64, 256] of each program, of which a role has one.
-    waiting += (gl.program_id(0) * 2 + ROLE) * (LEVELS * ROWS * COLUMNS)
-    for leaf in range(LEAVES - 1):
-        q_0, q_1, q_2, q_3 = _sum_part(shared, index, work.part_steps, ROLE)
-        index = index + work.part_steps
-        rest, level = leaf, waiting
-        while rest % 2 == 1:
-            q_0, q_1, q_2, q_3 = _add_waiting(level, q_0, q_1, q_2, q_3)
-            rest = rest // 2
-            level += ROWS * COLUMNS
-        gl.store(level + _places(0), q_0)
-        gl.store(level + _places(1), q_1)
-        gl.store(level + _places(2), q_2)
-        gl.store(level + _places(3), q_3)
-        # Else ptxas stores them behind the next product, for which registers do not suffice.
-        keep_order()
-    q_0, q_1, q_2, q_3 = _sum_part(shared, index, work.part_steps, ROLE)
-    for number in gl.static_range(LEVELS):
-        level = waiting + number * (ROWS * COLUMNS)
-        q_0, q_1, q_2, q_3 = _add_waiting(level, q_0, q_1, q_2, q_3)
-        keep_order()
-    # +0 where a sum is -0, as in :func:`_sum`.
-    return q_0 + 0.0, q_1 + 0.0, q_2 + 0.0, q_3 + 0.0
-
-
-@gluon.jit
-def _add_waiting(level, q_0, q_1, q_2, q_3):
-    """Sums with those that wait on a level."""
-    return (
-        gl.load(level + _places(0)) + q_0,
-        gl.load(level + _places(1)) + q_1,
-        gl.load(level + _places(2)) + q_2,
-        gl.load(level + _places(3)) + q_3,
-    )
-
-
-@gluon.jit
-def _places(NUMBER: gl.constexpr, width=COLUMNS):
-    """Offsets of a quarter's elements in rows of so many, which each thread reads and writes."""
-    layout: gl.constexpr = accumulator_layout(QUARTER, 1)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = NUMBER * QUARTER + gl.arange(0, QUARTER, gl.SliceLayout(0, layout))
-    return row[:, None] * width + column[None, :]
-
-
-@gluon.jit
-def _store_fp32(result, values, row, column, work):
-    """Write a quarter of a role's result in fp32."""
-    layout: gl.constexpr = accumulator_layout(QUARTER, 1)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < work.rows
-    columns = column + gl.arange(0, QUARTER, gl.SliceLayout(0, layout)) < work.columns
-    result += gl.to_tensor(row).to(gl.int64) * work.columns + column
-    there = rows[:, None] & columns[None, :]
-    gl.store(result + _places(0, work.columns), values, mask=there)
-
-
-@gluon.jit
 def _sum_part(shared, index, steps, ROLE: gl.constexpr):
     """The sums of so many steps, as four times [64, 64]."""
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS, 1))
+    left, right = halves(sum_steps(shared, index, steps, ROLE, COLUMNS))
+    return halves(left) + halves(right)
+
+
+@gluon.jit
+def sum_steps(shared, index, steps, ROLE: gl.constexpr, WIDTH: gl.constexpr):
+    """The sums of so many steps, [64, WIDTH], and of no other order than that of all widths."""
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH, 1))
     acc = _queue(shared, index, acc, ROLE, False)
     acc = warpgroup_mma_wait(1, deps=[acc])
     for step in range(1, steps):
@@ -272,12 +192,11 @@ def _sum_part(shared, index, steps, ROLE: gl.constexpr):
         shared.ring.release(index + step - 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     shared.ring.release(index + steps - 1)
-    left, right = _halves(acc)
-    return _halves(left) + _halves(right)
+    return acc
 
 
 @gluon.jit
-def _halves(x):
+def halves(x):
     """Of the columns of an accumulator, without moving a number."""
     WIDTH: gl.constexpr = x.shape[1] // 2
     layout: gl.constexpr = accumulator_layout(WIDTH, 1)
@@ -306,7 +225,7 @@ def _add_bias(values, bias, first, columns):
 
 
 @gluon.jit
-def _store(shared, result, values, row, column, ROLE: gl.constexpr, NUMBER: gl.constexpr):
+def store_quarter(shared, result, values, row, column, ROLE: gl.constexpr, NUMBER: gl.constexpr):
     """Begin to copy a quarter of a role's result to memory, when there is room for it."""
     tma.store_wait(BUFFERS - 1)
     synchronize()
@@ -317,14 +236,12 @@ def _store(shared, result, values, row, column, ROLE: gl.constexpr, NUMBER: gl.c
     tma.async_copy_shared_to_global(result, [row, column], buffer)
 
 
-@gluon.jit(
-    do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "rows", "columns"]
-)
+@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "rows", "columns"])
 def multiply_rows(
     left,
     right,
     result,
-    more,
+    bias,
     row_tiles,
     column_tiles,
     steps,
@@ -332,11 +249,8 @@ def multiply_rows(
     rows,
     columns,
     STAGES: gl.constexpr,
-    LEAVES: gl.constexpr,
-    RUNS: gl.constexpr,
     SEVERAL: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    FP32_RESULT: gl.constexpr,
 ):
     """The product of rows and columns, by any number of programs.
 
@@ -345,24 +259,20 @@ def multiply_rows(
             [64, 128].
         right: Likewise of [columns, summands] in boxes [256, 64], or of [summands, columns] in
             boxes [64, 256].
-        result: Of [rows, columns] in boxes [64, 64], or with FP32_RESULT [rows, columns].
-        more: The bias [columns], contiguous, with HAS_BIAS; with LEAVES fp32 [programs, 2, levels,
-            64, 256], whose levels are one less than those of the tree.
+        result: Of [rows, columns] in boxes [64, 64].
+        bias: [columns], contiguous; not read without HAS_BIAS.
         row_tiles: See ``Work``, like the next five.
         STAGES: Of the ring, at most 4.
-        LEAVES: Of the tree, each a part; 0: parts are added one after the other.
-        RUNS: As in invariant/tree_product.py.
         SEVERAL: Whether there is more than one part.
         HAS_BIAS: Whether there is one.
-        FP32_RESULT: Whether the result is in fp32.
     """
     work = Work(row_tiles, column_tiles, steps, part_steps, rows, columns)
     shared = allocate(left, right, STAGES)
     gl.warp_specialize(
         [
-            (_multiply_role, (work, shared, result, more, 0, LEAVES, SEVERAL, HAS_BIAS, FP32_RESULT)),
-            (_multiply_role, (work, shared, result, more, 1, LEAVES, SEVERAL, HAS_BIAS, FP32_RESULT)),
-            (_load_role, (work, shared, left, right, LEAVES, RUNS)),
+            (_multiply_role, (work, shared, result, bias, 0, SEVERAL, HAS_BIAS)),
+            (_multiply_role, (work, shared, result, bias, 1, SEVERAL, HAS_BIAS)),
+            (_load_role, (work, shared, left, right)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],

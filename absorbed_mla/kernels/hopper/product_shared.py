@@ -69,12 +69,6 @@ def is_transposed(shape):
     return shape[0] == STEP.value
 
 
-@gluon.constexpr_function
-def waiting_levels(leaves):
-    """Levels of a tree on which sums wait for their neighbours: its depth."""
-    return leaves.bit_length() - 1
-
-
 @gluon.jit
 def allocate(left, right, STAGES: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps, with its barriers ready for use."""

@@ -2,7 +2,7 @@
 
 A program sums a subtree of a tile's leaves. Where one subtree for each tile would leave a part of
 the device idle there are several, which are stored in fp32 and added by a second kernel; products
-of many rows are hopper/product_kernel.py's. All have the same bits.
+of many rows are hopper/tree_product_kernel.py's. All have the same bits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from absorbed_mla.kernels.invariant import groups
 from absorbed_mla.kernels.invariant.matrix_product import has_wide_tile, matrix_product
-from absorbed_mla.kernels.invariant.tiles import FP32_TILES, GROUP, SUMMANDS, WIDE_TILE, Tile
+from absorbed_mla.kernels.invariant.tiles import FP32_TILES, GROUP, SUMMANDS, Tile
 from absorbed_mla.kernels.invariant.tree import MOST_LEAVES, sum_by_tree
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
 _GROUP = tl.constexpr(GROUP)
 _place_in_groups = triton.jit(groups.place_in_groups)
-# In registers up to four sums of a tile are kept, of 32 numbers of a thread each.
+# In registers up to four sums of a tile are kept, of 32 numbers of a thread each. Of a tile there are
+# so many subtrees that there are ``enough`` programs.
 TILES = (
-    Tile(128, 64, num_warps=8, num_stages=4, least_rows=65),
-    Tile(64, 64, num_warps=4, num_stages=5),
+    Tile(128, 64, num_warps=8, num_stages=4, least_rows=65, enough=264),
+    Tile(64, 64, num_warps=4, num_stages=5, enough=200),
 )
-# Programs from which on subtrees are not cut further, and wide tiles that fill the device. Shorter
-# leaves do not keep these busy, which write each to memory.
-_ENOUGH, _ENOUGH_WIDE, _LEAST_WIDE_LEAF = 200, 96, 512
+# Of many rows on Hopper.
+WIDE_TILE = Tile(128, 128, num_warps=12, num_stages=4, enough=96)
 # Elements of a program that adds subtrees.
 _ADDED = 512
 # Bytes of subtrees that may wait for each other: rows are computed so many at a time.
@@ -54,8 +54,8 @@ def tree_product(
         runs: Leaf i has the summands of place i // runs of run i % runs: with 2 the gates and
             up-projections of a part are neighbours, which lie half of the summands apart.
         dtype: Of the result; None: that of ``left``.
-        tile: Instead of the one that is chosen; no bit depends on it. ``tiles.WIDE_TILE`` takes
-            what ``can_multiply`` of hopper/product.py says.
+        tile: Instead of the one that is chosen; no bit depends on it. A wide one takes what
+            ``can_multiply_by_tree`` of hopper/product.py says.
         subtrees: Likewise, of a tile.
 
     Returns:
@@ -79,7 +79,7 @@ def tree_product(
             product.multiply_by_tree(left, right, result, leaves, runs, tile.num_stages)
         return result
     tile = tile or _tile_for(rows, left.dtype)
-    subtrees = subtrees or _subtrees(tile.count(rows, columns), leaves)
+    subtrees = subtrees or _subtrees(tile, tile.count(rows, columns), leaves)
     at_once = max(_MOST_WAITING // (subtrees * columns * 4) // tile.rows, 1) * tile.rows
     for first in range(0, rows, at_once if subtrees > 1 else rows):
         part = slice(first, first + at_once) if subtrees > 1 else slice(None)
@@ -94,9 +94,7 @@ def _whole_steps(summands: int) -> int:
 
 def _is_wide_chosen(left: Tensor, right: Tensor, result: Tensor, leaf: int) -> bool:
     """Whether ``WIDE_TILE`` is possible and fills the device."""
-    if leaf < _LEAST_WIDE_LEAF or WIDE_TILE.count(*result.shape) < _ENOUGH_WIDE:
-        return False
-    if not has_wide_tile(left.device):
+    if WIDE_TILE.count(*result.shape) < WIDE_TILE.enough or not has_wide_tile(left.device):
         return False
     # Imported here, because Triton's versions for other devices need not have Gluon.
     from absorbed_mla.kernels.hopper.product import can_multiply_by_tree
@@ -109,10 +107,10 @@ def _tile_for(rows: int, dtype: torch.dtype) -> Tile:
     return next((tile for tile in tiles if rows >= tile.least_rows), tiles[-1])
 
 
-def _subtrees(tiles: int, leaves: int) -> int:
+def _subtrees(tile: Tile, tiles: int, leaves: int) -> int:
     """Of each tile, so that there are enough programs; a power of 2."""
     subtrees = max(leaves // MOST_LEAVES, 1)
-    while subtrees < leaves and subtrees * tiles < _ENOUGH:
+    while subtrees < leaves and subtrees * tiles < tile.enough:
         subtrees *= 2
     return subtrees
 
@@ -128,6 +126,8 @@ def _multiply(
     tiles = tile.count(rows, columns)
     # As in matrix_product.py: what Triton is told of the number of rows.
     unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
+    leaf = summands // leaves
+    leaf_unit = 8 if leaf % 8 == 0 else 1
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(left):
         _tree_product_kernel[(tiles * subtrees,)](
@@ -136,11 +136,12 @@ def _multiply(
             sums,
             rows // unit,
             columns,
-            summands // leaves,
+            leaf // leaf_unit,
             tiles,
             *left.stride(),
             *right.stride(),
             UNIT=unit,
+            LEAF_UNIT=leaf_unit,
             LEAVES=leaves // subtrees,
             RUNS=runs,
             RUN=leaves // runs,
@@ -170,13 +171,14 @@ def _tree_product_kernel(
     result_ptr,
     row_units,
     columns,
-    leaf_length,
+    leaf_units,
     tiles,
     stride_l_r,
     stride_l_k,
     stride_r_k,
     stride_r_c,
     UNIT: tl.constexpr,
+    LEAF_UNIT: tl.constexpr,
     LEAVES: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
@@ -206,7 +208,7 @@ def _tree_product_kernel(
         row_there,
         column_there,
         subtree * LEAVES,
-        leaf_length,
+        leaf_units * LEAF_UNIT,
         stride_l_k,
         stride_r_k,
         LEAVES,
