@@ -1,0 +1,69 @@
+"""The order in which products are summed with ``tensor_parallel_parts``, for their kernels.
+
+The summands of an element are cut into leaves, equal ones, each summed in steps as one part is, and
+the leaves are added by the tree of ``batch_invariant/tree.py``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from absorbed_mla.kernels.triton.common import product
+
+
+@triton.jit
+def sum_by_tree(
+    left,
+    right,
+    row_there,
+    column_there,
+    leaf_length,
+    LEAVES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Leaves of ``leaf_length`` summands of a tile, added in fp32 by a binary tree over neighbours.
+
+    Args:
+        left: Pointers [BLOCK_R, BLOCK_K] to the first summands of the tile's rows, which lie one
+            after the other.
+        right: Pointers [BLOCK_K, BLOCK_C] to those of its columns, likewise.
+        row_there: Whether the product has such a row, [BLOCK_R, 1].
+        column_there: Likewise, [1, BLOCK_C].
+        leaf_length: Any number; steps end with the leaf.
+        LEAVES: 2, 4 or 8.
+    """
+    k = tl.arange(0, BLOCK_K)
+    nothing = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
+    # The last sums of so many leaves.
+    leaf, two, four, eight = nothing, nothing, nothing, nothing
+    number, first = 0, 0
+    # One loop, because one for each leaf would wait for its first operands.
+    for _ in range(LEAVES * ((leaf_length + BLOCK_K - 1) // BLOCK_K)):
+        there = k < leaf_length - first
+        start = tl.cast(number, tl.int64) * leaf_length + first
+        a = tl.load(left + start, mask=row_there & there[None, :], other=0.0)
+        b = tl.load(right + start, mask=there[:, None] & column_there, other=0.0)
+        leaf = product(a, b, leaf, PRECISION, INTERPRETED)
+        first += BLOCK_K
+        is_whole = first >= leaf_length
+        if is_whole:
+            # Selected, not assigned: a product whose result has two names is waited for each time.
+            two = tl.where(number % 2 == 0, leaf, two + leaf)
+            if LEAVES > 2 and number % 2 == 1:
+                four = tl.where(number % 4 == 1, two, four + two)
+            if LEAVES > 4 and number % 4 == 3:
+                eight = tl.where(number % 8 == 3, four, eight + four)
+            leaf = nothing
+        # Apart from the sums, on which the loads ahead would else depend.
+        number = tl.where(is_whole, number + 1, number)
+        first = tl.where(is_whole, 0, first)
+    if LEAVES == 2:
+        return two
+    if LEAVES == 4:
+        return four
+    return eight
