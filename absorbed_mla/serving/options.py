@@ -176,8 +176,8 @@ class ModelFields(Options):
     """Of cached latents; fp8: 1.76 times as many tokens in the memory of bf16."""
     experts: str = option("auto", choices=("auto", "grouped", "sequential"))
     """Computed together (grouped), or one after the other; auto: together where possible. Together
-    on a GPU needs bfloat16 and compute capability 9 or 10; with ``parity`` bfloat16 or float16, and
-    ``tensor_parallel_size`` 1."""
+    on a GPU needs bfloat16 and compute capability 9 or 10; with ``parity`` bfloat16 or float16,
+    ``tensor_parallel_size`` 1, and at most 8 ``tensor_parallel_parts``."""
     parity: bool = option(False, needs={"form": ("absorbed",), **_ON_ONE_RANK})
     """Equal tokens to the bit whatever runs beside a request; slower. Its log-probabilities are
     those of training (docs/parity.md)."""
@@ -203,7 +203,7 @@ class ModelFields(Options):
         None,
         choices=(2, 4, 8, 16, 32, 64),
         unset="as processes divide them",
-        needs={"parity": (True,), "experts": ("auto", "sequential")},
+        needs={"parity": (True,)},
     )
     """Parts of every sum over tensor-parallel processes; tokens and log-probabilities are then
     equal to the bit at every ``tensor_parallel_size`` that divides it, at 1 too."""

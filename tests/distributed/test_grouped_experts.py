@@ -33,8 +33,8 @@ LAYOUTS = {
 def undefined_rows(monkeypatch):
     """Of other ranks' experts: as bad as they may be."""
 
-    def product(x, weights, ends, tokens=None):
-        found = grouped_product(x, weights, ends, tokens)
+    def product(x, weights, ends, *tokens, **order):
+        found = grouped_product(x, weights, ends, *tokens, **order)
         found[ends[-1] :] = torch.nan
         return found
 

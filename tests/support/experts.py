@@ -4,11 +4,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.serving.experts.layer import group_experts
 from absorbed_mla.serving.experts.permuted_tokens import PermutedTokens
+from absorbed_mla.serving.llm_options import LLMOptions
+from absorbed_mla.serving.weights.load import load_model
+from checkpoint_conversion.formats.base import Checkpoint
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support.backends import determinism
 from tests.support.cases import TINY, config_for
-from tests.support.models import MIXED, gpt_model
+from tests.support.models import MIXED, gpt_model, whole_logits
+from tests.support.parity import tokens_of, trained
 
 # DeepSeek-V3's routing: a bias that only chooses, and experts of two of four groups.
 ROUTED = {
@@ -43,6 +49,21 @@ def pair(*, dtype: torch.dtype = torch.float32, **fields) -> tuple[GPTModel, GPT
     grouped = grouped_model(dtype=dtype, **fields)
     grouped.load_state_dict(sequential.state_dict())
     return sequential, grouped
+
+
+def generated_and_trained(
+    checkpoint: Checkpoint, device: torch.device, parts: int | None
+) -> tuple[Tensor, Tensor]:
+    """Logits in parity mode: of grouped experts, and of a training forward of Megatron's."""
+    options = {"parity": True, "tensor_parallel_parts": parts, "tensor_parallel_size": 1}
+    with batch_invariant_mode(device.type, parts), determinism(True, warn_only=True):
+        grouped, sequential = (
+            load_model(checkpoint, LLMOptions(experts=experts, **options), device)
+            for experts in ("grouped", "sequential")
+        )
+        with torch.inference_mode():
+            found = whole_logits(grouped, tokens_of())
+        return found, trained(sequential, tokens_of())
 
 
 @torch.no_grad()

@@ -352,6 +352,8 @@ def invariant_kernels() -> None:
     for tile in grouped_product.TILES:
         for taken in (None, zeros(TOKENS, dtype=torch.int64)):
             grouped_product.grouped_product(x, weights, ends, taken, tile=tile)
+    for tile in grouped_product.TREE_TILES:
+        grouped_product.grouped_product(x, weights, ends, tile=tile, leaves=8)
     _, scale = rms_norm_forward(x, x[0], 1e-5, False, BF16)
     rms_norm_backward(x, x, x[0], scale, False)
     for columns, k, dtype in ((32, 2, BF16), (8, 4, BF16), (256, 8, torch.float32)):

@@ -22,6 +22,7 @@ from absorbed_mla.kernels.invariant.tiles import (
     Tile,
     part_length,
 )
+from absorbed_mla.kernels.invariant.tree import sum_by_tree
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 from absorbed_mla.kernels.triton_private import sum_combine
@@ -35,6 +36,8 @@ TILES = (
     Tile(64, 128, num_warps=4, num_stages=4, least_rows=49),
     Tile(64, 64, num_warps=4, num_stages=5),
 )
+# Of leaves: up to four sums of a tile are in registers, of 32 each.
+TREE_TILES = (Tile(128, 64, num_warps=8, num_stages=4, least_rows=65, enough=132), TILES[-1])
 
 
 def grouped_product(
@@ -44,6 +47,8 @@ def grouped_product(
     tokens: Tensor | None = None,
     *,
     tile: Tile | None = None,
+    part: int | None = None,
+    leaves: int | None = None,
 ) -> Tensor:
     """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e.
 
@@ -54,6 +59,9 @@ def grouped_product(
         ends: Int32 [E], the row behind the last one of each expert.
         tokens: Int64 [R], where in ``x`` each row is; None: there are the rows.
         tile: Instead of the one that is chosen; no bit depends on it.
+        part: Summands of a part; None: as ``tiles.py`` has it by the number of columns.
+        leaves: Instead, the number of equal parts, which are added by the tree of ``tree.py``: 1,
+            2, 4 or 8, a divisor of K.
 
     Returns:
         [R, N]; rows behind the last end are undefined.
@@ -63,7 +71,12 @@ def grouped_product(
         out = x.new_empty(rows, columns)
     if not out.numel():
         return out
-    tile = tile or tile_for(rows, experts, columns, x.dtype)
+    if leaves is None:
+        part, leaves = part or part_length(summands, columns, PART), 1
+    else:
+        assert leaves in (1, 2, 4, 8) and summands % leaves == 0
+        part = summands // leaves
+    tile = tile or tile_for(rows, experts, columns, x.dtype, leaves)
     below = row_tiles(rows, experts, tile)
     with torch.cuda.device_of(out):
         _grouped_kernel[(below * triton.cdiv(columns, tile.columns),)](
@@ -76,7 +89,8 @@ def grouped_product(
             experts,
             columns,
             summands,
-            part_length(summands, columns, PART),
+            part,
+            LEAVES=leaves,
             EXPERTS=triton.next_power_of_2(experts),
             BLOCK_R=tile.rows,
             BLOCK_C=tile.columns,
@@ -95,7 +109,7 @@ def row_tiles(rows: int, experts: int, tile: Tile) -> int:
     return rows // tile.rows + min(rows, experts)
 
 
-def tile_for(rows: int, experts: int, columns: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, experts: int, columns: int, dtype: torch.dtype, leaves: int = 1) -> Tile:
     """The tile of a product.
 
     Args:
@@ -103,14 +117,16 @@ def tile_for(rows: int, experts: int, columns: int, dtype: torch.dtype) -> Tile:
         experts: That they are of.
         columns: Of the product.
         dtype: Of the operands, one of ``SUMMANDS``.
+        leaves: Of an element.
     """
     if dtype == torch.float32:
         return FP32_TILES[0]
-    for tile in TILES:
+    tiles = TILES if leaves == 1 else TREE_TILES
+    for tile in tiles:
         programs = max(experts, rows // tile.rows) * triton.cdiv(columns, tile.columns)
         if rows >= tile.least_rows * experts and programs >= tile.enough:
             return tile
-    return TILES[-1]
+    return tiles[-1]
 
 
 @triton.jit(do_not_specialize=["row_tiles"], do_not_specialize_on_alignment=["tokens_ptr"])
@@ -125,6 +141,7 @@ def _grouped_kernel(
     columns,
     summands,
     part_length,
+    LEAVES: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -153,23 +170,43 @@ def _grouped_kernel(
     left = x_ptr + of_rows[:, None] * summands + k[None, :]
     right = weights_ptr + (expert.to(tl.int64) * columns + first_column) * summands
     right = right + k[:, None] + column[None, :] * summands
-    total = sum_of_parts(
-        left,
-        right,
-        row_there,
-        column_there,
-        0,
-        summands,
-        part_length,
-        summands,
-        1,
-        1,
-        BLOCK_R,
-        BLOCK_C,
-        BLOCK_K,
-        PRECISION,
-        INTERPRETED,
-    )
+    if LEAVES == 1:
+        total = sum_of_parts(
+            left,
+            right,
+            row_there,
+            column_there,
+            0,
+            summands,
+            part_length,
+            summands,
+            1,
+            1,
+            BLOCK_R,
+            BLOCK_C,
+            BLOCK_K,
+            PRECISION,
+            INTERPRETED,
+        )
+    else:
+        total = sum_by_tree(
+            left,
+            right,
+            row_there,
+            column_there,
+            0,
+            part_length,
+            1,
+            1,
+            LEAVES,
+            1,
+            LEAVES,
+            BLOCK_R,
+            BLOCK_C,
+            BLOCK_K,
+            PRECISION,
+            INTERPRETED,
+        )
     tl.store(
         out_ptr + row.to(tl.int64)[:, None] * columns + (first_column + column)[None, :],
         narrow(total, out_ptr.dtype.element_ty, INTERPRETED),

@@ -17,6 +17,8 @@ import torch
 
 # The shortest part of a sum of several.
 PART = 2048
+# Of a sum by a tree: what waits for its neighbour is in registers, a tile for each level.
+MOST_LEAVES = 8
 # Summands of a step, by dtype; the same in all tiles of the dtype.
 SUMMANDS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 # Tiles of rows that are computed side by side, so that they find the columns in the cache.

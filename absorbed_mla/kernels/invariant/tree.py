@@ -11,9 +11,6 @@ import triton.language as tl
 
 from absorbed_mla.kernels.triton.common import product
 
-# Sums that wait for their neighbours are registers of a program, one tile for each level.
-MOST_LEAVES = 8
-
 
 @triton.jit
 def sum_by_tree(
@@ -50,30 +47,31 @@ def sum_by_tree(
         RUN: Leaves of a run.
     """
     k = tl.arange(0, BLOCK_K)
-    steps = (leaf_length + BLOCK_K - 1) // BLOCK_K
-    leaf = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-    # Sums of so many leaves, the last ones of their level.
-    two, four, eight = leaf, leaf, leaf
-    # One loop, because a loop for each leaf would wait for its first operands.
-    for step in range(0, LEAVES * steps):
-        number, first = step // steps, step % steps * BLOCK_K
+    nothing = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
+    # The last sums of so many leaves.
+    leaf, two, four, eight = nothing, nothing, nothing, nothing
+    number, first = 0, 0
+    # One loop, because one for each leaf would wait for its first operands.
+    for _ in range(LEAVES * ((leaf_length + BLOCK_K - 1) // BLOCK_K)):
         there = k < leaf_length - first
         place = first_leaf + number
         start = tl.cast(place % RUNS * RUN + place // RUNS, tl.int64) * leaf_length + first
         a = tl.load(left + start * stride_l_k, mask=row_there & there[None, :], other=0.0)
         b = tl.load(right + start * stride_r_k, mask=there[:, None] & column_there, other=0.0)
         leaf = product(a, b, leaf, PRECISION, INTERPRETED)
-        if LEAVES > 1:
-            if first + BLOCK_K >= leaf_length:
-                # Selected: a product whose result has two names is waited for each time.
-                two = tl.where(number % 2 == 0, leaf, two + leaf)
-                if LEAVES > 2:
-                    if number % 2 == 1:
-                        four = tl.where(number % 4 == 1, two, four + two)
-                if LEAVES > 4:
-                    if number % 4 == 3:
-                        eight = tl.where(number % 8 == 3, four, eight + four)
-                leaf = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
+        first += BLOCK_K
+        is_whole = first >= leaf_length
+        if LEAVES > 1 and is_whole:
+            # Selected, not assigned: a product whose result has two names is waited for each time.
+            two = tl.where(number % 2 == 0, leaf, two + leaf)
+            if LEAVES > 2 and number % 2 == 1:
+                four = tl.where(number % 4 == 1, two, four + two)
+            if LEAVES > 4 and number % 4 == 3:
+                eight = tl.where(number % 8 == 3, four, eight + four)
+            leaf = nothing
+        # Apart from the sums, on which the loads ahead would else depend.
+        number = tl.where(is_whole, number + 1, number)
+        first = tl.where(is_whole, 0, first)
     if LEAVES == 1:
         return leaf
     if LEAVES == 2:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from absorbed_mla.kernels.invariant import groups
 from absorbed_mla.kernels.invariant.matrix_product import has_wide_tile, matrix_product
-from absorbed_mla.kernels.invariant.tiles import FP32_TILES, GROUP, SUMMANDS, Tile
-from absorbed_mla.kernels.invariant.tree import MOST_LEAVES, sum_by_tree
+from absorbed_mla.kernels.invariant.tiles import FP32_TILES, GROUP, MOST_LEAVES, SUMMANDS, Tile
+from absorbed_mla.kernels.invariant.tree import sum_by_tree
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 

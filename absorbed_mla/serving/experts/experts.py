@@ -69,7 +69,8 @@ class GroupedExperts(SequentialMLP):
         assert self._weights is not None
         into, out_of = self._weights
         inner = grouped_product(tokens, into, rows.ends, rows.tokens)
-        return grouped_product(self._activated(inner, rows, probs), out_of, rows.ends), None
+        inner = self._activated(inner, rows, probs)
+        return grouped_product(inner, out_of, rows.ends, row_parallel=True), None
 
     def _activated(self, gate_and_up: Tensor, rows: PermutedTokens, probs: Tensor) -> Tensor:
         """[R, 2 F], which may be overwritten, to [R, F], times the probabilities."""

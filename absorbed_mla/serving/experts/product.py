@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant import is_enabled, parts
+from absorbed_mla.kernels.invariant.tiles import MOST_LEAVES, PART
 
 # It loops over groups on other GPUs, with sizes that it fetches to the host.
 _CAPABILITIES = (9, 10)
@@ -19,7 +20,12 @@ _ALIGNMENT = 16
 
 
 def why_not_grouped(
-    device: torch.device, dtype: torch.dtype, widths: Mapping[str, int], *, parity: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: Mapping[str, int],
+    *,
+    parity: bool = False,
+    tensor_parallel_parts: int | None = None,
 ) -> str | None:
     """Why :func:`grouped_product` cannot run without waiting for the device; None if it can.
 
@@ -28,10 +34,15 @@ def why_not_grouped(
         dtype: Of rows and weights.
         widths: Name -> columns of the operands.
         parity: Whether it is to run in parity mode, by this package's kernel alone.
+        tensor_parallel_parts: Of the mode.
     """
     if device.type == "cpu":
         return None
     if parity:
+        if (tensor_parallel_parts or 1) > MOST_LEAVES:
+            return (
+                f"a GPU needs {parts.OPTION} of at most {MOST_LEAVES}, got {tensor_parallel_parts}"
+            )
         accepted = dtype in _INVARIANT_DTYPES
         return None if accepted else f"in parity mode a GPU needs bfloat16 or float16, not {dtype}"
     if dtype != torch.bfloat16:
@@ -47,42 +58,49 @@ def why_not_grouped(
 
 
 def grouped_product(
-    x: Tensor, weights: Tensor, ends: Tensor, tokens: Tensor | None = None
+    x: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    tokens: Tensor | None = None,
+    *,
+    row_parallel: bool = False,
 ) -> Tensor:
     """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e.
 
     On a GPU the weights of experts without rows are not read, and nothing waits for the device. In
-    parity mode each expert's product is that of PyTorch's ``mm`` in the mode, to the bit.
+    parity mode each expert's product is that of PyTorch's ``mm`` in the mode, to the bit, or, where
+    ``tensor_parallel_parts`` is fixed, of Megatron's parallel layers.
 
     Args:
         x: The rows [R, K], those of an expert together; or what they are taken from.
         weights: [E, N, K].
         ends: Int32 [E], the row behind the last one of each expert.
         tokens: Int64 [R], where in ``x`` each row is; None: there are the rows.
+        row_parallel: Whether parts are of the summands, not of the columns of gates and of
+            up-projections.
 
     Returns:
         [R, N]; rows behind the last end are undefined.
+
+    Raises:
+        ValueError: If there are no equal parts.
     """
     count = len(x if tokens is None else tokens)
-    # Imported here, because machines without a GPU need not have Triton.
-    if x.is_cuda and is_enabled(x.device):
+    if not count:
+        return x.new_empty(0, weights.shape[1])
+    if x.is_cuda:
+        # Imported here, because machines without a GPU need not have Triton.
         from absorbed_mla.kernels.invariant.grouped_product import grouped_product as invariant
-
-        return invariant(x.contiguous(), weights, ends, tokens)
-    if x.is_cuda and count:
         from absorbed_mla.kernels.moe.skinny_gemm import few_rows_product, is_few
 
+        if is_enabled(x.device):
+            order = _order_of_sums(x.shape[1], row_parallel)
+            return invariant(x.contiguous(), weights, ends, tokens, **order)
         if is_few(count, len(weights)):
             return few_rows_product(x.contiguous(), weights, ends, tokens)
-    return of_many_rows(x if tokens is None else x.index_select(0, tokens), weights, ends)
-
-
-def of_many_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As :func:`grouped_product`, by PyTorch's operator, or one by one on a CPU."""
-    if not len(rows):
-        return rows.new_empty(0, weights.shape[1])
-    if not rows.is_cuda:
-        return _one_by_one(rows, weights, ends.tolist())
+    rows = x if tokens is None else x.index_select(0, tokens)
+    if not x.is_cuda:
+        return _one_by_one(rows, weights, ends.tolist(), row_parallel)
     operator = _operator()
     assert operator is not None, "asked for by why_not_grouped"
     return operator(rows, weights.transpose(1, 2), offs=ends)
@@ -93,10 +111,30 @@ def _operator() -> Callable[..., Tensor] | None:
     return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def _one_by_one(rows: Tensor, weights: Tensor, ends: list[int]) -> Tensor:
+def _order_of_sums(summands: int, row_parallel: bool) -> dict[str, int]:
+    """What the kernel is told of it where the number of parts is fixed."""
+    number = parts.fixed.count
+    if number is None:
+        return {}
+    if not row_parallel:
+        return {"part": PART}
+    parts.split_size(summands, number)
+    return {"leaves": number}
+
+
+def _one_by_one(rows: Tensor, weights: Tensor, ends: list[int], row_parallel: bool) -> Tensor:
     """For a CPU, where nothing waits for a device: as Megatron's experts compute it."""
     out = rows.new_empty(len(rows), weights.shape[1])
     for weight, begin, end in zip(weights, [0, *ends], ends):
         if end > begin:
-            out[begin:end] = rows[begin:end] @ weight.t()
+            out[begin:end] = _of_expert(rows[begin:end], weight.t(), row_parallel)
     return out
+
+
+def _of_expert(rows: Tensor, weight: Tensor, row_parallel: bool) -> Tensor:
+    number = parts.fixed.count
+    if number is None:
+        return rows @ weight
+    if row_parallel:
+        return parts.summed_product(rows, weight, number, dtype=rows.dtype)
+    return parts.side_by_side(rows, weight, 2 * number)

@@ -119,14 +119,13 @@ def _why_not_grouped(
         return "the model has no experts"
     if options.parity and parallel_state.get_expert_tensor_and_model_parallel_group().size() > 1:
         return f"in parity mode {SEVERAL_RANKS}"
-    if options.tensor_parallel_parts is not None:
-        return "they do not sum by tensor_parallel_parts"
     parts = parallel_state.get_expert_tensor_parallel_world_size()
     widths = {
         "hidden_size": config.hidden_size,
         "a rank's channels of an expert": config.moe_ffn_hidden_size // parts,
     }
-    return why_not_grouped(device, dtype, widths, parity=options.parity)
+    mode = {name: getattr(options, name) for name in ("parity", "tensor_parallel_parts")}
+    return why_not_grouped(device, dtype, widths, **mode)
 
 
 def _megatron_config(

@@ -108,6 +108,9 @@ absorbed_mla/kernels/invariant/row_topk.py
   topk_puts_minus_zero_behind_zero: key = tl.where(key == -1, 0, key) ->
   topk_takes_the_last_of_equal_ones: first = -_greatest(tl.where(wanted, -column, -BLOCK))
     -> first = _greatest(tl.where(wanted, column, -BLOCK))
+absorbed_mla/kernels/invariant/tree.py
+  leaves_beside_other_ones: place // RUNS, tl.int64) -> place // RUNS ^ 1, tl.int64)
+  leaf_with_summands_of_the_next: k < leaf_length - first -> k < BLOCK_K
 absorbed_mla/kernels/launch.py
   launch_of_any_alignment: append(arg.data_ptr() % _ALIGNMENT == 0) ->
   launch_of_any_number: append(_kind_of_int(arg)) -> append(kind)

@@ -3,12 +3,14 @@
 In Triton's interpreter without a GPU.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla.batch_invariant.tree import tree_sum
 from tests.support import needs, world
 from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.combinations import grid
@@ -17,7 +19,7 @@ from tests.support.numerics import random
 with triton_interpreter():
     from absorbed_mla.kernels.invariant import grouped_product as kernel
     from absorbed_mla.kernels.invariant import matrix_product as reference
-    from absorbed_mla.kernels.invariant.grouped_product import TILES, grouped_product
+    from absorbed_mla.kernels.invariant.grouped_product import TILES, TREE_TILES, grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -26,6 +28,9 @@ bf16 = partial(random, dtype=BF16)
 # More than one tile of columns and three parts of several steps, the last ones not full.
 SUMMANDS, COLUMNS = 300, 130
 SMALL_PART = 128
+# Two steps or three of a leaf of eight, the last ones not full.
+SUMMANDS_OF_LEAVES = 600
+LEAVES = (2, 4, 8)
 # Rows of each expert: few, none, more than a tile, all with one, none at all; of experts that are
 # no power of two, and one.
 DISTRIBUTIONS = {
@@ -42,10 +47,19 @@ def ends_of(counts: list[int]) -> Tensor:
     return torch.tensor(counts).cumsum(0).to(torch.int32).to(world.device())
 
 
-def one_by_one(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def one_by_one(
+    rows: Tensor, weights: Tensor, counts: list[int], multiply: Callable = matrix_product
+) -> Tensor:
     """What ``matrix_product`` gives for each expert alone."""
-    parts = rows.split(counts)
-    return torch.cat([matrix_product(part, weight.T) for part, weight in zip(parts, weights)])
+    return torch.cat([multiply(x, weight.T) for x, weight in zip(rows.split(counts), weights)])
+
+
+def by_tree(leaves: int, left: Tensor, right: Tensor) -> Tensor:
+    """A product of each leaf, and PyTorch's sums of them."""
+    length = left.shape[1] // leaves
+    pairs = zip(left.split(length, 1), right.split(length))
+    products = [matrix_product(*pair, dtype=FP32, part=length) for pair in pairs]
+    return tree_sum(products).to(left.dtype)
 
 
 class TestBits:
@@ -81,56 +95,88 @@ class TestBits:
         found = grouped_product(rows, weights, ends_of(counts))[:75]
         assert torch.equal(found, one_by_one(rows[:75], weights, counts))
 
+    @grid(1, {"counts": DISTRIBUTIONS, "dtype": DTYPES, "leaves": LEAVES, "tile": TREE_TILES})
+    def test_by_a_tree(self, dtype, counts, leaves, tile):
+        """Also of rows that are taken from others."""
+        x = random(sum(counts), SUMMANDS_OF_LEAVES, dtype=dtype)
+        weights = random(len(counts), COLUMNS, SUMMANDS_OF_LEAVES, dtype=dtype, seed=1)
+        tokens = torch.arange(len(x), device=x.device).flip(0)
+        options = {"tile": None if dtype == FP32 else tile, "leaves": leaves}
+        found = grouped_product(x, weights, ends_of(counts), tokens, **options)
+        expected = one_by_one(x.flip(0), weights, counts, partial(by_tree, leaves))
+        assert torch.equal(found, expected)
+        if len(counts) == 1:
+            found = grouped_product(x.flip(0), weights, ends_of(counts), **options)
+            assert torch.equal(found, expected)
+
+    def test_of_one_leaf(self):
+        """A single sum, whatever the number of columns."""
+        x, weights = random(9, SUMMANDS, dtype=FP32), random(1, 9, SUMMANDS, dtype=FP32, seed=1)
+        found = grouped_product(x, weights, ends_of([9]), leaves=1)
+        assert torch.equal(found, matrix_product(x, weights[0].T, part=SUMMANDS))
+        assert torch.equal(grouped_product(x, weights, ends_of([9]), part=SUMMANDS), found)
+
     def test_the_comparison_can_fail(self, monkeypatch):
-        """Sums in other parts have other bits."""
+        """Sums in other parts have other bits, as have parts one after the other."""
         rows, weights = random(9, SUMMANDS, dtype=FP32), random(1, 9, SUMMANDS, dtype=FP32, seed=1)
         expected = one_by_one(rows, weights, [9])
         monkeypatch.setattr(kernel, "PART", SUMMANDS)
         assert not torch.equal(grouped_product(rows, weights, ends_of([9])), expected)
+        in_order = grouped_product(rows, weights, ends_of([9]), part=SUMMANDS // 4)
+        assert not torch.equal(grouped_product(rows, weights, ends_of([9]), leaves=4), in_order)
 
 
 def test_every_tile_has_a_program():
     """However rows are distributed: the grid holds for the worst."""
-    for tile in TILES:
+    for tile in (*TILES, *TREE_TILES):
         for counts in ([1] * 7, [tile.rows + 1] * 3, [5 * tile.rows], [tile.rows, 1, 1]):
             needed = sum(-(-count // tile.rows) for count in counts)
             assert needed <= kernel.row_tiles(sum(counts), len(counts), tile)
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "columns", "expected"),
+    ("rows", "experts", "columns", "expected", "of_leaves"),
     [
-        (8, 16, 7168, (64, 64)),
-        (1024, 16, 7168, (64, 128)),
-        (8192, 16, 7168, (128, 128)),
+        (8, 16, 7168, (64, 64), (64, 64)),
+        (1024, 16, 7168, (64, 128), (64, 64)),
+        (8192, 16, 7168, (128, 128), (128, 64)),
         # Of few experts wide tiles are too few programs, unless they have many rows.
-        (320, 4, 1024, (64, 64)),
-        (4096, 4, 1024, (128, 128)),
+        (320, 4, 1024, (64, 64), (64, 64)),
+        (4096, 4, 1024, (128, 128), (128, 64)),
     ],
 )
-def test_tile(rows, experts, columns, expected):
-    tile = kernel.tile_for(rows, experts, columns, BF16)
-    assert (tile.rows, tile.columns) == expected
+def test_tile(rows, experts, columns, expected, of_leaves):
+    for leaves, wanted in ((1, expected), (2, of_leaves)):
+        tile = kernel.tile_for(rows, experts, columns, BF16, leaves)
+        assert (tile.rows, tile.columns) == wanted
 
 
 def test_all_tiles_sum_in_one_order():
     """Warp-group instructions need 64 rows and 4 warps."""
-    assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile in TILES)
+    assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile in (*TILES, *TREE_TILES))
 
 
 @needs.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("summands", "columns"), [(7168, 4096), (2048, 7168), (4608, 6144)])
-def test_bits_on_a_gpu(dtype, summands, columns):
-    """At widths of DeepSeek-V3's experts, in every tile; also of rows that are taken."""
+@pytest.mark.parametrize("leaves", [None, *LEAVES])
+@pytest.mark.parametrize(
+    ("summands", "columns"), [(7168, 4096), (2048, 7168), (4608, 6144), (1000, 264)]
+)
+def test_bits_on_a_gpu(dtype, summands, columns, leaves):
+    """At widths of DeepSeek-V3's experts, in every tile; also of rows that are taken.
+
+    By a tree also of leaves that end amid a step, and lie at odd places.
+    """
     counts = [1, 0, 8, 64, 65, 0, 130, 300]
     rows = random(sum(counts), summands, dtype=dtype)
     weights = torch.empty(len(counts), columns, summands, dtype=dtype, device=rows.device)
     weights.normal_(std=summands**-0.5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2)).to(rows.device)
     shuffled = torch.empty_like(rows).index_copy_(0, order, rows)
-    expected = one_by_one(rows, weights, counts)
-    for tile in (None, *TILES):
-        assert torch.equal(grouped_product(rows, weights, ends_of(counts), tile=tile), expected)
-        found = grouped_product(shuffled, weights, ends_of(counts), order, tile=tile)
+    multiply = partial(by_tree, leaves) if leaves else matrix_product
+    expected, ends = one_by_one(rows, weights, counts, multiply), ends_of(counts)
+    for tile in (None, *(TREE_TILES if leaves else TILES)):
+        options = {"tile": tile, "leaves": leaves}
+        assert torch.equal(grouped_product(rows, weights, ends, **options), expected), str(tile)
+        found = grouped_product(shuffled, weights, ends, order, **options)
         assert torch.equal(found, expected), str(tile)

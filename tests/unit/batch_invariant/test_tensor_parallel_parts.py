@@ -217,7 +217,6 @@ class TestRefused:
         [
             ({"tensor_parallel_parts": 3, "parity": True}, "must be one of 2, 4, 8, 16, 32, 64"),
             ({"tensor_parallel_parts": 8}, "needs parity=True"),
-            ({"tensor_parallel_parts": 8, "parity": True, "experts": "grouped"}, "needs experts="),
         ],
     )
     def test_options_of_llm(self, options, message):

@@ -71,7 +71,7 @@ STACK = {
 WARP_GROUP = ["wgmma.mma_async"]
 PRODUCTS = {
     "_product_kernel": 10 * [WARP_GROUP] + 4 * [[]] + [WARP_GROUP],  # fp32 has none
-    "_grouped_kernel": 6 * [WARP_GROUP],  # of three tiles, of rows and of taken ones
+    "_grouped_kernel": 8 * [WARP_GROUP],  # of three tiles, of rows and of taken ones; of leaves
     "multiply_rows": 2 * [WARP_GROUP],
 }
 

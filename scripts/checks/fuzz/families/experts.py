@@ -294,17 +294,24 @@ def products_of_few_rows(config: Config, draw: Draw, compare: Comparison) -> Non
     f"{_INVARIANT}.matrix_product._add_kernel",
 )
 def grouped_products(config: Config, draw: Draw, compare: Comparison) -> None:
-    """Also, an expert's rows get the bits of a matrix product of their own."""
+    """Also, an expert's rows get the bits of matrix products of their own, one for each leaf."""
+    from absorbed_mla.batch_invariant.tree import tree_sum
     from absorbed_mla.kernels.invariant.grouped_product import grouped_product
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
     _configure_product(config)
+    config.leaves = config.choice(None, None, 1, 2, 4, 8)
+    leaves = config.leaves or 1
+    config.summands += -config.summands % leaves
     drawn = _draw_rows(config, draw)
-    found = grouped_product(*drawn[:4])
+    found = grouped_product(*drawn[:4], leaves=config.leaves)
     _compare_products(config, found, drawn, compare)
     expert = draw.integer(0, config.experts - 1)
     own = slice(*drawn.bounds[expert : expert + 2])
-    alone = matrix_product(drawn.rows[own], drawn.weights[expert].T)
+    pairs = zip(drawn.rows[own].chunk(leaves, 1), drawn.weights[expert].T.chunk(leaves))
+    part = config.leaves and config.summands
+    sums = [matrix_product(*pair, dtype=FP32, part=part) for pair in pairs]
+    alone = tree_sum(sums).to(config.dtype)
     if found.is_cuda:
         compare.same("rows of an expert alone", found[own], alone)
     else:

@@ -194,6 +194,11 @@ def test_where_it_runs(monkeypatch):
     assert why_not_grouped(gpu, torch.float16, {"channels": 20}, parity=True) is None
     refused = why_not_grouped(gpu, torch.float32, {}, parity=True)
     assert refused == "in parity mode a GPU needs bfloat16 or float16, not torch.float32"
+    for number in (8, 16):
+        mode = {"parity": True, "tensor_parallel_parts": number}
+        refused = why_not_grouped(gpu, torch.bfloat16, {}, **mode)
+        expected = "a GPU needs tensor_parallel_parts of at most 8, got 16"
+        assert refused == (expected if number > 8 else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "compute capability 8.0" in why_not_grouped(gpu, torch.bfloat16, {})
 
@@ -221,7 +226,7 @@ def operators(layer, tokens: int) -> collections.Counter[str]:
 
 def test_no_work_per_expert_but_the_product(monkeypatch):
     """The host's work depends on neither experts nor tokens, and nothing is fetched to it."""
-    product = lambda x, weights, ends, tokens=None: x.new_zeros(  # noqa: E731
+    product = lambda x, weights, ends, tokens=None, **_: x.new_zeros(  # noqa: E731
         len(x if tokens is None else tokens), weights.shape[1]
     )
     monkeypatch.setattr("absorbed_mla.serving.experts.experts.grouped_product", product)

@@ -53,9 +53,9 @@ def of_grouped(layer, x: Tensor) -> Tensor:
     return layer(x)[0]
 
 
-@pytest.fixture
-def _on():
-    with batch_invariant_mode("cpu"):
+@pytest.fixture(params=[None, 4], ids=["whole", "parts"])
+def _on(request):
+    with batch_invariant_mode("cpu", request.param):
         yield
 
 

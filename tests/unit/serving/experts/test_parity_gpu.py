@@ -5,14 +5,21 @@ import torch
 
 from absorbed_mla import LLM
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.serving.weights.checkpoint import open_model
 from tests.conversion.models import Architecture
 from tests.support import needs
 from tests.support.backends import determinism
-from tests.support.experts import ROUTED, activations, pair, signs_of_zero
+from tests.support.experts import (
+    ROUTED,
+    activations,
+    generated_and_trained,
+    pair,
+    signs_of_zero,
+)
 from tests.support.wide_models import wide_folder
 from tests.unit.serving.experts.test_grouped_gpu import hidden
 from tests.unit.serving.test_llm import token_ids
-from tests.unit.serving.test_llm_gpu import PROMPTS, SAMPLED
+from tests.unit.serving.test_llm_gpu import GPU, PROMPTS, SAMPLED
 
 pytestmark = needs.gpu
 
@@ -36,9 +43,12 @@ def layers(request):
     return [model.decoder.layers[1].mlp for model in models]
 
 
-@pytest.fixture
-def _on():
-    with batch_invariant_mode("cuda"):
+PARTS = {"whole": None, "parts": 8}
+
+
+@pytest.fixture(params=PARTS.values(), ids=[*PARTS])
+def _on(request):
+    with batch_invariant_mode("cuda", request.param):
         yield
 
 
@@ -87,11 +97,10 @@ def test_captured(_on, layers, tokens):
             assert torch.equal(replayed, grouped(x)[0])
 
 
-def generated(folder, experts: str, graphs: bool, *batches: list[int]) -> list[list[int]]:
+def generated(folder, graphs: bool, *batches: list[int], **options) -> list[list[int]]:
     """Sampled tokens of the prompts with these numbers, one batch after another."""
     found = []
-    options = {"max_num_seqs": 8, "parity": True, "experts": experts, "cuda_graphs": graphs}
-    with LLM(folder, **options) as llm:
+    with LLM(folder, max_num_seqs=8, parity=True, cuda_graphs=graphs, **options) as llm:
         for batch in batches:
             prompts, params = [PROMPTS[i] for i in batch], [SAMPLED[i] for i in batch]
             found += token_ids(llm.generate(prompts, params, use_tqdm=False))
@@ -101,15 +110,19 @@ def generated(folder, experts: str, graphs: bool, *batches: list[int]) -> list[l
     return found
 
 
+@pytest.mark.parametrize("parts", PARTS.values(), ids=[*PARTS])
 @pytest.mark.parametrize("topk", [2, 4])
-def test_llm(tmp_path, topk):
+def test_llm(tmp_path, topk, parts):
     """Together and from graphs of whole steps, as alone from the host.
 
     Megatron's experts would sum more than two by atomics there.
     """
     architecture = Architecture("v3", True, True, "rope")
     folder = wide_folder(tmp_path / "experts", architecture, num_experts_per_tok=topk, topk_group=2)
-    alone = [[i] for i in range(len(PROMPTS))]
+    alone, mode = [[i] for i in range(len(PROMPTS))], {"tensor_parallel_parts": parts}
     experts = "sequential" if topk == 2 else "grouped"
-    expected = generated(folder, experts, False, *alone)
-    assert generated(folder, "grouped", True, [*range(len(PROMPTS))]) == expected
+    expected = generated(folder, False, *alone, experts=experts, **mode)
+    together = [*range(len(PROMPTS))]
+    assert generated(folder, True, together, experts="grouped", **mode) == expected
+    found, trained = generated_and_trained(open_model(folder), GPU, parts)
+    assert torch.equal(found, trained)

@@ -239,7 +239,7 @@ def test_larger_steps_of_other_rows_attend_expanded(graphs, tiles, monkeypatch):
         assert not engine.host.context.using_cuda_graph_this_step()
 
 
-def without_reads(x, weights, ends, tokens=None):
+def without_reads(x, weights, ends, tokens=None, **_):
     """``grouped_product`` as on a GPU: on a CPU it reads how many rows an expert has."""
     rows = x if tokens is None else x[tokens]
     expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=ends.dtype), right=True)

@@ -18,6 +18,7 @@ from absorbed_mla.serving.weights.load import load_model
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
+from tests.support.experts import generated_and_trained
 from tests.support.llm import tiny_folder
 
 pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
@@ -71,10 +72,10 @@ def of_many_experts(folder, **fields):
     return write_hugging_face(folder, config, tensors)
 
 
-def generated(folder, experts: str, *batches: list[list[int]]) -> list[tuple]:
+def generated(folder, *batches: list[list[int]], **options) -> list[tuple]:
     """Tokens and log-probs that parity mode gives the prompts of each batch, one after another."""
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
-    with LLM(folder, tokenizer="bytes", parity=True, experts=experts) as llm:
+    with LLM(folder, tokenizer="bytes", parity=True, **options) as llm:
         done = [one for each in batches for one in llm.generate(each, params, use_tqdm=False)]
     outputs = [one.outputs[0] for one in done]
     return [
@@ -83,24 +84,38 @@ def generated(folder, experts: str, *batches: list[list[int]]) -> list[tuple]:
     ]
 
 
+by_parts = pytest.mark.parametrize("parts", [None, 4], ids=["whole", "parts"])
+
+
+@by_parts
 @pytest.mark.parametrize(
     "fields",
     [{}, {"n_group": 4, "num_experts_per_tok": 3, "norm_topk_prob": False}],
     ids=["Megatron's router", "ours"],
 )
-def test_parity_mode(tmp_path, fields):
+def test_parity_mode(tmp_path, fields, parts):
     """Grouped or one after the other, alone or together: equal to the bit."""
     folder = of_many_experts(tmp_path / "model", **fields)
     prompts = [[7, 3, 90], list(range(1, 40)), list(range(200, 212))]
-    expected = generated(folder, "sequential", prompts)
-    found = generated(folder, "grouped", prompts, prompts[1:2])
+    mode = {"tensor_parallel_parts": parts}
+    expected = generated(folder, prompts, experts="sequential", **mode)
+    found = generated(folder, prompts, prompts[1:2], experts="grouped", **mode)
     assert found == [*expected, expected[1]]
 
 
-def test_parity_mode_is_grouped(checkpoint, caplog):
+@by_parts
+def test_logits_of_training(tmp_path, parts):
+    checkpoint = open_model(of_many_experts(tmp_path / "model"))
+    found, expected = generated_and_trained(checkpoint, torch.device("cpu"), parts)
+    assert torch.equal(found, expected)
+
+
+@by_parts
+def test_parity_mode_is_grouped(checkpoint, caplog, parts):
     times_logged.cache_clear()
     with caplog.at_level(logging.INFO, "absorbed_mla.serving.weights.load"):
-        assert experts_of(loaded(checkpoint, parity=True)) == {GroupedExperts}
+        model = loaded(checkpoint, parity=True, tensor_parallel_parts=parts)
+    assert experts_of(model) == {GroupedExperts}
     assert "experts are computed grouped" in caplog.messages
 
 
