@@ -15,7 +15,7 @@ from absorbed_mla.kernels.triton_private import elementwise_max, sum_combine
 
 # Columns of a row of the output that are combined at a time, and for how many rows times splits a
 # program of 128 threads loads them at once: with few splits many rows, with many splits one.
-COLUMNS = 64
+_COLUMNS = 64
 _LOADED = tl.constexpr(32)
 _FEW = tl.constexpr(4)
 # Programs for each attention program that runs at a time: a program takes several rows.
@@ -51,7 +51,7 @@ def combine(
     """
     out, lse = result
     tokens, heads, kv_lora_rank = out.shape
-    columns = min(kv_lora_rank, COLUMNS)
+    columns = min(kv_lora_rank, _COLUMNS)
     # Of a tile in two parts: its rows, in pieces of so many columns.
     share = min(tiles.tokens, tiles.max_tokens) * heads * (kv_lora_rank // columns) // 2
     most = max(_PROGRAMS * split_kv.programs // places(split_kv), 1)
@@ -217,57 +217,20 @@ def _combine_pieces(
                 mask=there[:, :, None],
                 other=0.0,
             )
-            top, total, acc = add_splits(top, total, acc, lse, values)
+            higher = tl.maximum(top, tl.reduce(lse, 1, elementwise_max))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            decay = tl.exp2(top - shift)
+            weight = tl.exp2(lse - shift[:, None])
+            weights = tl.reduce(weight, 1, sum_combine)
+            weighted = tl.reduce(values * weight[:, :, None], 1, sum_combine)
+            # One split at a time: compilers may not choose what is rounded, parity depends on it.
+            total = tl.fma(total, decay, weights)
+            acc = tl.fma(acc, decay[:, None].broadcast_to(ROWS, COLUMNS), weighted)
+            top = higher
+        blind = total == 0.0
+        out = acc / tl.where(blind, 1.0, total)[:, None]
         row = first.to(tl.int64) * heads + index
-        masks = inside, inside & (piece % PIECES == 0)
-        store_sum(out_ptr, lse_ptr, row, column, masks, (top, total, acc), C, INTERPRETED)
-
-
-@triton.jit
-def add_splits(top, total, acc, lse, values):
-    """Add the outputs of some splits, all together, to those before.
-
-    Args:
-        top: Largest LSE before, to base 2, [ROWS].
-        total: Sum of weights before, [ROWS].
-        acc: Weighted sum of outputs before, [ROWS, COLUMNS].
-        lse: Of splits, to base 2, [ROWS, SPLITS].
-        values: Their outputs, [ROWS, SPLITS, COLUMNS].
-
-    Returns:
-        The first three with these splits.
-    """
-    higher = tl.maximum(top, tl.reduce(lse, 1, elementwise_max))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    decay = tl.exp2(top - shift)
-    weight = tl.exp2(lse - shift[:, None])
-    weights = tl.reduce(weight, 1, sum_combine)
-    weighted = tl.reduce(values * weight[:, :, None], 1, sum_combine)
-    # One split at a time: compilers may not choose what is rounded, parity depends on it.
-    acc = tl.fma(acc, decay[:, None].broadcast_to(acc.shape[0], acc.shape[1]), weighted)
-    return higher, tl.fma(total, decay, weights), acc
-
-
-@triton.jit
-def store_sum(
-    out_ptr, lse_ptr, row, column, masks, sums, C: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """Write what :func:`add_splits` gave at last, as output and LSE.
-
-    Args:
-        out_ptr: [rows, C].
-        lse_ptr: [rows].
-        row: Int64 [ROWS].
-        column: Of the output, [ROWS, COLUMNS].
-        masks: Of which rows the output is written, and of which the LSE.
-        sums: What was given.
-        C: Columns of a row.
-        INTERPRETED: Whether this runs in the interpreter.
-    """
-    top, total, acc = sums
-    blind = total == 0.0
-    out = acc / tl.where(blind, 1.0, total)[:, None]
-    out = narrow(out, out_ptr.dtype.element_ty, INTERPRETED)
-    tl.store(out_ptr + row[:, None] * C + column, out, mask=masks[0][:, None])
-    value = tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN_2)
-    tl.store(lse_ptr + row, value, mask=masks[1])
+        pointers = out_ptr + row[:, None] * C + column
+        tl.store(pointers, narrow(out, out_ptr.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+        value = tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN_2)
+        tl.store(lse_ptr + row, value, mask=inside & (piece % PIECES == 0))
