@@ -24,7 +24,6 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
-from absorbed_mla.inference.cascade import attend_to_both
 from absorbed_mla.inference.decode_context_parallel.attention import DecodeContextParallelAttention
 from absorbed_mla.inference.decode_context_parallel.support import require_shareable
 from absorbed_mla.inference.full_prefill import OwnKeys, WholePrompts
@@ -328,15 +327,13 @@ class CachedAttention:
         backend, total = over or self._paged_backend(step, q), None
         cascade = step.cascade if over is None and rows is None else None
         if cascade is not None:
-            [part] = step.parts()
-            both = step.tables.get("cascade", partial(cascade.rows, step.rows, step.block_size))
-            query = cascade.by_place(q_content), cascade.by_place(q_rope)
-            total = attend_to_both(backend, *query, part.cache, both, self.softmax_scale)
+            rows = step.tables.get("cascade", partial(cascade.rows, step.rows, step.block_size))
+            q_content, q_rope = cascade.by_place(q_content), cascade.by_place(q_rope)
         if self.window is not None:
             backend = WindowedPagedBackend(backend, self.window)
         if step.ranks is not None:
             backend = DecodeContextParallelAttention(backend, step.ranks)
-        for part in step.parts() if cascade is None else ():
+        for part in step.parts():
             of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:
                 of_part = self._rows_of(step, of_part, segment)
@@ -357,9 +354,8 @@ class CachedAttention:
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
         out = (total if sink is None else add_sink(*total, sink))[0].to(q.dtype)
-        if cascade is not None:
-            out = cascade.by_token(out)
-        return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
+        out = self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
+        return out if cascade is None else cascade.by_token(out)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:
         """A segment's rows; once for all layers, unless a part of the cache has its own table."""

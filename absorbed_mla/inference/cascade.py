@@ -1,7 +1,7 @@
 """Cascade attention: rows that begin with the same cached blocks attend to these together.
 
-A group of such rows is one row of a first call, whose tokens all see all keys of the prefix. In a
-second call each row sees the keys behind its prefix. Both are merged by LSE.
+A group of such rows is one row more, of all their tokens, over the keys of the prefix. Their own
+rows have the keys behind it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.merge import merge_into
-from absorbed_mla.inference.backend import PagedBackend
 from absorbed_mla.inference.rows import Rows
 
 
@@ -49,50 +47,24 @@ class CascadeTables(NamedTuple):
         """The inverse of :meth:`by_place`."""
         return x if self.places is None else x.index_select(0, self.places)
 
-    def rows(self, rows: Rows, block_size: int) -> tuple[Rows, Rows]:
-        """The groups over their prefixes, and all rows over the keys behind, both by place.
+    def rows(self, rows: Rows, block_size: int) -> Rows:
+        """The groups over their prefixes, then all rows over the keys behind, by place.
 
         Args:
             rows: Of the step, by token.
             block_size: Tokens of a block.
         """
         table, count = rows.block_table, len(rows)
-        groups = [x[: max(count // 2, 1)] for x in self[4:]]
-        prefixes = Rows(
-            *groups[:3],
-            table.index_select(0, groups[3]),
-            max_query_length=len(self.starts),
-            max_kv_length=rows.max_kv_length,
-            causal=False,
-        )
+        starts, lengths, keys, members = (x[: max(count // 2, 1)] for x in self[4:])
         skipped = self.skipped[:count]
         column = torch.arange(table.shape[1], device=table.device) + skipped[:, None]
-        own = Rows(
-            self.starts[:count],
-            rows.query_lengths,
-            rows.kv_lengths - skipped * block_size,
-            table.gather(1, column.clamp(max=table.shape[1] - 1)),
-            max_query_length=rows.max_query_length,
+        own_table = table.gather(1, column.clamp(max=table.shape[1] - 1))
+        return Rows(
+            torch.cat((starts, self.starts[:count])),
+            torch.cat((lengths, rows.query_lengths)),
+            torch.cat((keys, rows.kv_lengths - skipped * block_size)),
+            torch.cat((table.index_select(0, members), own_table)),
+            max_query_length=len(self.starts),
             max_kv_length=rows.max_kv_length,
+            prefixes=len(starts),
         )
-        return prefixes, own
-
-
-def attend_to_both(
-    backend: PagedBackend,
-    q_content: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    rows: tuple[Rows, Rows],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE over the keys of groups and those of rows, by place; see ``PagedBackend``.
-
-    ``rows`` are what :meth:`CascadeTables.rows` gives.
-    """
-    prefixes, own = (backend.forward(q_content, q_rope, cache, each, scale) for each in rows)
-    out, lse = (torch.empty_like(x) for x in own)
-    # It merges [S, B, N, V].
-    result, *parts = (tuple(x.unsqueeze(1) for x in one) for one in ((out, lse), prefixes, own))
-    merge_into(*result, *parts)
-    return out, lse

@@ -48,7 +48,7 @@ class PagedKernelBackend:
             rows.max_kv_length,
             scale,
             *how,
-            causal=rows.causal,
+            prefixes=rows.prefixes,
         )
         # Layers differ in the values only.
         shapes = q_content.shape, q_rope.shape, q_content.dtype, cache.dtype

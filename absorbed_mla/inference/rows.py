@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -18,8 +18,9 @@ class Rows:
     """One row per request (Q rows), as tables on the device; new tokens are packed on one axis.
 
     Token j of row r sees keys 0 .. kv_lengths[r] - query_lengths[r] + j of its request, or all its
-    kv_lengths[r] keys where rows are not causal. Its key p is
-    ``cache[block_table[r, p // block_size], p % block_size]``.
+    kv_lengths[r] keys where r < prefixes. Its key p is
+    ``cache[block_table[r, p // block_size], p % block_size]``. A token may be in a prefix and in
+    another row: then it attends to the keys of both.
 
     Attributes:
         query_starts: First new token of each row on the token axis, int32 [Q].
@@ -29,7 +30,7 @@ class Rows:
             used one may be anything. int32 [Q, blocks of the longest row].
         max_query_length: Upper bound of the new tokens of a row.
         max_kv_length: Upper bound of the keys of a row.
-        causal: Whether a token sees fewer keys than the one behind it.
+        prefixes: Rows, the first ones, whose tokens see all their keys.
         tables: What kernels derive from these; all layers that have the same rows share it.
     """
 
@@ -39,13 +40,26 @@ class Rows:
     block_table: Tensor
     max_query_length: int
     max_kv_length: int
-    causal: bool = True
+    prefixes: int = 0
     tables: DerivedTables = field(
         default_factory=DerivedTables, init=False, repr=False, compare=False
     )
 
     def __len__(self) -> int:
         return len(self.query_starts)
+
+    def split(self) -> tuple[Rows, ...]:
+        """Prefixes, and the other rows, if there are both."""
+        first = self.prefixes
+        if first in (0, len(self)):
+            return (self,)
+
+        def some(rows: slice, prefixes: int) -> Rows:
+            names = "query_starts", "query_lengths", "kv_lengths", "block_table"
+            tables = {name: getattr(self, name)[rows] for name in names}
+            return replace(self, **tables, prefixes=prefixes)
+
+        return some(slice(first), first), some(slice(first, None), 0)
 
     @classmethod
     def of(

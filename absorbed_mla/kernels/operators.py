@@ -212,20 +212,22 @@ def paged_attention_forward(
     key_end: int | None,
     batch_invariant: bool,
     num_splits: int | None = None,
-    causal: bool = True,
+    prefixes: int = 0,
     kernel: str = "triton",
     tiles: Tensor | None = None,
     starts: Tensor | None = None,
+    token_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``.
 
     The arguments are the fields of :class:`PagedCall`, which an operator of PyTorch cannot take.
-    ``tiles`` and ``starts`` are what :func:`paged_schedule` gave; without them they are made.
+    ``tiles`` to ``token_tiles`` are what :func:`paged_schedule` gave; without them they are made.
     """
     lists = query_starts, query_lengths, kv_lengths, block_table
     keys = max_query_length, max_kv_length, scale, key_start, key_end
-    call = PagedCall(q_content, q_rope, cache, *lists, *keys, batch_invariant, num_splits, causal)
-    table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
+    call = PagedCall(q_content, q_rope, cache, *lists, *keys, batch_invariant, num_splits, prefixes)
+    tables = tiles, starts, token_tiles
+    table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(*tables)
     with torch.cuda.device_of(q_content):
         return _paged_module(kernel).forward(call, table)
 
@@ -235,7 +237,7 @@ def _(q_content, q_rope, cache, *rest):
     return _output_and_lse(q_content)
 
 
-def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tuple[()]:
+def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor | None, ...]:
     """The tables of ``kernels/paged/schedule.py`` for calls that differ in the values only.
 
     Empty where there is nothing to attend to.
@@ -245,7 +247,8 @@ def paged_schedule(call: PagedCall, kernel: str) -> tuple[Tensor, Tensor] | tupl
     with torch.cuda.device_of(call.q_content):
         division = _paged_module(kernel).divide(call)
         tables = _kernel_module("paged", "schedule")
-        return tables.schedule(*call.lengths, call.key_start, division, call.causal)
+        tokens = len(call.q_content)
+        return tables.schedule(*call.lengths, call.key_start, division, call.prefixes, tokens)
 
 
 def _paged_module(kernel: str):

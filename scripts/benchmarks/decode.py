@@ -346,14 +346,14 @@ class DecodeBenchmark(kit.InTurns):
 
     def _cascade(self, case: DecodeCase, inputs: Inputs, backend: PagedBackend) -> Attend:
         """All requests as one group over what they share."""
-        from absorbed_mla.inference.cascade import CascadeTables, attend_to_both
+        from absorbed_mla.inference.cascade import CascadeTables
         from absorbed_mla.serving.scheduler.cascade_attention import PrefixGroup, tables_of
 
         size, tokens = case.block_size, case.batch * case.query_length
         group = PrefixGroup(torch.arange(case.batch).numpy(), case.shared // size)
         numbers = tables_of([group], case.batch, case.query_length, tokens, size).to(self.device)
         rows = CascadeTables(*numbers).rows(inputs.rows, size)
-        call = partial(attend_to_both, backend, *inputs[:3], rows, inputs.scale)
+        call = partial(backend.forward, *inputs._replace(rows=rows))
         return lambda: call()[0]
 
     def _expected(self, inputs: Inputs, cache: Tensor) -> Tensor:

@@ -214,6 +214,7 @@ def decode(
     *,
     fp8: bool = False,
     batch_invariant: bool = False,
+    prefixes: int = 0,
 ) -> None:
     """One new token of each request."""
     length = 8192
@@ -221,7 +222,7 @@ def decode(
     lists = [zeros(requests, dtype=INT32) for _ in range(3)]
     table = zeros(requests, length // 64, dtype=INT32)
     operators.paged_attention_forward(
-        *query, cache, *lists, table, 1, length, 0.1, 0, None, batch_invariant, kernel=kernel
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, batch_invariant, None, prefixes, kernel
     )
 
 
@@ -229,6 +230,7 @@ def decode_kernels() -> None:
     """Decoding over a paged cache in splits; in parity mode piece by piece, too, for many tiles."""
     for requests, batch_invariant in ((2, False), (1, True), (128, True)):
         decode("hopper", requests, batch_invariant=batch_invariant)
+    decode("hopper", 4, 16, prefixes=1)
 
 
 def fp8_cache_kernels() -> None:

@@ -30,7 +30,10 @@ class PagedCase:
     padding: int = 0
     # First key in the cache and one past the last; None: all.
     window: tuple[int, int | None] | None = None
-    causal: bool = True
+    # Rows, the first ones, whose tokens see all their keys.
+    prefixes: int = 0
+    # Where rows begin on the token axis; None: one behind the other.
+    starts: tuple[int, ...] | None = None
 
     @property
     def scale(self) -> float:
@@ -52,15 +55,12 @@ class PagedCase:
             part[:tokens] = self._random(make, tokens, self.heads, width) * self.magnitude
             query.append(part.to(device))
         rows = Rows.of(self.query_lengths, self.kv_lengths, table.to(device))
-        rows = replace(rows, causal=self.causal)
+        rows = replace(rows, prefixes=self.prefixes)
+        if self.starts is not None:
+            query = [part.nan_to_num(0.5) for part in query]
+            starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
+            rows = replace(rows, query_starts=starts)
         return *query, cache.to(device), rows, self.scale
-
-    def inputs_apart(self, starts: tuple[int, ...], device: torch.device | str = "cpu"):
-        """Like :meth:`inputs`, with rows that start at ``starts`` and padding between them."""
-        *query, cache, rows, scale = self.inputs(device)
-        query = [part.nan_to_num(0.5) for part in query]
-        table = torch.tensor(starts, dtype=torch.int32, device=device)
-        return *query, cache, replace(rows, query_starts=table), scale
 
     def _cache(self, latents: list[Tensor]) -> tuple[Tensor, Tensor]:
         size = self.block_size
@@ -84,12 +84,22 @@ class PagedCase:
         return torch.randn(shape, generator=make).to(self.dtype)
 
 
+# Prefixes of 3 + 3 and 4 tokens and of none, of tokens 1 - 6 and 8 - 11; rows of 3, 3, 1, 3, 1, 2
+# and no tokens, behind these and in no prefix, out of order; token 0 is in no row.
+TWO_ROWS = PagedCase(
+    (6, 4, 0, 3, 3, 1, 3, 1, 2, 0),
+    (200, 67, 9, 3, 70, 130, 6, 64, 4, 5),
+    starts=(1, 8, 0, 4, 1, 7, 8, 11, 12, 0),
+    prefixes=3,
+)
+
+
 def call_of(inputs, window=(0, None), **how) -> PagedCall:
     """The kernels' arguments for what ``PagedCase.inputs`` gives."""
     *operands, rows, scale = inputs
     lists = rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table
     most = rows.max_query_length, rows.max_kv_length
-    return PagedCall(*operands, *lists, *most, scale, *window, causal=rows.causal, **how)
+    return PagedCall(*operands, *lists, *most, scale, *window, prefixes=rows.prefixes, **how)
 
 
 def naive(
@@ -108,7 +118,7 @@ def naive(
     for row in range(len(rows)):
         start, length = int(rows.query_starts[row]), int(rows.query_lengths[row])
         for index in range(length):
-            last = int(rows.kv_lengths[row]) - (length - index if rows.causal else 1)
+            last = int(rows.kv_lengths[row]) - (1 if row < rows.prefixes else length - index)
             keys = torch.arange(max(last + 1, 0))
             end = last + 1 if key_end is None else key_end
             keys = keys[(keys >= key_start) & (keys < end)] - key_start
@@ -118,8 +128,10 @@ def naive(
             k = cache[blocks, keys % cache.shape[1]].double()
             q = torch.cat((q_content[start + index], q_rope[start + index]), dim=-1).double()
             scores = q @ k.T * scale
-            lse[start + index] = scores.logsumexp(-1)
-            out[start + index] = scores.softmax(-1) @ k[:, :width]
+            token, before = start + index, lse[start + index].clone()
+            lse[token] = before.logaddexp(scores.logsumexp(-1))  # of another row, too
+            out[token] *= (before - lse[token]).exp()[:, None]
+            out[token] += (scores - lse[token][:, None]).exp() @ k[:, :width]
     return out, lse
 
 

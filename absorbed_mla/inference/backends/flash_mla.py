@@ -72,7 +72,7 @@ class FlashMLA:
         Raises:
             ValueError: If only a part of the keys is to be seen.
         """
-        assert rows.causal, "the engine refuses shared prefixes with it"
+        assert not rows.prefixes, "the engine refuses shared prefixes with it"
         if key_start or (key_end is not None and key_end < rows.max_kv_length):
             raise ValueError(
                 "paged_attention_backend='flash_mla' sees the keys of a row from its first on; got "

@@ -7,6 +7,7 @@ in their order, and keys that it does not see add exact zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -30,9 +31,9 @@ def paged_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their rows, without autograd.
 
-    Token j of row r sees key p exactly where p <= kv_lengths[r] - query_lengths[r] + j, or, where
-    rows are not causal, p < kv_lengths[r], and key_start <= p < key_end. Arithmetic is fp32 (fp64
-    for fp64 inputs).
+    Token j of row r sees key p exactly where p <= kv_lengths[r] - query_lengths[r] + j, or, in a
+    prefix, p < kv_lengths[r], and key_start <= p < key_end. Arithmetic is fp32 (fp64 for fp64
+    inputs).
 
     Args:
         q_content: Absorbed query [T, N, C].
@@ -53,17 +54,22 @@ def paged_reference(
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
-    row, last = last_keys(rows, len(q_content), key_start, key_end)
+    each = [(part, *last_keys(part, len(q_content), key_start, key_end)) for part in rows.split()]
+    seeing = torch.stack([last >= 0 for *_, last in each]).any(0)
     decode = _decoder(cache, q_content, q_rope)
     for first in range(0, len(q_content), CHUNK_TOKENS):
         chunk = slice(first, first + CHUNK_TOKENS)
         query = torch.cat((q_content[chunk], q_rope[chunk]), dim=-1).to(compute)
         # Padding may hold NaN, which times 0 is NaN.
-        query = query.masked_fill((last[chunk] < 0)[:, None, None], 0.0)
-        table = rows.block_table[row[chunk]].long()
-        keys = _Keys(cache, decode, table, last[chunk], rows.max_kv_length - key_start)
-        tiles = map(keys.tile, keys.tiles)
-        out[chunk], lse[chunk], _ = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
+        query = query.masked_fill(~seeing[chunk, None, None], 0.0)
+        tiles = []
+        for part, row, last in each:
+            table = part.block_table[row[chunk]].long()
+            keys = _Keys(cache, decode, table, last[chunk], rows.max_kv_length - key_start)
+            tiles.append(map(keys.tile, keys.tiles))
+        out[chunk], lse[chunk], _ = attend_to_tiles(
+            query, chain(*tiles), scale, q_content.shape[-1]
+        )
     return out, lse
 
 
@@ -114,13 +120,17 @@ class _Keys:
 def last_keys(
     rows: Rows, tokens: int, key_start: int = 0, key_end: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none."""
+    """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none.
+
+    Rows are all prefixes, or none is.
+    """
+    assert rows.prefixes in (0, len(rows))
     token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
     index = token - rows.query_starts
     member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]
     row = member.to(torch.uint8).argmax(1)
-    first = rows.kv_lengths - rows.query_lengths + index if rows.causal else rows.kv_lengths - 1
-    last = first.expand_as(index).gather(1, row[:, None])[:, 0]
+    ends = rows.kv_lengths - (1 if rows.prefixes else rows.query_lengths - index)
+    last = ends.expand_as(index).gather(1, row[:, None])[:, 0]
     if key_end is not None:
         last = last.clamp(max=key_end - 1)
     return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)

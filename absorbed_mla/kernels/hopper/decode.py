@@ -24,6 +24,7 @@ from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.forward import keys_of
+from absorbed_mla.kernels.paged.merge_rows import merge_rows
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import Schedule, schedule
 from absorbed_mla.kernels.scratch import not_filled
@@ -77,19 +78,19 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     q_content, q_rope, cache = call[:3]
     if call.scale <= 0:
         raise ValueError(f"scale must be positive, got {call.scale}")
-    tokens, heads, _ = q_content.shape
-    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
-    lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
+    tokens = len(q_content)
+    out, lse = call.results(tokens)
     if not call.has_keys:
         return out.zero_(), lse.fill_(-math.inf)
     if not tokens:
         return out, lse
     division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
-    table = table or schedule(*call.lengths, call.key_start, division, call.causal)
+    table = table or schedule(*call.lengths, call.key_start, division, call.prefixes, tokens)
     shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
     with not_filled():
         waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
+        whole = call.results(call.row_tokens) if call.prefixes else (out, lse)
     block_table = call.block_table
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -98,7 +99,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     page = page_size(cache.shape[1], call.window)
     keys: _Keys = _fp8_keys(cache) if call.fp8 else _key_maps(cache, *widths, page)
     programs = split_kv.parts * tiles.head_blocks
-    results: tuple[Tensor | int, ...] = out, lse, *waiting
+    results: tuple[Tensor | int, ...] = *whole, *waiting
     constants: dict[str, int] = {"SPLIT": split_kv.splits}
     if call.batch_invariant and _is_long(call.window) and not split_kv.splits:
         kernel, constants = attend_fp8_decode_pieces if call.fp8 else attend_decode_pieces, {}
@@ -111,9 +112,11 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
         constants |= {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
     else:
         kernel = attend_fp8_decode if call.fp8 else attend_decode
-    lists = *table, block_table
+    lists = *table[:2], block_table
     _launch(kernel, programs, queries, keys, lists, results, call, tiles, constants)
-    if split_kv.splits:
+    if call.prefixes:
+        merge_rows(waiting, whole, table, tiles, (out, lse))
+    elif split_kv.splits:
         order = {"in_order": call.batch_invariant}
         combine(*waiting, table, tiles, split_kv, call.lengths[:2], (out, lse), **order)
     else:
@@ -123,13 +126,13 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
 
 def divide(call: PagedCall) -> plan.Division:
     """Query tiles and KV splits of :func:`forward`."""
-    tokens, heads, _ = call.q_content.shape
+    heads = call.q_content.shape[1]
     rows, num_splits = ROWS.value, call.num_splits
     # In parity mode a token's result must not depend on how many there are.
     if not call.batch_invariant and _has_pieces(call):
         wanted = plan.power_of_two(heads) * call.max_query_length
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
-    tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, rows)
+    tiles = plan.tiles_for(call.requests, heads, call.row_tokens, call.max_query_length, rows)
     if call.batch_invariant:
         few = _is_long(call.window) and _leave_some_idle(tiles, call.window, call.q_content)
         # A program for each piece; else each has whole tiles.

@@ -60,7 +60,7 @@ def score_role(part, shared, whole, split, heads, scale, SPLIT: gl.constexpr):
         if SPLIT:
             gl.store(split[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
             inside &= tile.place < 0
-        gl.store(whole[1] + row, bits * LN_2, mask=inside)
+        gl.store(tile.results(whole[1], heads) + row, bits * LN_2, mask=inside)
         o = finish_left(shared, o, norm, blocks)
         _store(tile, o, whole[0], split[0], heads, 0, SPLIT)
 
@@ -80,6 +80,7 @@ def value_role(part, shared, whole, split, heads, SPLIT: gl.constexpr):
 @gluon.jit
 def _store(tile, o, out, split, heads, first: gl.constexpr, SPLIT: gl.constexpr):
     """Write columns from ``first`` on of the tile's rows, [64, C / 2], where they belong."""
+    out = tile.results(out, heads * (2 * o.shape[1]))
     if SPLIT:
         if tile.place < 0:
             store_half(out, tile, o, 1, heads, first)

@@ -61,6 +61,7 @@ class Part:
             keys=gl.minimum(last, keys) - begin,
             offset=gl.load(entry + 3) - 1 - begin,
             place=gl.where(gl.load(entry + 5) > 1, place * self.head_blocks + head_block, -1),
+            behind=gl.load(entry + 7),
             batch=gl.to_tensor(0),
             head=head_block * self.HEADS,
             HEADS=self.HEADS,
@@ -80,10 +81,17 @@ class DecodeTile(CausalTile):
         request: Of the batch; its row in the table of blocks.
         place: Where the result waits for those of the other parts, counted in tiles; negative if
             there are none.
+        behind: How far behind its tokens' places results lie that do not wait, in tokens.
     """
 
     request: gl.tensor
     place: gl.tensor
+    behind: gl.tensor
+
+    @gluon.jit
+    def results(self, pointer, width):
+        """Where results lie, ``width`` for a token, of the token at place 0."""
+        return pointer + self.behind.to(gl.int64) * width
 
     @gluon.jit
     def first_top(self, layout: gl.constexpr):

@@ -186,8 +186,8 @@ def _store(tile, o, top, total, whole, split, heads, scale, SPLIT: gl.constexpr)
         pointers = split[0] + (place * C)[None, :] + column[:, None]
         gl.store(pointers, o, mask=waits[None, :])
         inside &= tile.place < 0
-    gl.store(whole[1] + row, lse * LN_2, mask=inside)
-    pointers = whole[0] + (row * C)[None, :] + column[:, None]
+    gl.store(tile.results(whole[1], heads) + row, lse * LN_2, mask=inside)
+    pointers = tile.results(whole[0], heads * C) + (row * C)[None, :] + column[:, None]
     gl.store(pointers, o.to(whole[0].dtype.element_ty), mask=inside[None, :])
 
 

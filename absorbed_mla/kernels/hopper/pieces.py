@@ -65,6 +65,7 @@ class WholeTiles:
             keys=gl.load(entry + 4),
             offset=gl.load(entry + 3) - 1,
             place=gl.program_id(0),
+            behind=gl.to_tensor(0),
             batch=gl.to_tensor(0),
             head=number % self.head_blocks * self.HEADS,
             HEADS=self.HEADS,

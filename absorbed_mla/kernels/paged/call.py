@@ -31,7 +31,7 @@ class PagedCall(NamedTuple):
         batch_invariant: A token's result depends on its query and keys only, and has the bits of
             training.
         num_splits: Splits of the keys of every request; None: the device chooses.
-        causal: As in ``Rows``.
+        prefixes: As in ``Rows``; 0 with ``batch_invariant``.
     """
 
     q_content: Tensor
@@ -48,12 +48,17 @@ class PagedCall(NamedTuple):
     key_end: int | None = None
     batch_invariant: bool = False
     num_splits: int | None = None
-    causal: bool = True
+    prefixes: int = 0
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
         """First new token, new tokens, and keys of every request."""
         return self.query_starts, self.query_lengths, self.kv_lengths
+
+    @property
+    def row_tokens(self) -> int:
+        """Maximum tokens of all rows: those in prefixes are in other rows, too."""
+        return len(self.q_content) * (2 if self.prefixes else 1)
 
     @property
     def requests(self) -> int:
@@ -70,6 +75,12 @@ class PagedCall(NamedTuple):
         """Whether there may be a token that sees a key."""
         tables = self.requests and self.cache.numel() and self.block_table.numel()
         return bool(tables and self.max_query_length and self.window)
+
+    def results(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Memory for output and LSE of so many tokens."""
+        shape = tokens, *self.q_content.shape[1:]
+        lse = self.q_content.new_empty(shape[:2], dtype=torch.float32)
+        return self.q_content.new_empty(shape), lse
 
     @property
     def fp8(self) -> bool:

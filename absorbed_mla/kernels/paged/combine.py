@@ -63,7 +63,7 @@ def combine(
         split_lse,
         out,
         lse,
-        *table,
+        *table[:2],
         *requests,
         len(requests[0]),
         places(split_kv),

@@ -15,6 +15,7 @@ from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.call import PagedCall
 from absorbed_mla.kernels.paged.combine import combine, places
+from absorbed_mla.kernels.paged.merge_rows import merge_rows
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule, schedule
 from absorbed_mla.kernels.triton.common import (
@@ -47,8 +48,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     q_content, q_rope, cache = rows_contiguous(call.q_content, call.q_rope, call.cache)
     call = call._replace(q_content=q_content, q_rope=q_rope, cache=cache)
     (tokens, heads, kv_lora_rank), rope = q_content.shape, q_rope.shape[-1]
-    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
-    lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
+    out, lse = call.results(tokens)
     if not call.has_keys:
         return out.zero_(), lse.fill_(float("-inf"))
     if not tokens:
@@ -56,19 +56,19 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
     division = divide(call)
     tiles, split_kv = division.tiles, division.split_kv
     blocks, warps, resident = _blocks(call)
-    table = table or schedule(*call.lengths, call.key_start, division, call.causal)
+    table = table or schedule(*call.lengths, call.key_start, division, call.prefixes, tokens)
     shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
+    whole = call.results(call.row_tokens) if call.prefixes else (out, lse)
     parts = keys_of(cache, kv_lora_rank, rope)
     _paged_kernel[(split_kv.parts * tiles.head_blocks,)](
         q_content,
         q_rope,
         *parts,
         call.block_table,
-        out,
-        lse,
+        *whole,
         *waiting,
-        *table,
+        *table[:2],
         *q_content.stride()[:2],
         *q_rope.stride()[:2],
         *(stride for part in parts for stride in part.stride()[:2]),
@@ -90,7 +90,9 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
         num_stages=blocks.stages,
         maxnreg=plan.most_registers(resident, warps),
     )
-    if split_kv.splits:
+    if call.prefixes:
+        merge_rows(waiting, whole, table, tiles, (out, lse))
+    elif split_kv.splits:
         combine(*waiting, table, tiles, split_kv, call.lengths[:2], (out, lse))
     else:
         clear_padding(*call.lengths[:2], out, lse)
@@ -99,9 +101,9 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
 
 def divide(call: PagedCall) -> plan.Division:
     """Query tiles and KV splits of :func:`forward`."""
-    tokens, heads, _ = call.q_content.shape
+    heads = call.q_content.shape[1]
     blocks, _, resident = _blocks(call)
-    tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, blocks.rows)
+    tiles = plan.tiles_for(call.requests, heads, call.row_tokens, call.max_query_length, blocks.rows)
     num_splits = 1 if call.batch_invariant else call.num_splits
     device = call.q_content.device
     split_kv = plan.split_kv_for(tiles, call.window, blocks.keys, resident, device, num_splits)
@@ -242,6 +244,7 @@ def _paged_kernel(
             store_rows(split_out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(split_lse_ptr + place, lse, mask=valid)
         else:
+            place += tl.load(entry + 7).to(tl.int64) * heads
             store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(lse_ptr + place, lse * LN_2, mask=valid)
 

@@ -2,14 +2,16 @@
 
 A tile is some tokens of one request. All tiles one after the other are cut into parts
 (split_kv.py), each a range of tiles of which the first may begin, and the last may end, between two
-blocks of keys. A program goes through one part, for some heads. Two tables:
+blocks of keys. A program goes through one part, for some heads. Tables:
 
 * ``tiles``, int32 [tiles, 8]: request, first token on the token axis, number of tokens, keys that
   the first token sees (each token sees one more than the one before it; not above 0: none), keys
-  that any of them sees at most, parts that the tile is in, and the first of these, if there are
-  several.
+  that any of them sees at most, parts that the tile is in, the first of these, if there are
+  several, and how far behind its tokens' places results lie, if it is in one (``merge_rows.py``).
 * ``starts``, int32 [parts + 1, 2]: the tile and the block of its keys where a part begins, which is
   where the part before it ends. Parts without work are at the end.
+* ``token_tiles``, int32 [T, 2], where there are prefixes: each token's tile of a prefix, and its
+  tile of another row; -1: none.
 
 Keys are counted from the first one in the cache. The result of a tile that is in several parts
 waits for the others: where the tile begins, at place 2 * part + 1, and where it goes on, at place
@@ -40,10 +42,11 @@ _STORED = 512
 
 
 class Schedule(NamedTuple):
-    """Both tables; see above."""
+    """The tables; see above."""
 
     tiles: Tensor
     starts: Tensor
+    token_tiles: Tensor | None = None
 
 
 def schedule(
@@ -52,7 +55,8 @@ def schedule(
     kv_lengths: Tensor,
     key_start: int,
     division: Division,
-    causal: bool = True,
+    prefixes: int = 0,
+    tokens: int = 0,
 ) -> Schedule:
     """Make the tables.
 
@@ -62,11 +66,13 @@ def schedule(
         kv_lengths: Int32 [Q].
         key_start: First key in the cache.
         division: Of the batch.
-        causal: As in ``Rows``.
+        prefixes: As in ``Rows``.
+        tokens: T, if there are prefixes.
     """
     tiles, split_kv, block_keys, window = division
     tile_table = query_starts.new_empty((tiles.max_tiles, TABLE_COLUMNS.value), dtype=torch.int32)
     starts = query_starts.new_empty((split_kv.parts + 1, 2), dtype=torch.int32)
+    token_tiles = query_starts.new_full((tokens, 2), -1, dtype=torch.int32) if prefixes else None
     # Several programs share the tiles of long requests.
     tile_programs = min(-(-tiles.max_tokens // tiles.tokens), _PROGRAMS)
     block = next((few for few in _REQUESTS if len(query_starts) <= few), _REQUESTS[-1])
@@ -78,6 +84,7 @@ def schedule(
         kv_lengths,
         tile_table,
         starts,
+        token_tiles,
         len(query_starts),
         key_start,
         window,
@@ -87,14 +94,15 @@ def schedule(
         split_kv.min_blocks,
         split_kv.num_splits,
         tiles.head_blocks,
-        int(causal),
+        prefixes,
+        tokens,
         TILE_TOKENS=tiles.tokens,
         BLOCK_KEYS=block_keys,
         REQUESTS=block,
         CUTS=_STORED // block,
         num_warps=4,
     )
-    return Schedule(tile_table, starts)
+    return Schedule(tile_table, starts, token_tiles)
 
 
 # Arguments that change with every batch are not compiled in.
@@ -108,7 +116,8 @@ def schedule(
         "parts",
         "min_blocks",
         "num_splits",
-        "causal",
+        "prefixes",
+        "num_tokens",
     ],
     do_not_specialize_on_alignment=["query_starts_ptr", "lengths_ptr", "kv_ptr"],
 )
@@ -118,6 +127,7 @@ def _schedule_kernel(
     kv_ptr,
     tile_table_ptr,
     starts_ptr,
+    token_tiles_ptr,
     num_requests,
     key_start,
     window,
@@ -127,7 +137,8 @@ def _schedule_kernel(
     min_blocks,
     num_splits,
     head_blocks,
-    causal,
+    prefixes,
+    num_tokens,
     TILE_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -173,7 +184,8 @@ def _schedule_kernel(
             tile = first_tile + index
             skipped = index * TILE_TOKENS
             tokens = tl.minimum(length - skipped, TILE_TOKENS)
-            seen = tl.where(causal != 0, kv_length - length + 1 + skipped, kv_length)
+            shared = request < prefixes
+            seen = tl.where(shared, kv_length, kv_length - length + 1 + skipped)
             last = tl.minimum(seen + tokens - 1, kv_length)
             keys = tl.minimum(tl.maximum(last, 0), window)
             # The first part that begins at this tile or in it, at which block of its keys, and how
@@ -196,6 +208,13 @@ def _schedule_kernel(
             tl.store(entry + 4, keys, mask=there)
             tl.store(entry + 5, cuts + 1, mask=there)
             tl.store(entry + 6, part + first_cut - 1, mask=there)
+            tl.store(entry + 7, tl.where(shared, num_tokens, 0), mask=there)
+            if token_tiles_ptr is not None:
+                # [REQUESTS, TILE_TOKENS]
+                token = tl.arange(0, TILE_TOKENS)[None, :]
+                of_token = 2 * ((start + skipped)[:, None] + token) + tl.where(shared, 0, 1)[:, None]
+                present = there[:, None] & (token < tokens[:, None])
+                tl.store(token_tiles_ptr + of_token, tile[:, None], mask=present)
             most_cuts = max_of(tl.where(there, count, 0))
             for one in range(0, most_cuts, CUTS):
                 # [REQUESTS, CUTS]

@@ -27,6 +27,8 @@ absorbed_mla/kernels/hopper/decode.py
     -> if call.batch_invariant and not call.fp8 and _is_long(call.window)
   parity_of_few_fp8_rows: if not call.batch_invariant and _has_pieces( -> if _has_pieces(
 absorbed_mla/kernels/hopper/decode_kernel.py
+  lse_of_prefixes_over_those_of_other_rows: gl.store(tile.results(whole[1], heads) + row
+    -> gl.store(whole[1] + row
   decode_program_forgets_its_phase: blocks += count_blocks(tile)
     |        tile = part.tile(index)
     -> tile = part.tile(index)
@@ -141,11 +143,15 @@ absorbed_mla/kernels/moe/swiglu.py
   swiglu_of_a_gate_not_rounded: _rounded(_silu_of_pytorch(gate, INTERPRETED), out_ptr, INTERPRETED)
     -> _silu_of_pytorch(gate, INTERPRETED)
   swiglu_without_megatrons_offset: (up + 0.0) -> up
+absorbed_mla/kernels/paged/merge_rows.py
+  merged_rows_without_further_splits: range(0, all_splits, SPLITS) -> range(0, SPLITS, SPLITS)
+  merged_rows_in_two_units: of_other[0] * LOG2_E -> of_other[0]
 absorbed_mla/kernels/paged/new_latents.py
   new_latents_of_padding: cached = row < places -> cached = row < count
 absorbed_mla/kernels/paged/schedule.py
   decode_splits_overlap: (behind | (cut < least), 0, cut), -> (behind | (cut < least), 0, cut - 1),
-  prefixes_are_causal: tl.where(causal != 0, -> tl.where(causal != 2,
+  prefixes_are_causal: shared = request < prefixes -> shared = request < 0
+  prefixes_over_other_rows: tl.where(shared, num_tokens, 0), -> tl.where(shared, 0, 0),
   last_split_not_combined: entry + 5, cuts + 1, mask -> entry + 5, tl.maximum(cuts, 1), mask
 absorbed_mla/kernels/sampling/inverse_cdf.py
   kernels_leave_ties_of_every_piece: wanted - (cumsum(ties) - ties) -> wanted + ties - ties

@@ -9,7 +9,7 @@ import torch
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from tests.support.hostile import poisoned_memory
-from tests.support.paged import PagedCase, naive
+from tests.support.paged import TWO_ROWS, PagedCase, naive
 
 MIXED = PagedCase((1, 3, 0, 5), (70, 3, 9, 150), dtype=torch.float64, padding=3)
 
@@ -17,7 +17,8 @@ CASES = {
     **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 16, 64, 100)},
     **{f"heads_{heads}": replace(MIXED, heads=heads) for heads in (1, 8, 40, 128)},
     "one_key": PagedCase((1, 1), (1, 1), dtype=torch.float64),
-    "prefixes": replace(MIXED, causal=False),
+    "prefixes": replace(MIXED, prefixes=4),
+    "two_rows": replace(TWO_ROWS, dtype=torch.float64),
     "no_rope": replace(MIXED, rope=0),
     "huge": replace(MIXED, magnitude=1e4),
     "tiny": replace(MIXED, magnitude=1e-8),
@@ -63,7 +64,7 @@ def test_windows(window):
 
 
 def test_rows_in_any_order_with_padding_between():
-    _, lse = check(MIXED.inputs_apart((11, 0, 3, 4)))
+    _, lse = check(replace(MIXED, starts=(11, 0, 3, 4)).inputs())
     assert (lse[:, 0] == -torch.inf).nonzero().flatten().tolist() == [3, 9, 10]
 
 

@@ -36,6 +36,7 @@ from tests.unit.kernels.test_paged_hopper import (
     MIXED,
     PIECE,
     SHORT,
+    TWO_ROWS,
     alone,
     attend,
     decode,
@@ -71,8 +72,10 @@ CASES = {
         FOUR, query_lengths=(1,) * 7, kv_lengths=(3, 700, 65, 1, 450, 128, 191)
     ),
     "few_prefixes": replace(
-        FEW, query_lengths=(3, 4, 1), kv_lengths=(70, 4, 66), heads=3, causal=False
+        FEW, query_lengths=(3, 4, 1), kv_lengths=(70, 4, 66), heads=3, prefixes=3
     ),
+    **{name: OVER_LATENTS[name] for name in ("two_rows_16",)},
+    "few_two_rows": replace(TWO_ROWS, heads=2, kv_lora_rank=512, rope=64),
     "few_window": replace(FEW, window=(37, 140)),
 }
 

@@ -25,6 +25,7 @@ from tests.support.backends import triton_interpreter
 from tests.support.combinations import thinned
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
+from tests.support.paged import TWO_ROWS as OF_TWO_ROWS
 from tests.support.paged import PagedCase, call_of, fp8_inputs
 from tests.unit.kernels.paged import (
     DEVICE,
@@ -90,6 +91,7 @@ def check(case: PagedCase, **how) -> None:
 
 
 MIXED = PagedCase((1, 3, 0, 5), (200, 3, 9, 150), 16, 64, 128, 32, padding=2)
+TWO_ROWS = replace(OF_TWO_ROWS, block_size=64, kv_lora_rank=128, rope=32)
 SHORT = replace(MIXED, query_lengths=(1, 2), kv_lengths=(130, 64))
 CASES = {
     **{f"block_{size}": replace(MIXED, block_size=size) for size in (16, 48, 64, 1024)},
@@ -112,7 +114,8 @@ CASES = {
     "width_256": replace(
         MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, kv_lora_rank=256
     ),
-    "prefixes": replace(MIXED, query_lengths=(9, 0, 3, 1), heads=12, causal=False),
+    "prefixes": replace(MIXED, query_lengths=(9, 0, 3, 1), heads=12, prefixes=4),
+    **{f"two_rows_{heads}": replace(TWO_ROWS, heads=heads) for heads in (1, 16)},
     "window": replace(MIXED, window=(37, 140)),
     "window_behind_all": replace(MIXED, window=(200, None)),
     "window_empty": replace(MIXED, window=(64, 64)),
@@ -130,6 +133,7 @@ def test_equals_the_reference(name):
 @pytest.mark.parametrize(
     ("name", "num_splits"),
     [("block_64", 1), ("block_64", 4), ("heads_12", 2), ("window", 4), ("prefixes", 4)]
+    + [("two_rows_16", 1), ("two_rows_1", 4)]
     + [("heads_128", 2)] * ON_GPU,  # takes seconds where it is emulated
 )
 def test_splits(name, num_splits):

@@ -34,6 +34,19 @@ from tests.unit.kernels.paged import (
 from tests.unit.kernels.test_paged_hopper import FP16, PIECE, attend, check
 
 DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), 16, 64, 512, 64, padding=3)
+
+
+def behind_prefixes(case: PagedCase, new: int) -> PagedCase:
+    """Rows of so many tokens: 40 behind one prefix, 9 behind another, and 21 behind none."""
+    return replace(
+        case,
+        query_lengths=(40 * new, 9 * new, *(new,) * 70),
+        kv_lengths=(5000, 333, *range(new, 1400 + new, 20)),
+        starts=(0, 40 * new, *range(0, 70 * new, new)),
+        prefixes=2,
+    )
+
+
 CASES = {
     **{f"heads_{heads}": replace(DEEP, heads=heads) for heads in (1, 8, 24, 32, 40, 64, 128)},
     **{f"block_{size}": replace(DEEP, block_size=size) for size in (16, 32, 48, 256, 8192)},
@@ -47,6 +60,10 @@ CASES = {
         DEEP, query_lengths=(1,) * 150, kv_lengths=tuple(range(1, 6000, 40)), heads=128
     ),
     "window": replace(DEEP, window=(70, 4000)),
+    **{
+        f"behind_prefixes_{heads}_{new}": behind_prefixes(replace(DEEP, heads=heads), new)
+        for heads, new in ((16, 1), (16, 3), (64, 1), (128, 2))
+    },
     "width_256": replace(DEEP, kv_lora_rank=256, block_size=16),
     "width_128": replace(DEEP, kv_lora_rank=128, rope=32, block_size=32),
 }
@@ -58,7 +75,7 @@ def test_equals_the_reference(name, num_splits):
     check(CASES[name], num_splits=num_splits)
 
 
-@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode", "rows_of_any_length"])
+@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode", "rows_of_any_length", "behind_prefixes_16_1"])
 def test_same_bits_in_every_run(name):
     """A race would show: parts are merged in order, and nothing is added up by atomics."""
     inputs = CASES[name].inputs(DEVICE)
@@ -197,7 +214,7 @@ FP8_CASES = {
     for name in (
         *("heads_1", "heads_24", "heads_128", "block_16", "block_48", "block_8192", "decode"),
         *("decode_128", "prefill", "fp16", "many_rows", "one_long_row", "rows_of_any_length"),
-        *("window", "width_256", "width_128"),
+        *("window", "width_256", "width_128", "behind_prefixes_16_3", "behind_prefixes_128_2"),
     )
 }
 

@@ -18,7 +18,7 @@ from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.hostile import poisoned_memory
-from tests.support.paged import PagedCase, call_of
+from tests.support.paged import TWO_ROWS, PagedCase, call_of
 from tests.unit.kernels.paged import (
     DEVICE,
     ON_GPU,
@@ -78,9 +78,12 @@ CASES = {
     "one_long_row": PagedCase((1,) * 9, (5,) * 4 + (600,) + (5,) * 4, heads=1),
     "rows_of_any_length": PagedCase((2,) * 11, tuple(range(2, 112, 10)), heads=16),
     # A tile ends in a request, and in a block of keys.
-    "prefixes": PagedCase((9, 0, 3), (131, 9, 64), heads=16, causal=False, padding=1),
-    "more_tokens_in_a_prefix": PagedCase((70, 1), (3, 16), heads=2, causal=False),
-    "window_of_prefixes": replace(MIXED, window=(37, 100), causal=False),
+    "prefixes": PagedCase((9, 0, 3), (131, 9, 64), heads=16, prefixes=3, padding=1),
+    "more_tokens_in_a_prefix": PagedCase((70, 1), (3, 16), heads=2, prefixes=2),
+    **{f"two_rows_{heads}": replace(TWO_ROWS, heads=heads) for heads in (1, 3, 16, 128)},
+    "two_rows_fp32": replace(TWO_ROWS, dtype=FP32, heads=2, kv_lora_rank=16),
+    "two_rows_in_a_window": replace(TWO_ROWS, window=(37, 100)),
+    "window_of_prefixes": replace(MIXED, window=(37, 100), prefixes=4),
     "window": replace(MIXED, window=(37, 100)),
     "window_at_the_start": replace(MIXED, window=(0, 64)),
     "window_behind_all": replace(MIXED, window=(150, None)),
@@ -108,7 +111,8 @@ def test_equals_the_reference(name):
     [(n, 7) for n in ("block_16", "block_64", "decode_16", "window", "long")]
     + [("block_16", 1), ("decode_16", 2), ("window", 2)]
     # The interpreter takes seconds for each.
-    + [("heads_40", 7), ("heads_128", 2), ("prefixes", 2), ("prefixes", 7)],
+    + [("heads_40", 7), ("heads_128", 2), ("prefixes", 2), ("prefixes", 7)]
+    + [("two_rows_3", 1), ("two_rows_16", 2), ("two_rows_16", 30)],
 )
 def test_splits(name, num_splits):
     """Of rows of one key, too: most of their splits are empty."""
@@ -133,7 +137,7 @@ def test_merged_windows_are_the_whole(cut):
 
 
 def test_rows_in_any_order_with_padding_between():
-    inputs = MIXED.inputs_apart((10, 0, 3, 4), DEVICE)
+    inputs = replace(MIXED, starts=(10, 0, 3, 4)).inputs(DEVICE)
     expected = paged_reference(*inputs)
     found = attend(inputs)
     torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)

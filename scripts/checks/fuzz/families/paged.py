@@ -24,6 +24,7 @@ _PAIRS = 2**22
 # Of all requests of a case.
 _KEYS = 60_000
 # Kernels of every step over a cache.
+_MERGE_ROWS = "kernels.paged.merge_rows._merge_rows_kernel"
 STEP = tuple(f"kernels.paged.{one}._{one}_kernel" for one in ("schedule", "combine", "padding"))
 # A block that there is not, where the table of blocks is not to be read.
 _NO_BLOCK = 2**31 - 648
@@ -175,7 +176,7 @@ def _run(
     if not config.invariant and draw.flag(0.2):
         first = draw.integer(0, max(requests.keys, default=0))
         end = draw.choice(None, first + draw.integer(0, 500))
-    causal = config.invariant or draw.flag(0.8)
+    prefixes = 0 if config.invariant or draw.flag(0.7) else draw.integer(0, len(requests.keys))
     ends = [length if end is None else min(length, end) for length in requests.keys]
     held = [max(0, length - first) for length in ends]
     cached = draw_latents(config, draw, held)
@@ -185,7 +186,7 @@ def _run(
         place = torch.arange(len(keys), device=q.device)[None, :] + first
         count = own.stop - own.start
         last = requests.keys[number] - count + torch.arange(count, device=q.device)[:, None]
-        last = last if causal else torch.full_like(last, requests.keys[number] - 1)
+        last = torch.full_like(last, requests.keys[number] - 1) if number < prefixes else last
         return (place <= last) if end is None else (place <= last) & (place < end)
 
     in_none = torch.ones(len(q), dtype=torch.bool, device=q.device)
@@ -194,7 +195,7 @@ def _run(
     hidden = q.clone()
     hidden[in_none] = torch.nan
     query = [draw.amid_nan(x) for x in hidden.split((config.content, config.rope), -1)]
-    call = partial(_attend, kernel, config, draw, cached, scale, (first, end), causal)
+    call = partial(_attend, kernel, config, draw, cached, scale, (first, end), prefixes)
     out, lse = call(query, requests, slice(0, len(requests.keys)))
     wanted, noise, wanted_lse = expected(config, q, cached, requests, scale, seen)
     compare.rows("out", out, wanted, noise, config.dtype)
@@ -204,7 +205,7 @@ def _run(
         _check_alone(call, query, requests, draw.choice(*alone), (out, lse), compare)
 
 
-def _attend(kernel, config, draw, cached, scale, window, causal, query, requests, own):
+def _attend(kernel, config, draw, cached, scale, window, prefixes, query, requests, own):
     """One call, for some of the requests; half of the calls get their tables made before."""
     lists = requests.starts[own], requests.queries[own], requests.keys[own]
     most = [max(lists[i], default=0) + draw.choice(0, 0, 5) for i in (1, 2)]
@@ -214,13 +215,13 @@ def _attend(kernel, config, draw, cached, scale, window, causal, query, requests
     arguments = *query, cached.cache, *tables
     made = {}
     if draw.flag():
-        how = config.invariant, None, causal
+        how = config.invariant, None, prefixes
         call = PagedCall(*arguments, cached.table[own], *most, scale, *window, *how)
         found = operators.paged_schedule(call, kernel)
-        made = dict(zip(("tiles", "starts"), found))
+        made = dict(zip(("tiles", "starts", "token_tiles"), found))
     splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
     return operators.paged_attention_forward(
-        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, causal,
+        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, prefixes,
         kernel, **made,
     )  # fmt: skip
 
@@ -235,7 +236,7 @@ def _check_alone(call, query, requests: Requests, which: int, whole, compare: Co
     compare.same("lse of a request alone", lse, whole[1][tokens])
 
 
-@family("paged-triton", "kernels.paged.forward._paged_kernel", *STEP, share=1.5)
+@family("paged-triton", "kernels.paged.forward._paged_kernel", _MERGE_ROWS, *STEP, share=1.5)
 def triton(config: Config, draw: Draw, compare: Comparison) -> None:
     """Caches of all kinds."""
     _configure_triton(config)
