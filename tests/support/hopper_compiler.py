@@ -345,11 +345,12 @@ def invariant_kernels() -> None:
     # Of several parts and of one, each with all that adds code.
     matrix_product(x, weight.T, weight[:, 0].contiguous(), tile=tiles.WIDE_TILE)
     matrix_product(x.T, x, x[0], tile=tiles.WIDE_TILE)
+    # A tree in one program of each tile, in several, and of many rows, in memory, too.
     for tile in tree_product.TILES:
         tree_product.tree_product(x, weight.T, 8, tile=tile, subtrees=1)
-    tree_product.tree_product(x, weight, 16, 2, torch.float32, subtrees=4)
-    for dtype in (BF16, torch.float32):
-        tree_product.tree_product(x, x.T, 8, 2, dtype, tile=tiles.WIDE_TILE)
+    tree_product.tree_product(x, weight.T, 16, 2, torch.float32, subtrees=4)
+    tree_product.tree_product(x, weight.T, 8, tile=tree_product.WIDE_TILE)
+    tree_product.tree_product(x, weight.T, 16, 2, torch.float32, tile=tree_product.WIDE_TILE)
     ends, weights = zeros(256, dtype=INT32), zeros(256, 128, 7168)
     for tile in grouped_product.TILES:
         for taken in (None, zeros(TOKENS, dtype=torch.int64)):

@@ -88,21 +88,22 @@ def _sum(work, shared, index, sums, waiting, ROLE: gl.constexpr, LEAVES: gl.cons
     if LEAVES <= _TOGETHER:
         total = _sum_leaves(shared, index, steps, sums, ROLE, LEAVES)
     else:
-        GROUPS: gl.constexpr = LEAVES // _TOGETHER
-        for group in range(GROUPS - 1):
+        # Not a loop with its end in it, which Triton 3.6 does not compile for two groups.
+        LEVELS: gl.constexpr = waiting_levels(LEAVES)
+        for group in range(LEAVES // _TOGETHER - 1):
             some = _sum_leaves(shared, index, steps, sums, ROLE, _TOGETHER)
             index = index + _TOGETHER * steps
-            rest, level = group, waiting
-            while rest % 2 == 1:
-                some = gl.load(level + _places(WIDTH, WIDTH)) + some
-                rest = rest // 2
-                level += ROWS * WIDTH
-            gl.store(level + _places(WIDTH, WIDTH), some)
+            target = waiting
+            for level in gl.static_range(LEVELS - 1):
+                if group % (2 << level) == (2 << level) - 1:
+                    some = _waiting(waiting, level) + some
+                    target = waiting + (level + 1) * (ROWS * WIDTH)
+            gl.store(target + _places(WIDTH, WIDTH), some)
             # Else ptxas stores it behind the next product, for which registers do not suffice.
             keep_order()
         total = _sum_leaves(shared, index, steps, sums, ROLE, _TOGETHER)
-        for level in gl.static_range(waiting_levels(LEAVES)):
-            total = gl.load(waiting + level * (ROWS * WIDTH) + _places(WIDTH, WIDTH)) + total
+        for level in gl.static_range(LEVELS):
+            total = _waiting(waiting, level) + total
     return total
 
 
@@ -123,6 +124,12 @@ def _sum_leaves(shared, index, steps, sums, ROLE: gl.constexpr, LEAVES: gl.const
             left = sums.load(accumulator_layout(WIDTH, 1))
         total = left + right
     return total
+
+
+@gluon.jit
+def _waiting(waiting, LEVEL: gl.constexpr):
+    """The sum that waits on a level."""
+    return gl.load(waiting + LEVEL * (ROWS * WIDTH) + _places(WIDTH, WIDTH))
 
 
 @gluon.jit

@@ -66,6 +66,8 @@ STACK = {
     "attend_fp8_decode_pieces": 96,
     # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
     "multiply_rows": 32,
+    # Where sums of eight leaves wait in memory, so do a few addresses, from eight to eight.
+    "multiply_leaves": 48,
 }
 # The instructions of products: tiles that had them of two kinds would not have the same bits.
 WARP_GROUP = ["wgmma.mma_async"]
@@ -73,6 +75,8 @@ PRODUCTS = {
     "_product_kernel": 10 * [WARP_GROUP] + 4 * [[]] + [WARP_GROUP],  # fp32 has none
     "_grouped_kernel": 8 * [WARP_GROUP],  # of three tiles, of rows and of taken ones; of leaves
     "multiply_rows": 2 * [WARP_GROUP],
+    "multiply_leaves": 2 * [WARP_GROUP],
+    "_tree_product_kernel": 3 * [WARP_GROUP],
 }
 
 
