@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ def _operator() -> Callable[..., Tensor] | None:
     return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def _order_of_sums(summands: int, row_parallel: bool) -> dict[str, int]:
+def _order_of_sums(summands: int, row_parallel: bool) -> dict[str, Any]:
     """What the kernel is told of it where the number of parts is fixed."""
     number = parts.fixed.count
     if number is None:

@@ -3,7 +3,6 @@
 In Triton's interpreter without a GPU.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -25,12 +24,10 @@ with triton_interpreter():
 pytestmark = pytest.mark.usefixtures("interpreted")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 bf16 = partial(random, dtype=BF16)
-# More than one tile of columns and three parts of several steps, the last ones not full.
-SUMMANDS, COLUMNS = 300, 130
+# More than one tile of columns, and three parts or two leaves of several steps, the last ones not
+# full; eight leaves are shorter than a step.
+SUMMANDS, COLUMNS = 328, 130
 SMALL_PART = 128
-# Two steps or three of a leaf of eight, the last ones not full.
-SUMMANDS_OF_LEAVES = 600
-LEAVES = (2, 4, 8)
 # Rows of each expert: few, none, more than a tile, all with one, none at all; of experts that are
 # no power of two, and one.
 DISTRIBUTIONS = {
@@ -41,6 +38,10 @@ DISTRIBUTIONS = {
     "none": [0, 0, 0],
 }
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+LEAVES = (None, 2, 4, 8)
+# Tiles of parts one after the other, and of leaves.
+ORDERS = {str(tile): (tile, None) for tile in TILES}
+ORDERS |= {f"{tile}-8": (tile, 8) for tile in TREE_TILES}
 
 
 def ends_of(counts: list[int]) -> Tensor:
@@ -48,14 +49,16 @@ def ends_of(counts: list[int]) -> Tensor:
 
 
 def one_by_one(
-    rows: Tensor, weights: Tensor, counts: list[int], multiply: Callable = matrix_product
+    rows: Tensor, weights: Tensor, counts: list[int], leaves: int | None = None
 ) -> Tensor:
-    """What ``matrix_product`` gives for each expert alone."""
-    return torch.cat([multiply(x, weight.T) for x, weight in zip(rows.split(counts), weights)])
+    """What ``matrix_product`` gives for each expert alone, or for each of its leaves."""
+    alone = [product(*pair, leaves) for pair in zip(rows.split(counts), weights.mT)]
+    return torch.cat(alone)
 
 
-def by_tree(leaves: int, left: Tensor, right: Tensor) -> Tensor:
-    """A product of each leaf, and PyTorch's sums of them."""
+def product(left: Tensor, right: Tensor, leaves: int | None) -> Tensor:
+    if leaves is None:
+        return matrix_product(left, right)
     length = left.shape[1] // leaves
     pairs = zip(left.split(length, 1), right.split(length))
     products = [matrix_product(*pair, dtype=FP32, part=length) for pair in pairs]
@@ -70,21 +73,22 @@ class TestBits:
         for module in (kernel, reference):
             monkeypatch.setattr(module, "PART", SMALL_PART)
 
-    @grid(1, {"counts": DISTRIBUTIONS, "dtype": DTYPES})
-    def test_of_each_expert_alone(self, dtype, counts):
+    @grid(1, {"counts": DISTRIBUTIONS, "dtype": DTYPES, "leaves": LEAVES})
+    def test_of_each_expert_alone(self, dtype, counts, leaves):
         rows = random(sum(counts), SUMMANDS, dtype=dtype)
         weights = random(len(counts), COLUMNS, SUMMANDS, dtype=dtype, seed=1)
-        found = grouped_product(rows, weights, ends_of(counts))
+        found = grouped_product(rows, weights, ends_of(counts), leaves=leaves)
         assert found.dtype == dtype
-        assert torch.equal(found, one_by_one(rows, weights, counts))
+        assert torch.equal(found, one_by_one(rows, weights, counts, leaves))
 
-    @grid(1, {"counts": DISTRIBUTIONS, "tile": TILES})
-    def test_of_all_tiles(self, tile, counts):
+    @grid(1, {"counts": DISTRIBUTIONS, "order": ORDERS})
+    def test_of_all_tiles(self, order, counts):
         """Also of rows that are taken from others, some of them several times."""
         x, weights = bf16(20, SUMMANDS), bf16(len(counts), COLUMNS, SUMMANDS, seed=1)
         tokens = torch.arange(sum(counts), device=x.device) * 7 % 20
-        expected = one_by_one(x[tokens], weights, counts)
-        found = grouped_product(x, weights, ends_of(counts), tokens, tile=tile)
+        tile, leaves = order
+        expected = one_by_one(x[tokens], weights, counts, leaves)
+        found = grouped_product(x, weights, ends_of(counts), tokens, tile=tile, leaves=leaves)
         assert torch.equal(found, expected)
 
     def test_rows_behind_the_last_end(self):
@@ -94,20 +98,6 @@ class TestBits:
         rows[75:] = torch.nan
         found = grouped_product(rows, weights, ends_of(counts))[:75]
         assert torch.equal(found, one_by_one(rows[:75], weights, counts))
-
-    @grid(1, {"counts": DISTRIBUTIONS, "dtype": DTYPES, "leaves": LEAVES, "tile": TREE_TILES})
-    def test_by_a_tree(self, dtype, counts, leaves, tile):
-        """Also of rows that are taken from others."""
-        x = random(sum(counts), SUMMANDS_OF_LEAVES, dtype=dtype)
-        weights = random(len(counts), COLUMNS, SUMMANDS_OF_LEAVES, dtype=dtype, seed=1)
-        tokens = torch.arange(len(x), device=x.device).flip(0)
-        options = {"tile": None if dtype == FP32 else tile, "leaves": leaves}
-        found = grouped_product(x, weights, ends_of(counts), tokens, **options)
-        expected = one_by_one(x.flip(0), weights, counts, partial(by_tree, leaves))
-        assert torch.equal(found, expected)
-        if len(counts) == 1:
-            found = grouped_product(x.flip(0), weights, ends_of(counts), **options)
-            assert torch.equal(found, expected)
 
     def test_of_one_leaf(self):
         """A single sum, whatever the number of columns."""
@@ -128,7 +118,7 @@ class TestBits:
 
 def test_every_tile_has_a_program():
     """However rows are distributed: the grid holds for the worst."""
-    for tile in (*TILES, *TREE_TILES):
+    for tile, _ in ORDERS.values():
         for counts in ([1] * 7, [tile.rows + 1] * 3, [5 * tile.rows], [tile.rows, 1, 1]):
             needed = sum(-(-count // tile.rows) for count in counts)
             assert needed <= kernel.row_tiles(sum(counts), len(counts), tile)
@@ -153,12 +143,12 @@ def test_tile(rows, experts, columns, expected, of_leaves):
 
 def test_all_tiles_sum_in_one_order():
     """Warp-group instructions need 64 rows and 4 warps."""
-    assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile in (*TILES, *TREE_TILES))
+    assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile, _ in ORDERS.values())
 
 
 @needs.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("leaves", [None, *LEAVES])
+@pytest.mark.parametrize("leaves", LEAVES)
 @pytest.mark.parametrize(
     ("summands", "columns"), [(7168, 4096), (2048, 7168), (4608, 6144), (1000, 264)]
 )
@@ -173,8 +163,7 @@ def test_bits_on_a_gpu(dtype, summands, columns, leaves):
     weights.normal_(std=summands**-0.5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2)).to(rows.device)
     shuffled = torch.empty_like(rows).index_copy_(0, order, rows)
-    multiply = partial(by_tree, leaves) if leaves else matrix_product
-    expected, ends = one_by_one(rows, weights, counts, multiply), ends_of(counts)
+    expected, ends = one_by_one(rows, weights, counts, leaves), ends_of(counts)
     for tile in (None, *(TREE_TILES if leaves else TILES)):
         options = {"tile": tile, "leaves": leaves}
         assert torch.equal(grouped_product(rows, weights, ends, **options), expected), str(tile)
