@@ -85,6 +85,68 @@ def wide_tiles(config: Config, draw: Draw, compare: Comparison) -> None:
     compare.same("as other tiles", matrix_product(left, right, bias, split=False), found)
 
 
+@family(
+    "tree-product",
+    "kernels.invariant.tree_product._tree_product_kernel",
+    "kernels.invariant.tree_product._add_kernel",
+    _PRODUCT,
+)
+def trees(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Sums by a tree, of any tile, number of subtrees and rows: the bits of leaf after leaf."""
+    from absorbed_mla.kernels.invariant.tree_product import TILES, tree_product
+
+    config.dtype = config.choice(BF16, BF16, FP16, FP32)
+    left, right, found = _sum_by_tree(config, draw, compare, config.integer(1, 200))
+    if not len(found):
+        return
+    which = draw.integer(0, len(found) - 1)
+    some = slice(which, which + draw.choice(1, 20, 130))
+    more = {
+        "tile": draw.choice(*TILES) if config.dtype != FP32 else None,
+        "subtrees": max(config.leaves // 8, draw.choice(1, config.leaves // 2, config.leaves)),
+    }
+    order = config.leaves, config.runs, config.result
+    compare.same("rows alone", tree_product(left[some], right, *order, **more), found[some])
+
+
+@family(
+    "tree-product-hopper",
+    "kernels.hopper.tree_product_kernel.multiply_leaves",
+    _PRODUCT,
+    hopper=True,
+)
+def wide_trees(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The tile of many rows, of any number."""
+    from absorbed_mla.kernels.invariant.tree_product import WIDE_TILE
+
+    config.dtype = config.choice(BF16, BF16, FP16)
+    _sum_by_tree(config, draw, compare, 64 * config.integer(1, 20), tile=WIDE_TILE)
+
+
+def _sum_by_tree(config: Config, draw: Draw, compare: Comparison, leaf: int, **more):
+    """Operands and the product, which has the bits of leaf after leaf."""
+    from absorbed_mla.batch_invariant.tree import tree_sum
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+    from absorbed_mla.kernels.invariant.tree_product import tree_product
+
+    config.columns = min(8 * config.length(512, 32, 16, least=1), config.limit(4096, 64))
+    config.leaves = config.choice(2, 4, 8, 16, 32)
+    config.summands, config.runs = config.leaves * leaf, config.choice(1, 2)
+    config.result = config.often(config.dtype, FP32)
+    _configure_operands(config)
+    config.bias = False
+    rows = 8 * draw.length(draw.limit(90, 5), 16)
+    left, right, _, exact = _operands(config, draw, rows)
+    found = tree_product(left, right, config.leaves, config.runs, config.result, **more)
+    compare.rows("result", found, *exact, config.result)
+    run = config.leaves // config.runs
+    order = [i % config.runs * run + i // config.runs for i in range(config.leaves)]
+    lefts, rights = left.split(leaf, 1), right.split(leaf)
+    sums = [matrix_product(lefts[i], rights[i], dtype=FP32, part=2**20) for i in order]
+    compare.same("leaf after leaf", tree_sum(sums).to(config.result), found)
+    return left, right, found
+
+
 @family("head-product", "kernels.invariant.product._head_product_kernel")
 def matrices_of_heads(config: Config, draw: Draw, compare: Comparison) -> None:
     """Each head's rows by its matrix."""
