@@ -411,7 +411,6 @@ absorbed_mla/serving/server/logprobs.py
   offsets_count_bytes: self._length += len(added) -> self._length += len(one.token_bytes or b"")
 absorbed_mla/serving/server/logs.py
   log_has_no_fields_of_requests: found |= getattr(record, "fields", {}) -> pass
-  log_takes_refused_requests_for_aborted: "abort" if stream.error is None -> "abort" if True
 absorbed_mla/serving/server/metrics.py
   gaps_of_all_outputs_together: (now - lasts[i]) / new] -> (now - lasts[i]) / new * len(counts)]
   tokens_of_one_output: self._generated += new -> self._generated += new * (i == 0)
@@ -441,6 +440,7 @@ absorbed_mla/serving/server/response_format.py
   a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
     -> if False:
 absorbed_mla/serving/server/request_stream.py
+  log_takes_refused_requests_for_aborted: "abort" if self.error is None -> "abort" if True
   disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
   caller_aborts_twice: self._running.clear() ->
   server_wakes_for_every_request: _call(loop, _put_all, its)

@@ -9,7 +9,7 @@ import pytest
 
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server import tokenizing
+from absorbed_mla.serving.server import service as services
 from absorbed_mla.serving.server.failures import ServerBusy, ServiceStopped
 from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.service import Service
@@ -156,7 +156,7 @@ class TestTokenizing:
             assert len(service.llm.requests) == 0 and service.llm.steps == 3
 
     def test_too_many_wait(self, slow, monkeypatch):
-        monkeypatch.setattr(tokenizing, "_MOST_WAITING", 3 * self.LONG)
+        monkeypatch.setattr(services, "_MOST_WAITING", 3 * self.LONG)
 
         async def ask(service):
             streams = [service.submit([slow], SamplingParams(), self.LONG) for _ in range(3)]
