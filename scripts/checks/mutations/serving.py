@@ -36,8 +36,8 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
-  salts_of_commands_are_lost: salt, lora = command.cache_salt, -> salt, lora = None,
-  priorities_of_commands_are_lost: salt, lora, command.priority -> salt, lora
+  salts_of_commands_are_lost: salt, lora = one.prompt, one.cache_salt, -> salt, lora = one.prompt, None,
+  priorities_of_commands_are_lost: one.params, salt, one.priority) -> one.params, salt, 0)
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
@@ -49,8 +49,8 @@ absorbed_mla/serving/engine.py
 absorbed_mla/serving/engine_options.py
   no_token_is_left_to_draw: if lost.issuperset(sampling.allowed_token_ids): -> if False:
   answers_fill_the_context_not_the_cache:
-    - min(self.max_sequence_length, self.request_tokens - beyond) - length
-    -> self.max_sequence_length - length
+    - return min(self.max_sequence_length, self.request_tokens - beyond)
+    -> return self.max_sequence_length
 absorbed_mla/serving/executor/dp_load_balancer.py
   front_loses_the_salt: return dataclasses.replace(command, params=params)
     -> return Add(command.prompt, params)
