@@ -44,12 +44,13 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.sampling.stop_tokens import end_with_grammar
 from absorbed_mla.serving.scheduler.block_pool import require_no_leak
+from absorbed_mla.serving.scheduler.cached_blocks import generated_blocks
 from absorbed_mla.serving.scheduler.cascade_attention import cascade_attention
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
 from absorbed_mla.serving.scheduler.priorities import PriorityScheduling
-from absorbed_mla.serving.scheduler.requests import enqueue, evict_all, generated_blocks
+from absorbed_mla.serving.scheduler.requests import enqueue, evict_all
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary

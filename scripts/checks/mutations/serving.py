@@ -36,7 +36,7 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
-  salts_of_commands_are_lost: salt, lora = one.prompt, one.cache_salt, -> salt, lora = one.prompt, None,
+  salts_of_commands_are_lost: one.prompt, one.cache_salt, -> one.prompt, None,
   priorities_of_commands_are_lost: one.params, salt, one.priority) -> one.params, salt, 0)
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
@@ -256,6 +256,13 @@ absorbed_mla/serving/scheduler/cached_blocks.py
   block_without_the_one_before_it: parent in cached or parent in new -> True
   evictable_before_one_in_use: above = parents[is_used & is_cached] -> above = parents[:0]
   chunk_finds_blocks_behind_others: if 0 < start <= len(hashes): -> if False:
+  generated_blocks_are_not_kept: self._register(row) -> pass
+  failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
+  generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
+  generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
+  generated_blocks_have_no_parents: (blocks, hashes, [0, *hashes[:-1]]) -> (blocks, hashes)
+  generated_blocks_without_their_salt: record.cache_salt) -> None)
+  blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
 absorbed_mla/serving/scheduler/cascade_attention.py
   groups_of_requests_that_were_computed_again: same.all() and -> True and
   graphs_read_tables_of_other_groups: if of is groups and sizes -> if of is not None or sizes
@@ -359,12 +366,6 @@ absorbed_mla/serving/scheduler/requests.py
     -> block_hashes(tokens, size, None)
   records_without_their_salt: entry.record.priority = cache_salt, priority
     -> entry.record.priority = None, priority
-  generated_blocks_are_not_kept: self._register(row) -> pass
-  failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
-  generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
-  generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
-  generated_blocks_have_no_parents: (blocks, hashes, [0, *hashes[:-1]]) -> (blocks, hashes)
-  generated_blocks_without_their_salt: record.cache_salt) -> None)
   scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
   scheduler_admits_what_does_not_fit: if tokens + length > room: -> if False:
   scheduler_leaves_steps_empty: return count if tokens >= _FILLED * room else 0 -> return count
@@ -377,7 +378,6 @@ absorbed_mla/serving/scheduler/requests.py
   scheduler_shortens_steps_of_cached_prompts: total - self._cached(len(lengths)) > room -> True
   scheduler_forgets_prefix_hits: self._count_prefix_hits() ->
   scheduler_loses_others_that_wait: engine.waiting_request_ids.extend(others) ->
-  blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
   grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None
