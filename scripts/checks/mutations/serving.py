@@ -42,6 +42,8 @@ absorbed_mla/serving/engine.py
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
   results_of_servers_pile_up: self.results.pop(one.number) -> pass
+  requests_are_not_checked: cache_salt, lora_request, priority), error)
+    -> cache_salt, lora_request, priority))
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
   requests_begin_with_their_last_chunk: record.first_chunk = record.first_chunk or self._began
     -> pass
@@ -455,6 +457,7 @@ absorbed_mla/serving/server/responses_request.py
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends: partial(_abort_all, names=names)
     -> lambda llm: [(llm.abort(name), self._streams.pop(name, None)) for name in names]
+  bytes_of_encoded_prompts_still_count: self._waiting_bytes -= size -> pass
   nobody_hears_of_the_death: self._on_death() ->
   paused_requests_run: self.llm.is_ready and not self._frozen -> self.llm.is_ready
 absorbed_mla/serving/server/tool_calls.py
