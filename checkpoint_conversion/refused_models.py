@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -35,38 +37,49 @@ class Refused:
         return f"refused: {self.lacking}"
 
 
-# fmt: off
-REFUSED = (
-    Refused(name="axk2", released=("A.X-K2",), lacking="norms with gates of low rank",
-            unmapped="queries and output gates of one projection (q_gate_proj)"),
-    Refused(name="bailing_hybrid", released=("Ling-2.5", "2.6", "3.0", "Ring"),
-            lacking="Lightning attention (2.5, 2.6); in releases KDA (3.0)",
-            unmapped="KDA's layers, as branch dev has them, and output gates"),
-    Refused(name="deepseek_v4", also=("deepseek_v41",), released=("DeepSeek-V4",),
-            lacking="compressed attention, which is no MLA, and hyper-connections"),
-    Refused(name="dots3_note", also=("dots3_note_text",), released=("dots3-note",),
-            lacking="two kinds of MLA by layer",
-            unmapped="scaled latents, output gates, windows and a norm of k_rope"),
-    Refused(name="gigachat3_5", released=("GigaChat-3.5",),
-            lacking="gated norms, on both sides of sublayers",
-            unmapped="gated delta net in most layers, output gates and scaled latents"),
-    Refused(name="glm5_next", also=("glm5_next_text",), released=("GLM-5.3-Flash",),
-            lacking="KDA with low-rank gates, hyper-connections, index scores of pooled keys",
-            unmapped="latent attention without rotary channels, clamped SwiGLU"),
-    Refused(name="hy_v4", also=("hy_v4_vl", "hy_v4_vl_text"), released=("Hy4-preview",),
-            lacking="hyper-connections, indexers that rotate the last channels",
-            unmapped="output gates, sinks and clamped SwiGLU"),
-    Refused(name="kimi_linear", also=("kimi_k3",), released=("Kimi-Linear", "Kimi-K3"),
-            lacking="KDA with low-rank gates; in Kimi-K3, AttnRes and SiTU",
-            unmapped="KDA's layers (branch dev's have gates of full rank), unrotated rope "
-                     "channels, in Kimi-K3 output gates and latent experts"),
-    Refused(name="longcat_flash", released=("LongCat-Flash",),
-            lacking="two attentions in a layer, experts that do nothing (zero_expert_num)",
-            unmapped="latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora)"),
-    Refused(name="mistral_large4", also=("mistral_large4_text",), released=("Mistral-Large-4",),
-            lacking="latents that later layers reuse, learned frequencies and query scales, soft "
-                    "caps", unmapped="layers without RoPE"),
-    Refused(name="pangu_ultra_moe", released=("openPangu-Ultra-MoE",),
-            lacking="norms on both sides of sublayers"),
-)
-# fmt: on
+# name, also: released, and the other fields.
+_TABLE = """
+axk2: A.X-K2
+  lacking: norms with gates of low rank
+  unmapped: queries and output gates of one projection (q_gate_proj)
+bailing_hybrid: Ling-2.5, 2.6, 3.0, Ring
+  lacking: Lightning attention (2.5, 2.6); in releases KDA (3.0)
+  unmapped: KDA's layers, as branch dev has them, and output gates
+deepseek_v4, deepseek_v41: DeepSeek-V4
+  lacking: compressed attention, which is no MLA, and hyper-connections
+dots3_note, dots3_note_text: dots3-note
+  lacking: two kinds of MLA by layer
+  unmapped: scaled latents, output gates, windows and a norm of k_rope
+gigachat3_5: GigaChat-3.5
+  lacking: gated norms, on both sides of sublayers
+  unmapped: gated delta net in most layers, output gates and scaled latents
+glm5_next, glm5_next_text: GLM-5.3-Flash
+  lacking: KDA with low-rank gates, hyper-connections, index scores of pooled keys
+  unmapped: latent attention without rotary channels, clamped SwiGLU
+hy_v4, hy_v4_vl, hy_v4_vl_text: Hy4-preview
+  lacking: hyper-connections, indexers that rotate the last channels
+  unmapped: output gates, sinks and clamped SwiGLU
+kimi_linear, kimi_k3: Kimi-Linear, Kimi-K3
+  lacking: KDA with low-rank gates; in Kimi-K3, AttnRes and SiTU
+  unmapped: KDA's layers, unrotated rope channels, in Kimi-K3 output gates and latent experts
+longcat_flash: LongCat-Flash
+  lacking: two attentions in a layer, experts that do nothing (zero_expert_num)
+  unmapped: latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora)
+mistral_large4, mistral_large4_text: Mistral-Large-4
+  lacking: latents that later layers reuse, learned frequencies and query scales, soft caps
+  unmapped: layers without RoPE
+pangu_ultra_moe: openPangu-Ultra-MoE
+  lacking: norms on both sides of sublayers
+"""
+
+
+def _read(table: str) -> Iterator[Refused]:
+    for entry in re.split(r"\n(?! )", table.strip()):
+        first, *lines = entry.splitlines()
+        names, released = first.split(": ")
+        name, *also = names.split(", ")
+        fields = dict(line.strip().split(": ", 1) for line in lines)
+        yield Refused(name=name, also=tuple(also), released=tuple(released.split(", ")), **fields)
+
+
+REFUSED = tuple(_read(_TABLE))

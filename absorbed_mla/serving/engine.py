@@ -44,12 +44,13 @@ from absorbed_mla.serving.sampling.parameters import SamplingParams
 from absorbed_mla.serving.sampling.sampler import RequestSampler
 from absorbed_mla.serving.sampling.stop_tokens import end_with_grammar
 from absorbed_mla.serving.scheduler.block_pool import require_no_leak
+from absorbed_mla.serving.scheduler.cached_blocks import generated_blocks
 from absorbed_mla.serving.scheduler.cascade_attention import cascade_attention
 from absorbed_mla.serving.scheduler.conditions import overlap_scheduler
 from absorbed_mla.serving.scheduler.overlap_scheduler import StepOutput
 from absorbed_mla.serving.scheduler.prefill_graphs import prefill_graphs
 from absorbed_mla.serving.scheduler.priorities import PriorityScheduling
-from absorbed_mla.serving.scheduler.requests import enqueue, evict_all, generated_blocks
+from absorbed_mla.serving.scheduler.requests import enqueue, evict_all
 from absorbed_mla.serving.statistics import MegatronCounters, Statistics
 from absorbed_mla.serving.structured_output.request_grammar import RequestGrammars
 from absorbed_mla.serving.structured_output.vocabulary import TokenVocabulary
@@ -95,6 +96,7 @@ class Engine:
             require_shared_cache(model, options.num_speculative_tokens)
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
+        self._longest_request = options.longest_request
         self._active: contextlib.ExitStack | None = None
         self._sampler = RequestSampler(options.num_speculative_tokens, agree)
         self.reseed(options.seed)
@@ -282,22 +284,25 @@ class Engine:
         of the prefix cache are shared among requests with the same ``cache_salt`` and adapter.
         ``priority`` needs ``scheduling_policy="priority"``.
         """
-        number = self._num_requests
-        self._num_requests += 1
         max_tokens = self.host.context.max_tokens
         error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens, priority)
         if sampling.structured_outputs is not None and self._grammars is None:
             error = error or "structured_outputs needs set_vocabulary"
         if lora_request is not None and not self._adapters.enabled:
             error = error or "lora_request needs enable_lora=True, got False"
+        return self._add(Add(prompt, sampling, cache_salt, lora_request, priority), error)
+
+    def _add(self, one: Add, error: str = "") -> int:
+        """:meth:`add_request` of a request that was checked; ``error`` is why it cannot run."""
+        number = self._num_requests
+        self._num_requests += 1
+        prompt, salt, lora = one.prompt, one.cache_salt, one.lora_request
         if error:
             self._requests.end(number, Result(error=error))
-        elif lora_request is None:
-            self._enqueue(number, prompt, sampling, cache_salt, priority)
+        elif lora is None:
+            self._enqueue(number, prompt, one.params, salt, one.priority)
         else:
-            self._adapters.add(
-                AdapterRequest(priority, number, prompt, sampling, cache_salt, lora_request)
-            )
+            self._adapters.add(AdapterRequest(one.priority, number, prompt, one.params, salt, lora))
             self._enqueue_adapted()
         return number
 
@@ -329,7 +334,7 @@ class Engine:
         if self._choices is not None:
             self._choices.begin(number, len(prompt), sampling)
         drafts = self.options.num_speculative_tokens > 0
-        of_host = sampling.to_host(self.options.room(len(prompt)), drafts=drafts)
+        of_host = sampling.to_host(self._longest_request - len(prompt), drafts=drafts)
         enqueue(self.host, number, prompt, of_host, cache_salt, priority)
         if self._priorities is not None:
             self._priorities.place_last()
@@ -362,12 +367,12 @@ class Engine:
     def execute(self, commands: Sequence[Command]) -> list[Progress]:
         """Carry out commands, then a step if there is anything to do.
 
-        Results are in the progress, and not kept: those of a server must not pile up.
+        Requests are not checked again: ``PromptEncoder`` has found that they can run. Results are
+        in the progress, and not kept: those of a server must not pile up.
         """
         for command in commands:
             if isinstance(command, Add):
-                salt, lora = command.cache_salt, command.lora_request
-                self.add_request(command.prompt, command.params, salt, lora, command.priority)
+                self._add(command)
             elif isinstance(command, Abort):
                 self.abort(command.number)
             else:

@@ -87,10 +87,11 @@ class EngineOptions(EngineFields):
         paused = self.paused_cache_tokens // BLOCK_SIZE
         return (self.cache_blocks + self.host_blocks - paused) * BLOCK_SIZE
 
-    def room(self, length: int) -> int:
-        """Tokens that fit the context and the cache after a prompt; 0 or less: none."""
+    @property
+    def longest_request(self) -> int:
+        """Tokens of a prompt and its answer that fit the context and the cache."""
         beyond = cached_tokens(0, self.num_speculative_tokens)
-        return min(self.max_sequence_length, self.request_tokens - beyond) - length
+        return min(self.max_sequence_length, self.request_tokens - beyond)
 
     def to_host(
         self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
@@ -158,7 +159,9 @@ class EngineOptions(EngineFields):
         """
         length, longest = len(prompt), self.max_sequence_length
         cache = self.request_tokens
-        new_tokens = min(sampling.max_tokens or max(1, self.room(length)), longest - length)
+        new_tokens = min(
+            sampling.max_tokens or max(1, self.longest_request - length), longest - length
+        )
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if not isinstance(priority, int):
             return f"priority must be an integer, got {priority!r:.200}"

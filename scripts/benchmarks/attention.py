@@ -3,7 +3,6 @@
 
     $ python scripts/benchmarks/attention.py docs/measurements/attention
     $ python scripts/benchmarks/attention.py /tmp/quick --suite layer --layouts sbhd --seq-lens 4k
-    $ python scripts/benchmarks/attention.py /tmp/absorbed --form absorbed --heads 16 --seq-lens 8k
     $ python scripts/benchmarks/attention.py RESULTS --render one.json other.json
 
 Suite "layer": AbsorbedMLASelfAttention, with and without recomputation of mla_up_proj, beside
@@ -37,8 +36,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from absorbed_mla.options import CORE_ATTENTION_BACKENDS
-from absorbed_mla.options import FORMS as FORM_OPTIONS
 from benchmarks import core_attention, kit
 from benchmarks.core_attention import FORMS, IMPLEMENTATIONS, CoreCase, attention_flops
 from benchmarks.kit.tables import gibibytes
@@ -170,7 +167,7 @@ def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes)
     options = packed = None
     if case.implementation == "ours":
         config.mla_down_proj_fusion = args.fused_down
-        options = AbsorbedMLAOptions(form=args.form, core_attention_backend=args.backend)
+        options = AbsorbedMLAOptions()
     if case.layout == "thd":
         packed = layers.pack(document_lengths(case.tokens, args.seed), processes.device)
     return layers.build(config, options, processes, case.tokens, packed)
@@ -230,12 +227,10 @@ class AttentionBenchmark(kit.Benchmark):
         ),
         precisions=precisions_option(PLAIN),
         fused_down=kit.flag("our layer with mla_down_proj_fusion"),
-        form=kit.one("form that our layer computes in", FORM_OPTIONS, "auto"),
-        backend=kit.one("core_attention_backend of our layer", CORE_ATTENTION_BACKENDS, "auto"),
         dims=kit.DIMS,
     )
-    quick = "--form expanded --seq-lens 48"
-    recorded = ("dims", "form", "backend", "fused_down", "ceilings")
+    quick = "--seq-lens 48"
+    recorded = ("dims", "fused_down", "ceilings")
 
     def cases(self) -> list[Case]:
         """All cases, the most important first."""

@@ -89,10 +89,9 @@ class FeatureBenchmark(kit.Benchmark):
     report = FeatureReport
     options = kit.declare(
         "folder render only device heads=128,16 time_limit=90 seed=1234",
-        works=kit.some("what to measure, separated by semicolons", WORKS, separator=";"),
         features=kit.some("features, separated by commas", FEATURES),
-        windows=kit.sizes("keys of a window (default: 512,4k)"),
-        seq_lens=kit.sizes("tokens of the sequence (default: 4k,16k)"),
+        windows=kit.sizes("keys of a window", "512,4k"),
+        seq_lens=kit.sizes("tokens of the sequence", "4k,16k"),
         rounds=kit.number("steps of each that are timed", 5),
         dims=kit.DIMS,
     )
@@ -102,14 +101,13 @@ class FeatureBenchmark(kit.Benchmark):
     def cases(self) -> list[FeatureCase]:
         """A gate is the layer's, and a window shorter than the sequence."""
         args = self.args
-        windows = args.windows or kit.parse_sizes("512,4k")
         return [
             FeatureCase(work, feature, window, heads, tokens)
-            for work in args.works
-            for tokens in args.seq_lens or kit.parse_sizes("4k,16k")
+            for work in WORKS
+            for tokens in args.seq_lens
             for heads in args.heads
             for feature in args.features
-            for window in (windows if feature == WINDOW else [None])
+            for window in (args.windows if feature == WINDOW else [None])
             if work == WORKS[-1] or not feature.startswith(GATE)
             if (window or 0) < tokens
         ]

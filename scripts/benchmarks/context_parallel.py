@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from absorbed_mla.options import CP_COMM_TYPES, FORMS
+from absorbed_mla.options import CP_COMM_TYPES
 from benchmarks import kit
 from benchmarks.kit.tables import gibibytes
 from console.ranks import world_size
@@ -144,7 +144,6 @@ class CPBenchmark(kit.Benchmark):
         cp_comm_types=kit.some(
             "how the ranks of our layer exchange latents", CP_COMM_TYPES, "all_gather,p2p"
         ),
-        form=kit.one("form that our layer computes in", FORMS, "expanded"),
         recompute=kit.some(
             "modules that both layers recompute in backward; both values give rows of each",
             RECOMPUTE,
@@ -187,7 +186,8 @@ class CPBenchmark(kit.Benchmark):
                 "context parallelism needs 2 or more processes, got 1; start this script by "
                 "torchrun --nproc-per-node 2"
             )
-        layers = [("ours", comm_type, args.form) for comm_type in args.cp_comm_types]
+        # Megatron's has no other form.
+        layers = [("ours", comm_type, "expanded") for comm_type in args.cp_comm_types]
         layers += [("megatron", MEGATRON_COMM_TYPE, "expanded")]
         result: list[RingCase] = []
         for tokens, heads, layout in product(sorted(args.sizes), args.heads, args.layouts):

@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
+from benchmarks.kit.tables import transfer
 from benchmarks.training_step import StepCase, model_config
 from console.ranks import world_size
 
@@ -50,11 +51,7 @@ class ReshardingReport(kit.Report):
 
     def figures(self, row: kit.TimedRow) -> dict[str, float]:
         """Milliseconds, rate, what was sent, and memory."""
-        assert row.times is not None
-        size, seconds = row.more["bytes"], row.times.median
-        found = {"ms": 1e3 * seconds, "gibibytes": size / 2**30}
-        found |= {"sent_gibibytes": row.more["sent"] / 2**30}
-        found |= {"gigabytes_per_second": size / seconds / 1e9}
+        found = {**transfer(row), "sent_gibibytes": row.more["sent"] / 2**30}
         if row.more["extra"] is not None:
             found["extra_mib"] = row.more["extra"] / 2**20
         return found
@@ -106,8 +103,7 @@ class Resharding(kit.Benchmark):
 
         # As on a CPU: local layers, also where TransformerEngine is installed.
         device = SimpleNamespace(on_gpu=False, dtype=self.processes.dtype)
-        args = SimpleNamespace(**vars(self.args), graph_modules=None)
-        config = model_config(StepCase("ours", "v3", 0, "sbhd", False), args, device)
+        config = model_config(StepCase("ours", "v3", 0, "sbhd", False), self.args, device)
         config.use_cpu_initialization = not self.processes.on_gpu
         config.perform_initialization = False
         config.tensor_model_parallel_size, config.sequence_parallel = tp, tp > 1

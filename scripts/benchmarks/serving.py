@@ -52,7 +52,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
-from benchmarks.kit.arguments import parse_size, seconds, use_device
+from benchmarks.kit.arguments import parse_size, use_device
 from benchmarks.served.burst import Burst
 from benchmarks.served.contenders import (
     IMPLEMENTATIONS,
@@ -82,6 +82,8 @@ TOGETHER = (
     ("ours", "ours-parity", "ours-parity-parts", "ours-structured", "ours-lora", "vllm"),
     ("ours-server", "vllm-server"),
 )
+# Seconds that processes have to start, vLLM's compiler included.
+_START_LIMIT = 240.0
 # Repetitions of a row of one request for each of others.
 _TIMES_ALONE = 5
 # Steps that all requests of a warm-up decode together.
@@ -106,7 +108,7 @@ class ServingBenchmark(kit.Benchmark):
     report = ServingReport
     strict = True
     options = kit.declare(
-        f"json render plot device time_limit=540 seed=1234 repeats=2 {MODEL_OPTIONS}",
+        f"json render device time_limit=540 seed=1234 repeats=2 {MODEL_OPTIONS}",
         implementations=kit.some(
             f"some of {', '.join(IMPLEMENTATIONS)}", IMPLEMENTATIONS, ",".join(USUAL)
         ),
@@ -122,10 +124,6 @@ class ServingBenchmark(kit.Benchmark):
             "most prompt tokens of a burst that measures prefill alone", parse_size, "64k"
         ),
         max_num_batched_tokens=kit.number("most tokens of a step, beside one of a request", 8192),
-        eager=kit.flag("run all of them without CUDA graphs"),
-        start_limit=kit.Option(
-            "seconds that processes have to start, vLLM's compiler included", seconds, 240.0
-        ),
         vllm=kit.Option("folder with vLLM (default: the one that is installed)", Path),
         server_packages=kit.Option(
             "folder with what our server needs, searched after the packages that are installed; "
@@ -277,7 +275,7 @@ class ServingBenchmark(kit.Benchmark):
         for one in self._start(name):
             try:
                 if one not in self._failed:
-                    self._running[one].await_ready(self.args.start_limit)
+                    self._running[one].await_ready(_START_LIMIT)
             except ContenderError as error:
                 self._failed[one] = error
                 self._running.pop(one).close()
@@ -346,7 +344,7 @@ def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -
         cache_tokens=(max(cached, longest + 1) + BLOCK) * BLOCK,
         token_bytes=token_bytes(config),
         sizes=tuple(sorted({size.requests for size in args.rows})),
-        graphs=device == "cuda" and not args.eager,
+        graphs=device == "cuda",
     )
 
 

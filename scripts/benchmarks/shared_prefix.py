@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from benchmarks import core_attention, kit
 from benchmarks.core_attention import CoreCase, pair_widths
 from benchmarks.kit.tables import gibibytes
@@ -116,25 +115,20 @@ class PrefixBenchmark(kit.Benchmark):
     report = PrefixReport
     options = kit.declare(
         "folder render only device heads=128,16 time_limit=90 seed=1234",
-        works=kit.some("what to measure, separated by semicolons", WORKS, separator=";"),
         prompt=kit.number("tokens of the prompt", 8192),
         answers=kit.number("answers to it", 16),
         answer=kit.number("tokens of an answer", 1024),
         rounds=kit.number("steps of each pack that are timed", 3),
-        recompute=kit.one(
-            "module that layers recompute in backward", ("none", "mla_up_proj"), "mla_up_proj"
-        ),
-        backend=kit.one("core_attention_backend", CORE_ATTENTION_BACKENDS, "auto"),
         ffn_hidden_size=kit.number("width of the dense MLP", 18432),
         dims=kit.DIMS,
     )
     quick = "--prompt 24 --answers 4 --answer 8 --rounds 1 --ffn-hidden-size 64"
-    recorded = ("dims", "recompute", "backend", "ffn_hidden_size", "ceilings")
+    recorded = ("dims", "ffn_hidden_size", "ceilings")
 
     def cases(self) -> list[PrefixCase]:
         """Of every work; the transformer layer with the largest number of heads only."""
         args, found = self.args, []
-        for work in args.works:
+        for work in WORKS:
             for heads in [max(args.heads)] if work == "transformer layer" else args.heads:
                 case = PrefixCase(work, heads, args.prompt, args.answers, args.answer)
                 found.append(case.fitting(kit.dims_of(args)) if work.startswith(CORE) else case)
@@ -182,7 +176,7 @@ class PrefixBenchmark(kit.Benchmark):
         shared = SequenceLayout.from_host(tree.packed_seq_params(), tree.num_tokens)
         found = [
             core_attention.our_attention(
-                self.args.backend, form, dims, *given, self_attention_spans(layout, causal=True)
+                "auto", form, dims, *given, self_attention_spans(layout, causal=True)
             )
             for layout, *given in (
                 (shared, inputs, grad),
@@ -198,15 +192,15 @@ class PrefixBenchmark(kit.Benchmark):
         from benchmarks.kit.chosen_backends import ChosenBackends
 
         args, processes = self.args, self.processes
-        recompute = None if args.recompute == "none" else args.recompute
-        config = layers.layer_config(args, processes, heads=case.heads, recompute=recompute)
+        config = layers.layer_config(args, processes, heads=case.heads, recompute="mla_up_proj")
         config.ffn_hidden_size, config.gated_linear_unit = args.ffn_hidden_size, True
         config.activation_func = torch.nn.functional.silu
         # Less is kept.
         config.bias_activation_fusion = processes.on_gpu
-        options = AbsorbedMLAOptions(core_attention_backend=args.backend)
         params, whole = tree.packed_seq_params(processes.device), case.work == "transformer layer"
-        shared = layers.build(config, options, processes, tree.num_tokens, params, whole)
+        shared = layers.build(
+            config, AbsorbedMLAOptions(), processes, tree.num_tokens, params, whole
+        )
         unshared = replace(
             shared,
             x=shared.x.detach()[tree.expand().to(processes.device)].requires_grad_(),

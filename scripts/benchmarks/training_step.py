@@ -8,7 +8,7 @@ A step is what Megatron's loop does of one microbatch: forward and backward thro
 DDP with fp32 gradients, clipping, its distributed optimizer. Models have the widths of DeepSeek-V3
 or -V2-Lite, and of layers, experts and vocabulary what one rank holds. "megatron" is GPTModel with
 MLASelfAttention and TransformerEngine's layers, "ours" the same with our decoder block, options at
-their defaults; "-graphs" replay --graph-modules of every layer in TransformerEngine's CUDA graphs.
+their defaults; "-graphs" replay the attention of every layer in TransformerEngine's CUDA graphs.
 Ours begins with Megatron's weights; losses are compared.
 
 step_ms is the wall time until the device is idle, device_ms that between CUDA events, host_ms until
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 torch: Any = kit.lazy("torch")
 GRAPHS = "-graphs"
-IMPLEMENTATIONS = ("megatron", "ours", "ours" + GRAPHS, "megatron" + GRAPHS)
+IMPLEMENTATIONS = ("megatron", "ours", "ours" + GRAPHS)
 # Preset, and MoE layers behind one dense layer.
 WIDTHS = {"v3": ("deepseek-v3", 1), "v2-lite": ("deepseek-v2-lite", 7)}
 LAYOUTS = ("sbhd", "thd")
@@ -171,24 +171,19 @@ class StepBenchmark(kit.InTurns):
             kit.list_of(parse_row),
             ROWS,
         ),
-        implementations=kit.some("what to measure", IMPLEMENTATIONS, ",".join(IMPLEMENTATIONS[:3])),
+        implementations=kit.some("what to measure", IMPLEMENTATIONS),
         recompute=kit.some("whether mla_up_proj is recomputed in backward", ("yes", "no")),
         precisions=precisions_option(f"{PLAIN},tensorwise"),
         warm_ups=kit.number("steps before those that are timed", 3),
         steps=kit.number("steps that are timed", 8),
         moe_layers=kit.number("MoE layers behind a dense one (default: 1 of v3, 7 of v2-lite)"),
-        graph_modules=kit.Option(
-            "cuda_graph_modules of contenders with graphs", kit.list_of(str), "attn"
-        ),
-        unfused=kit.some("fusions to switch off in all", FUSIONS, None),
     )
     quick = (
         "--rows v3/32,v3/32/thd --recompute yes --precisions bf16 --warm-ups 1 --steps 2 "
         "--moe-layers 1 --experts 4 --vocab-size 64 --scale-down 64"
     )
     recorded = (
-        *("warm_ups", "steps", "moe_layers", "experts", "vocab_size", "scale_down"),
-        *("graph_modules", "unfused", "ceilings"),
+        *("warm_ups", "steps", "moe_layers", "experts", "vocab_size", "scale_down", "ceilings"),
     )
 
     def prepare(self) -> None:
@@ -374,11 +369,11 @@ def model_config(case: StepCase, args: argparse.Namespace, device: Device) -> ML
     if case.precision != PLAIN and not fused:
         raise kit.Refused("FP8 needs a GPU and transformer-engine")
     fp8 = {} if case.precision == PLAIN else {"fp8": "hybrid", "fp8_recipe": case.precision}
-    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": args.graph_modules}
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
     model = scale_down(get_preset(preset), args.scale_down)
     known = {one.name for one in fields(MLATransformerConfig)}
     given = {name: x for name, x in model.items() if name in known and x is not None}
-    given |= {name: fused and name not in (args.unfused or ()) for name in FUSIONS}
+    given |= dict.fromkeys(FUSIONS, fused)
     given |= {
         "num_layers": 1 + moe,
         "q_lora_rank": model["q_lora_rank"],

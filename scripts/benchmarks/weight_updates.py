@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kit
 from benchmarks.kit.arguments import use_device
+from benchmarks.kit.tables import transfer
 from benchmarks.served.model import (
     MODEL_OPTIONS,
     TINY_MODEL,
@@ -61,10 +62,7 @@ class UpdateReport(kit.Report):
 
     def figures(self, row: kit.TimedRow) -> dict[str, float]:
         """Milliseconds, rate, and the share of the memory that is free meanwhile."""
-        assert row.times is not None
-        size, seconds = row.more["bytes"], row.times.median
-        found = {"ms": 1e3 * seconds, "gibibytes": size / 2**30}
-        found["gigabytes_per_second"] = size / seconds / 1e9
+        found = transfer(row)
         if "freed" in row.more:
             found["freed"] = row.more["freed"] / row.more["held"]
         return found

@@ -54,8 +54,8 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("absorbed_mla", "lines", 65_810, 46_000),
-    Budget("checkpoint_conversion", "lines", 11_580, 9_000),
+    Budget("absorbed_mla", "lines", 65_798, 46_000),
+    Budget("checkpoint_conversion", "lines", 11_592, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 23_100, 14_000),
     Budget("tests", "lines", 79_605, 52_000),

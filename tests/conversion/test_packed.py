@@ -215,13 +215,19 @@ class TestQuantise:
 
 def quantisation(packing: Packing, **weights) -> dict:
     """The section of config.json as Kimi-K2-Thinking and Kimi-K3 have it."""
-    # fmt: off
     fields = {
-        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
-        "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
-        "symmetric": True, "type": packing.kind, **weights,
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": packing.kind,
+        **weights,
     }
-    # fmt: on
     if packing is MXFP4:
         fields["scale_dtype"] = "torch.uint8"
     group = {"targets": ["Linear"], "weights": fields}

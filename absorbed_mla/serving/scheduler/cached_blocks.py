@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
-from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+)
 from torch import Tensor
 
 from absorbed_mla.megatron_names import ALLOCATOR
@@ -19,7 +24,9 @@ from absorbed_mla.serving.megatron_engine.names import (
     PARENTS,
     REGISTER,
     RELEASE,
+    RELEASE_REQUESTS,
 )
+from absorbed_mla.serving.request_record import block_hashes
 
 
 def correct_prefix_cache(context: DynamicInferenceContext) -> None:
@@ -104,6 +111,78 @@ def _release_each(allocator: KVBlockAllocator) -> None:
             blocks = blocks.repeat_interleave(counts - 1)
 
     RELEASE.replace(allocator, release_each)
+
+
+class GeneratedBlocks:
+    """Puts generated tokens into Megatron's prefix cache, which itself has those of prompts only.
+
+    It registers the full blocks of a request when it gives them back: it ends, or is evicted.
+
+    Only tokens count that are final, and whose latents a step has written that is known not to have
+    failed: all but the last one of which the request has been told by then. It may have one block
+    less than it wrote, where that token or one of the step in flight fills it. So does one that is
+    evicted, which would compute that block in any case: Megatron reads at least two tokens.
+
+    Args:
+        engine: With a prefix cache under the LRU policy, of a model without other states.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine, self._context = engine, engine.context
+        # Those that have ended, but have a row in a step in flight.
+        self._ended: dict[int, DynamicInferenceRequestRecord] = {}
+        # Those without a token in their logits, whose latents nobody may find.
+        self._failed: set[int] = set()
+        release = RELEASE_REQUESTS.of(self._context)
+
+        def register_and_release(rows: Tensor) -> None:
+            for row in rows.tolist():
+                self._register(row)
+            release(rows)
+
+        RELEASE_REQUESTS.replace(self._context, register_and_release)
+
+    def keep(self, record: DynamicInferenceRequestRecord) -> None:
+        """Megatron's engine forgets this request before its blocks are released."""
+        self._ended[record.request_id] = record
+
+    def fail(self, numbers: Iterable[int]) -> None:
+        """These had no token in their logits; those that have given back their rows are skipped."""
+        known = self._ended.keys() | self._engine.requests.keys()
+        self._failed |= known & set(numbers)
+
+    def forget_ended(self) -> None:
+        """No request has a row any more."""
+        self._ended.clear()
+        self._failed.clear()
+
+    def _register(self, row: int) -> None:
+        number = int(self._context.request_ids[row])
+        record = self._ended.pop(number, None)
+        if record is None and number in self._engine.requests:
+            record = self._engine.requests[number].record
+        failed = number in self._failed
+        self._failed.discard(number)
+        if record is None or failed or not record[-1].generated_tokens:
+            return
+        request = record[-1]
+        allocator, size = self._context.kv_block_allocator, self._context.block_size_tokens
+        tokens = request.prompt_tokens.cpu()
+        tokens = torch.cat((tokens, tokens.new_tensor(request.generated_tokens[:-1])))
+        if len(tokens) // size == len(request.precomputed_block_hashes):
+            return
+        hashes = block_hashes(tokens, size, record.cache_salt)
+        blocks = self._context.request_to_kv_block_ids[row, : len(hashes)].tolist()
+        allocator.register_kv_block_hashes(blocks, hashes, [0, *hashes[:-1]])
+
+
+def generated_blocks(engine: DynamicInferenceEngine) -> GeneratedBlocks | None:
+    """None where blocks are not kept beyond their requests, or the model has other states."""
+    context = engine.context
+    if not context.enable_prefix_caching or context.is_hybrid_model:
+        return None
+    policy = context.kv_block_allocator.prefix_caching_eviction_policy
+    return GeneratedBlocks(engine) if policy == PrefixCachingEvictionPolicy.LRU else None
 
 
 def require_chains(allocator: KVBlockAllocator) -> None:

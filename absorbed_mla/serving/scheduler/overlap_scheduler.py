@@ -31,10 +31,11 @@ from absorbed_mla.serving.megatron_engine.attributes import (
 from absorbed_mla.serving.request_results import Progress
 from absorbed_mla.serving.sampling.device_sampler import DeviceSampler
 from absorbed_mla.serving.sampling.sampler import RequestSampler
+from absorbed_mla.serving.scheduler.cached_blocks import GeneratedBlocks
 from absorbed_mla.serving.scheduler.full_cuda_graphs import FullCudaGraphs
 from absorbed_mla.serving.scheduler.input_batch import InputBatch
 from absorbed_mla.serving.scheduler.model_runner import InFlightStep, ModelRunner
-from absorbed_mla.serving.scheduler.requests import GeneratedBlocks, RunningRequests, WaitingQueue
+from absorbed_mla.serving.scheduler.requests import RunningRequests, WaitingQueue
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
     DynamicInferenceEvent,
@@ -19,7 +18,6 @@ from megatron.core.inference.inference_request import (
     Status,
 )
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
-from torch import Tensor
 
 from absorbed_mla.serving.megatron_engine.attributes import (
     PREFIX_COUNTERS,
@@ -30,7 +28,6 @@ from absorbed_mla.serving.megatron_engine.attributes import (
     queue_request,
     run_coroutine,
 )
-from absorbed_mla.serving.megatron_engine.names import RELEASE_REQUESTS
 from absorbed_mla.serving.request_record import RequestRecord, block_hashes
 from absorbed_mla.serving.request_results import Progress, progress_of
 from absorbed_mla.serving.sampling.sampler import RequestSampler, SampledRequest
@@ -381,78 +378,6 @@ class RunningRequests:
         found, _ = check_stop_words(self._engine)(self._parts[number])
         if found:
             self._engine.stop_word_finished_request_ids.add(number)
-
-
-class GeneratedBlocks:
-    """Puts generated tokens into Megatron's prefix cache, which itself has those of prompts only.
-
-    It registers the full blocks of a request when it gives them back: it ends, or is evicted.
-
-    Only tokens count that are final, and whose latents a step has written that is known not to have
-    failed: all but the last one of which the request has been told by then. It may have one block
-    less than it wrote, where that token or one of the step in flight fills it. So does one that is
-    evicted, which would compute that block in any case: Megatron reads at least two tokens.
-
-    Args:
-        engine: With a prefix cache under the LRU policy, of a model without other states.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._engine, self._context = engine, engine.context
-        # Those that have ended, but have a row in a step in flight.
-        self._ended: dict[int, DynamicInferenceRequestRecord] = {}
-        # Those without a token in their logits, whose latents nobody may find.
-        self._failed: set[int] = set()
-        release = RELEASE_REQUESTS.of(self._context)
-
-        def register_and_release(rows: Tensor) -> None:
-            for row in rows.tolist():
-                self._register(row)
-            release(rows)
-
-        RELEASE_REQUESTS.replace(self._context, register_and_release)
-
-    def keep(self, record: DynamicInferenceRequestRecord) -> None:
-        """Megatron's engine forgets this request before its blocks are released."""
-        self._ended[record.request_id] = record
-
-    def fail(self, numbers: Iterable[int]) -> None:
-        """These had no token in their logits; those that have given back their rows are skipped."""
-        known = self._ended.keys() | self._engine.requests.keys()
-        self._failed |= known & set(numbers)
-
-    def forget_ended(self) -> None:
-        """No request has a row any more."""
-        self._ended.clear()
-        self._failed.clear()
-
-    def _register(self, row: int) -> None:
-        number = int(self._context.request_ids[row])
-        record = self._ended.pop(number, None)
-        if record is None and number in self._engine.requests:
-            record = self._engine.requests[number].record
-        failed = number in self._failed
-        self._failed.discard(number)
-        if record is None or failed or not record[-1].generated_tokens:
-            return
-        request = record[-1]
-        allocator, size = self._context.kv_block_allocator, self._context.block_size_tokens
-        tokens = request.prompt_tokens.cpu()
-        tokens = torch.cat((tokens, tokens.new_tensor(request.generated_tokens[:-1])))
-        if len(tokens) // size == len(request.precomputed_block_hashes):
-            return
-        hashes = block_hashes(tokens, size, record.cache_salt)
-        blocks = self._context.request_to_kv_block_ids[row, : len(hashes)].tolist()
-        allocator.register_kv_block_hashes(blocks, hashes, [0, *hashes[:-1]])
-
-
-def generated_blocks(engine: DynamicInferenceEngine) -> GeneratedBlocks | None:
-    """None where blocks are not kept beyond their requests, or the model has other states."""
-    context = engine.context
-    if not context.enable_prefix_caching or context.is_hybrid_model:
-        return None
-    policy = context.kv_block_allocator.prefix_caching_eviction_policy
-    return GeneratedBlocks(engine) if policy == PrefixCachingEvictionPolicy.LRU else None
 
 
 def _worthwhile(lengths: Sequence[int], room: float) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -18,7 +20,6 @@ from prometheus_client.core import (
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from absorbed_mla.serving.outputs import RequestOutput
-from absorbed_mla.serving.server.logs import log_request
 from absorbed_mla.serving.statistics import Statistics
 
 # Bounds of the buckets of histograms: seconds of requests and of single tokens, and numbers. Those
@@ -46,6 +47,14 @@ _HISTOGRAMS = (
     ("request_prompt_tokens", "Tokens of a request's prompt", _NUMBERS),
     ("request_generation_tokens", "Tokens of a request's outputs", _NUMBERS),
 )
+_logger = logging.getLogger(__name__)
+_REQUEST = (
+    "request %(request_id)a %(endpoint)s %(status)d: %(prompt_tokens)d prompt tokens "
+    "(%(cached_tokens)d cached), %(completion_tokens)d generated, %(finish_reason)s; "
+    "seconds: queue %(queue_seconds)s, ttft %(ttft_seconds)s, total %(total_seconds)s"
+)
+# Characters of a client's id of a request.
+_MOST_SHOWN = 200
 
 
 class _Histogram:
@@ -249,4 +258,16 @@ class CountAnswers:
             raise
         finally:
             if "stream" in state:
-                log_request(state, scope["path"], status, self._metrics.model)
+                self._log(state, scope["path"], status)
+
+    def _log(self, state: Mapping[str, Any], path: str, status: int) -> None:
+        """Write a line about a request that a model has answered, or was to."""
+        found = {
+            "request_id": state["request_id"][:_MOST_SHOWN],
+            "endpoint": path,
+            "status": status,
+            "model": self._metrics.model,
+            **state["stream"].figures(),
+        }
+        shown = {name: "-" if value is None else value for name, value in found.items()}
+        _logger.info(_REQUEST, shown, extra={"fields": found})

@@ -120,6 +120,27 @@ class RequestStream:
         if self._running:
             self._abort([self._names[i] for i in self._running])
 
+    def figures(self) -> dict[str, int | float | str | None]:
+        """Numbers of all prompts together, and why they have ended; nothing of their texts."""
+        now, updates = time.monotonic(), self.latest.values()
+        requests = [update.request for update in updates]
+        outputs = [one for update in updates for one in update.outputs]
+        left = "abort" if self.error is None else getattr(self.error, "finish_reason", "error")
+        starts = [one.first_scheduled_time for one in requests if one.first_scheduled_time]
+        # The clock of the steps counts from the epoch.
+        queued = min(starts) - (time.time() - now) - self.began if starts else None
+        first = self.first_token
+        ends = ",".join(sorted({one.finish_reason or left for one in outputs}))
+        return {
+            "prompt_tokens": sum(len(one.prompt_token_ids) for one in requests),
+            "cached_tokens": sum(one.num_cached_tokens or 0 for one in requests),
+            "completion_tokens": sum(one.num_tokens for one in outputs),
+            "queue_seconds": None if queued is None else round(max(queued, 0.0), 4),
+            "ttft_seconds": None if first is None else round(first - self.began, 4),
+            "total_seconds": round(now - self.began, 4),
+            "finish_reason": ends or left,
+        }
+
     def close(self) -> None:
         """The caller leaves: abort what runs. May be called twice."""
         self.abort()

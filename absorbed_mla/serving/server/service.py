@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from absorbed_mla.serving.server.failures import (
 )
 from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.request_stream import RequestStream, Update, deliver, fail
-from absorbed_mla.serving.server.tokenizing import TokenizingThreads
 
 # Seconds between two checks, while nothing runs, that the model's processes are there.
 _CHECK = 1.0
@@ -41,6 +40,11 @@ _SAMPLE = 1.0
 STEP_TIMEOUT = 300.0
 # Seconds that a process of the model may be silent; it beats each second, also during a step.
 HEARTBEAT_TIMEOUT = 20.0
+# Bytes of a request above which it has to wait for others like it, and short ones do not wait for
+# it: tokens of a megabyte may take a second of a processor.
+_LONG = 64 << 10
+# Bytes of requests that may wait together for their tokens.
+_MOST_WAITING = 256 << 20
 
 _STOPPED, _ASLEEP = "the model has stopped", "the model is asleep"
 
@@ -66,7 +70,10 @@ class _Call:
 
 
 class Service:
-    """Owns the thread that makes all calls to a model.
+    """Owns the thread that makes all calls to a model, and two in which prompts become token ids.
+
+    Of these one is for short requests, one for long ones: tokenizers of Hugging Face's run without
+    Python's lock, and nobody may keep the model waiting.
 
     Args:
         llm: Used by nobody else from now on.
@@ -103,7 +110,12 @@ class Service:
         self._step_began: float | None = None
         self._sampled = -_SAMPLE
         self._lock = threading.Lock()
-        self._tokenizing = TokenizingThreads()
+        self._short, self._long = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"{name}-prompts")
+            for name in ("short", "long")
+        )
+        # Bytes of requests that wait for their tokens.
+        self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
@@ -265,10 +277,16 @@ class Service:
             self._require_running()
             if self._drains:
                 raise ShuttingDown
-            future = self._tokenizing.submit(size, function)
-        if future is None:
-            raise ServerBusy
+            if self._waiting_bytes + size > _MOST_WAITING:
+                raise ServerBusy
+            self._waiting_bytes += size
+            future = (self._long if size > _LONG else self._short).submit(function)
+        future.add_done_callback(lambda _: self._leave(size))
         return future
+
+    def _leave(self, size: int) -> None:
+        with self._lock:
+            self._waiting_bytes -= size
 
     def _queue(self, command: _Submit | _Call) -> None:
         with self._lock:
@@ -397,7 +415,8 @@ class Service:
         """Tell every caller, also those whose requests were never taken."""
         with self._lock:
             self._stopped = reason
-            self._tokenizing.close()
+            for one in (self._short, self._long):
+                one.shutdown(wait=False)
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):

@@ -32,6 +32,13 @@ def gibibytes(row: Any) -> dict[str, float]:
     return {f"{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
 
 
+def transfer(row: Any) -> dict[str, float]:
+    """Milliseconds, GiB and GB/s of a :class:`TimedRow` that moves ``more["bytes"]``."""
+    size, seconds = row.more["bytes"], row.times.median
+    rate = {"gigabytes_per_second": size / seconds / 1e9}
+    return {"ms": 1e3 * seconds, "gibibytes": size / 2**30, **rate}
+
+
 def shortened(text: str, most: int = 300) -> str:
     """The beginning of a text on one line."""
     line = " ".join(text.split())

@@ -55,11 +55,6 @@ class Case(kit.Case):
         """What it has to do."""
         return f"{self.size}" + (f", temperature {self.temperature:g}" if self.temperature else "")
 
-    @property
-    def requests(self) -> int:
-        """In flight."""
-        return self.size.requests
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row(kit.Row):
@@ -105,10 +100,6 @@ class ServingReport(kit.Report):
     """One run."""
 
     row, case = Row, Case
-    plotted = (
-        ("prompts of {0.size.prompt}: decode", "decode_tokens_per_second", "requests"),
-        ("prompts of {0.size.prompt}: output", "output_tokens_per_second", "requests"),
-    )
 
     def figures(self, row: Row) -> dict[str, float]:
         """What was measured."""

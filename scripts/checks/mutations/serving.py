@@ -36,12 +36,14 @@ absorbed_mla/serving/data_parallel_attention/vocabulary.py
   divided_embedding_of_one_token_more: (ids >= end) -> (ids > end)
   divided_logits_of_as_many_tokens: self.exchange.counts(len(rows)) -> self.exchange.tokens
 absorbed_mla/serving/engine.py
-  salts_of_commands_are_lost: salt, lora = command.cache_salt, -> salt, lora = None,
-  priorities_of_commands_are_lost: salt, lora, command.priority -> salt, lora
+  salts_of_commands_are_lost: one.prompt, one.cache_salt, -> one.prompt, None,
+  priorities_of_commands_are_lost: one.params, salt, one.priority) -> one.params, salt, 0)
   generated_blocks_not_with_a_folder: generated_blocks(self.host)
     -> generated_blocks(self.host) if self._stored is None else None
   stopped_and_evicted_in_one_step: to_abort and not host.stop_word_finished_request_ids -> to_abort
   results_of_servers_pile_up: self.results.pop(one.number) -> pass
+  requests_are_not_checked: cache_salt, lora_request, priority), error)
+    -> cache_salt, lora_request, priority))
   failed_requests_run_on: requests.to_abort |= requests.failures.numbers -> pass
   requests_begin_with_their_last_chunk: record.first_chunk = record.first_chunk or self._began
     -> pass
@@ -49,8 +51,8 @@ absorbed_mla/serving/engine.py
 absorbed_mla/serving/engine_options.py
   no_token_is_left_to_draw: if lost.issuperset(sampling.allowed_token_ids): -> if False:
   answers_fill_the_context_not_the_cache:
-    - min(self.max_sequence_length, self.request_tokens - beyond) - length
-    -> self.max_sequence_length - length
+    - return min(self.max_sequence_length, self.request_tokens - beyond)
+    -> return self.max_sequence_length
 absorbed_mla/serving/executor/dp_load_balancer.py
   front_loses_the_salt: return dataclasses.replace(command, params=params)
     -> return Add(command.prompt, params)
@@ -259,6 +261,13 @@ absorbed_mla/serving/scheduler/cached_blocks.py
   block_without_the_one_before_it: parent in cached or parent in new -> True
   evictable_before_one_in_use: above = parents[is_used & is_cached] -> above = parents[:0]
   chunk_finds_blocks_behind_others: if 0 < start <= len(hashes): -> if False:
+  generated_blocks_are_not_kept: self._register(row) -> pass
+  failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
+  generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
+  generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
+  generated_blocks_have_no_parents: (blocks, hashes, [0, *hashes[:-1]]) -> (blocks, hashes)
+  generated_blocks_without_their_salt: record.cache_salt) -> None)
+  blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
 absorbed_mla/serving/scheduler/cascade_attention.py
   groups_of_requests_that_were_computed_again: same.all() and -> True and
   graphs_read_tables_of_other_groups: if of is groups and sizes -> if of is not None or sizes
@@ -362,12 +371,6 @@ absorbed_mla/serving/scheduler/requests.py
     -> block_hashes(tokens, size, None)
   records_without_their_salt: entry.record.priority = cache_salt, priority
     -> entry.record.priority = None, priority
-  generated_blocks_are_not_kept: self._register(row) -> pass
-  failed_requests_are_never_forgotten: known & set(numbers) -> set(numbers)
-  generated_blocks_of_failed_requests: if record is None or failed or -> if record is None or
-  generated_blocks_with_a_token_unread: request.generated_tokens[:-1] -> request.generated_tokens
-  generated_blocks_have_no_parents: (blocks, hashes, [0, *hashes[:-1]]) -> (blocks, hashes)
-  generated_blocks_without_their_salt: record.cache_salt) -> None)
   scheduler_admits_nobody: if not self._megatron_admits(): -> if True:
   scheduler_admits_what_does_not_fit: if tokens + length > room: -> if False:
   scheduler_leaves_steps_empty: return count if tokens >= _FILLED * room else 0 -> return count
@@ -380,7 +383,6 @@ absorbed_mla/serving/scheduler/requests.py
   scheduler_shortens_steps_of_cached_prompts: total - self._cached(len(lengths)) > room -> True
   scheduler_forgets_prefix_hits: self._count_prefix_hits() ->
   scheduler_loses_others_that_wait: engine.waiting_request_ids.extend(others) ->
-  blocks_of_two_that_end_together_leak: release(rows) -> release(rows[:1])
   scheduler_forgets_first_tokens: _time_first_token(self._parts[number]) -> pass
   scheduler_overlooks_stop_words: self._look_for_stop_words(number) -> pass
   grammars_do_not_end_requests: part.stop_word_ids or sampled.grammar is not None
@@ -414,7 +416,6 @@ absorbed_mla/serving/server/logprobs.py
   offsets_count_bytes: self._length += len(added) -> self._length += len(one.token_bytes or b"")
 absorbed_mla/serving/server/logs.py
   log_has_no_fields_of_requests: found |= getattr(record, "fields", {}) -> pass
-  log_takes_refused_requests_for_aborted: "abort" if stream.error is None -> "abort" if True
 absorbed_mla/serving/server/metrics.py
   gaps_of_all_outputs_together: (now - lasts[i]) / new] -> (now - lasts[i]) / new * len(counts)]
   tokens_of_one_output: self._generated += new -> self._generated += new * (i == 0)
@@ -444,6 +445,7 @@ absorbed_mla/serving/server/response_format.py
   a_schema_without_its_type: if (self.json_schema is not None) != (self.type == "json_schema"):
     -> if False:
 absorbed_mla/serving/server/request_stream.py
+  log_takes_refused_requests_for_aborted: "abort" if self.error is None -> "abort" if True
   disconnected_client_goes_on: self._abort([self._names[i] for i in self._running]) -> pass
   caller_aborts_twice: self._running.clear() ->
   server_wakes_for_every_request: _call(loop, _put_all, its)
@@ -458,6 +460,7 @@ absorbed_mla/serving/server/responses_request.py
 absorbed_mla/serving/server/service.py
   an_aborted_stream_never_ends: partial(_abort_all, names=names)
     -> lambda llm: [(llm.abort(name), self._streams.pop(name, None)) for name in names]
+  bytes_of_encoded_prompts_still_count: self._waiting_bytes -= size -> pass
   nobody_hears_of_the_death: self._on_death() ->
   paused_requests_run: self.llm.is_ready and not self._frozen -> self.llm.is_ready
 absorbed_mla/serving/server/tool_calls.py

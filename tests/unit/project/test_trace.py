@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_way_is_short(form):
     """At most 16 files for a training forward and 14 for a decode; the script's own bounds.
 
-    A decode step of ``LLM`` enters at most 21 at depth 14, a request to the server at most 42.
+    A decode step of ``LLM`` enters at most 21 at depth 14, a request to the server at most 38.
     """
     command = [sys.executable, str(ROOT / "scripts" / "checks" / "trace_files.py"), "--form", form]
     done = subprocess.run(command, capture_output=True, text=True)

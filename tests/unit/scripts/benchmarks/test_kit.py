@@ -115,9 +115,11 @@ class TestReport:
 
     @pytest.mark.parametrize(
         "content",
-        ("{", "[]", '{"environment": {}, "rows": [{}]}',
-         '{"environment": {}, "rows": [{"case": {"of": "another benchmark"}}]}'),
-    )  # fmt: skip
+        [
+            *("{", "[]", '{"environment": {}, "rows": [{}]}'),
+            '{"environment": {}, "rows": [{"case": {"of": "another benchmark"}}]}',
+        ],
+    )
     def test_another_file(self, content, tmp_path):
         path = tmp_path / "other.json"
         path.write_text(content)

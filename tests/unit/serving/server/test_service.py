@@ -9,7 +9,7 @@ import pytest
 
 from absorbed_mla.serving.outputs import RequestOutput
 from absorbed_mla.serving.sampling.parameters import SamplingParams
-from absorbed_mla.serving.server import tokenizing
+from absorbed_mla.serving.server import service as services
 from absorbed_mla.serving.server.failures import ServerBusy, ServiceStopped
 from absorbed_mla.serving.server.metrics import Metrics
 from absorbed_mla.serving.server.service import Service
@@ -144,19 +144,22 @@ class TestTokenizing:
         yield lambda llm: (go.wait(20), "slow")[1]
         go.set()
 
-    def test_model_and_short_prompts_go_on(self, slow):
+    def test_model_and_short_prompts_go_on(self, slow, monkeypatch):
+        monkeypatch.setattr(services, "_MOST_WAITING", self.LONG + 100)
+
         async def ask(service):
             service.submit([slow], SamplingParams(), self.LONG)
             for _ in range(3):
                 assert sorted(await collect(service, "a")) == [0]
-            assert await service.tokenize(lambda llm: 5, 100) == 5
+            for _ in range(2):
+                assert await service.tokenize(lambda llm: 5, 100) == 5
 
         with running() as service:
             asyncio.run(asyncio.wait_for(ask(service), 10))
             assert len(service.llm.requests) == 0 and service.llm.steps == 3
 
     def test_too_many_wait(self, slow, monkeypatch):
-        monkeypatch.setattr(tokenizing, "_MOST_WAITING", 3 * self.LONG)
+        monkeypatch.setattr(services, "_MOST_WAITING", 3 * self.LONG)
 
         async def ask(service):
             streams = [service.submit([slow], SamplingParams(), self.LONG) for _ in range(3)]
