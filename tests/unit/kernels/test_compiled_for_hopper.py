@@ -66,8 +66,8 @@ STACK = {
     "attend_fp8_decode_pieces": 96,
     # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
     "multiply_rows": 32,
-    # Where sums of eight leaves wait in memory, so do a few addresses, from eight to eight.
-    "multiply_leaves": 48,
+    # Where sums of eight leaves wait in memory their addresses do on the stack, from eight to eight.
+    "multiply_leaves": 272,
 }
 # The instructions of products: tiles that had them of two kinds would not have the same bits.
 WARP_GROUP = ["wgmma.mma_async"]
@@ -119,6 +119,7 @@ def test_kernels():
     sparse = [k["stack"] for k in kinds["_forward_kernel"] if k["fp8_rows"]]
     assert sum(k["stack"] > 0 for k in kinds["_forward_kernel"]) == 2 and sparse[0] == 0
     assert kinds["multiply_rows"][1]["stack"] == 0, "of one part"
+    assert kinds["multiply_leaves"][0]["stack"] == 0, "of eight leaves"
     for name in ("attend_multi_head", "attend_multi_head_backward"):
         assert len({kernel["stack"] for kernel in kinds[name]}) == 1, (
             "a window or a sink takes registers"
