@@ -221,8 +221,9 @@ def decode(
     cache, query = paged_cache(length // 64, fp8), queries(requests, heads)
     lists = [zeros(requests, dtype=INT32) for _ in range(3)]
     table = zeros(requests, length // 64, dtype=INT32)
+    how = batch_invariant, None, prefixes
     operators.paged_attention_forward(
-        *query, cache, *lists, table, 1, length, 0.1, 0, None, batch_invariant, None, prefixes, kernel
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, *how, kernel
     )
 
 

@@ -142,7 +142,8 @@ def attend_decode(
         tiles: int32 [tiles, 8], contiguous, see paged/schedule.py.
         starts: int32 [parts + 1, 2], contiguous, likewise.
         block_table: [Q, blocks of a request], int32 or int64, last axis contiguous.
-        out: [T, N, C], contiguous; tiles in several parts are not written.
+        out: [T, N, C], contiguous, twice so long where there are prefixes (merge_rows.py); tiles in
+            several parts are not written.
         lse: [T, N] fp32, contiguous, likewise.
         split_out: [places, head_blocks, 64, C] fp32, contiguous; what is
             written of these.

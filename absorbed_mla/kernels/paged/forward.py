@@ -101,9 +101,9 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
 
 def divide(call: PagedCall) -> plan.Division:
     """Query tiles and KV splits of :func:`forward`."""
-    heads = call.q_content.shape[1]
+    tokens, heads = call.row_tokens, call.q_content.shape[1]
     blocks, _, resident = _blocks(call)
-    tiles = plan.tiles_for(call.requests, heads, call.row_tokens, call.max_query_length, blocks.rows)
+    tiles = plan.tiles_for(call.requests, heads, tokens, call.max_query_length, blocks.rows)
     num_splits = 1 if call.batch_invariant else call.num_splits
     device = call.q_content.device
     split_kv = plan.split_kv_for(tiles, call.window, blocks.keys, resident, device, num_splits)

@@ -212,9 +212,9 @@ def _schedule_kernel(
             if token_tiles_ptr is not None:
                 # [REQUESTS, TILE_TOKENS]
                 token = tl.arange(0, TILE_TOKENS)[None, :]
-                of_token = 2 * ((start + skipped)[:, None] + token) + tl.where(shared, 0, 1)[:, None]
-                present = there[:, None] & (token < tokens[:, None])
-                tl.store(token_tiles_ptr + of_token, tile[:, None], mask=present)
+                place = token_tiles_ptr + 2 * (start + skipped) + tl.where(shared, 0, 1)
+                mask = there[:, None] & (token < tokens[:, None])
+                tl.store(place[:, None] + 2 * token, tile[:, None], mask=mask)
             most_cuts = max_of(tl.where(there, count, 0))
             for one in range(0, most_cuts, CUTS):
                 # [REQUESTS, CUTS]

@@ -75,7 +75,9 @@ def test_equals_the_reference(name, num_splits):
     check(CASES[name], num_splits=num_splits)
 
 
-@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode", "rows_of_any_length", "behind_prefixes_16_1"])
+@pytest.mark.parametrize(
+    "name", ["heads_128", "block_16", "decode", "rows_of_any_length", "behind_prefixes_16_1"]
+)
 def test_same_bits_in_every_run(name):
     """A race would show: parts are merged in order, and nothing is added up by atomics."""
     inputs = CASES[name].inputs(DEVICE)

@@ -82,6 +82,7 @@ CASES = {
     "more_tokens_in_a_prefix": PagedCase((70, 1), (3, 16), heads=2, prefixes=2),
     **{f"two_rows_{heads}": replace(TWO_ROWS, heads=heads) for heads in (1, 3, 16, 128)},
     "two_rows_fp32": replace(TWO_ROWS, dtype=FP32, heads=2, kv_lora_rank=16),
+    "two_rows_long": replace(TWO_ROWS, kv_lengths=(700, *TWO_ROWS.kv_lengths[1:])),
     "two_rows_in_a_window": replace(TWO_ROWS, window=(37, 100)),
     "window_of_prefixes": replace(MIXED, window=(37, 100), prefixes=4),
     "window": replace(MIXED, window=(37, 100)),
@@ -112,7 +113,7 @@ def test_equals_the_reference(name):
     + [("block_16", 1), ("decode_16", 2), ("window", 2)]
     # The interpreter takes seconds for each.
     + [("heads_40", 7), ("heads_128", 2), ("prefixes", 2), ("prefixes", 7)]
-    + [("two_rows_3", 1), ("two_rows_16", 2), ("two_rows_16", 30)],
+    + [("two_rows_3", 1), ("two_rows_16", 2), ("two_rows_long", 30)],
 )
 def test_splits(name, num_splits):
     """Of rows of one key, too: most of their splits are empty."""
