@@ -49,17 +49,15 @@ class Rows:
         return len(self.query_starts)
 
     def split(self) -> tuple[Rows, ...]:
-        """Prefixes, and the other rows, if there are both."""
-        first = self.prefixes
-        if first in (0, len(self)):
-            return (self,)
+        """Prefixes, and the other rows if there are any."""
 
         def some(rows: slice, prefixes: int) -> Rows:
             names = "query_starts", "query_lengths", "kv_lengths", "block_table"
             tables = {name: getattr(self, name)[rows] for name in names}
             return replace(self, **tables, prefixes=prefixes)
 
-        return some(slice(first), first), some(slice(first, None), 0)
+        others = (some(slice(self.prefixes, None), 0),) if self.prefixes < len(self) else ()
+        return some(slice(self.prefixes), self.prefixes), *others
 
     @classmethod
     def of(

@@ -54,7 +54,8 @@ def paged_reference(
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
-    each = [(part, *last_keys(part, len(q_content), key_start, key_end)) for part in rows.split()]
+    parts = rows.split() if rows.prefixes else (rows,)
+    each = [(part, *last_keys(part, len(q_content), key_start, key_end)) for part in parts]
     seeing = torch.stack([last >= 0 for *_, last in each]).any(0)
     decode = _decoder(cache, q_content, q_rope)
     for first in range(0, len(q_content), CHUNK_TOKENS):
@@ -124,7 +125,6 @@ def last_keys(
 
     Rows are all prefixes, or none is.
     """
-    assert rows.prefixes in (0, len(rows))
     token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
     index = token - rows.query_starts
     member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]
