@@ -54,11 +54,11 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("absorbed_mla", "lines", 65_798, 46_000),
+    Budget("absorbed_mla", "lines", 66_680, 46_000),
     Budget("checkpoint_conversion", "lines", 11_592, 9_000),
     Budget("specs", "lines", 800, 800),
-    Budget("scripts", "lines", 23_100, 14_000),
-    Budget("tests", "lines", 79_605, 52_000),
+    Budget("scripts", "lines", 23_170, 14_000),
+    Budget("tests", "lines", 79_980, 52_000),
     Budget("docs", "words", 25_990, 22_000, but_not="docs/measurements"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from absorbed_mla.kernels.hopper.product_kernel import multiply_rows
 from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map

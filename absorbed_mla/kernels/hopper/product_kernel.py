@@ -236,7 +236,9 @@ def store_quarter(shared, result, values, row, column, ROLE: gl.constexpr, NUMBE
     tma.async_copy_shared_to_global(result, [row, column], buffer)
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "rows", "columns"])
+@gluon.jit(
+    do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "rows", "columns"]
+)
 def multiply_rows(
     left,
     right,

@@ -57,13 +57,19 @@ def _load_role(work, shared, left, right, LEAVES: gl.constexpr, RUNS: gl.constex
 
 @gluon.jit
 def _multiply_role(
-    work, shared, sums, result, waiting, ROLE: gl.constexpr, LEAVES: gl.constexpr, FP32: gl.constexpr
+    work,
+    shared,
+    sums,
+    result,
+    waiting,
+    ROLE: gl.constexpr,
+    LEAVES: gl.constexpr,
+    FP32: gl.constexpr,
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
-    if work.steps > LATER:
-        if ROLE == 1:
-            mbarrier.wait(shared.ring.full.index(LATER), 0)
+    if ROLE == 1 and work.steps > LATER:
+        mbarrier.wait(shared.ring.full.index(LATER), 0)
     # [2, levels, 64, 128] of each program, of which a role has one.
     waiting += (gl.program_id(0) * 2 + ROLE) * (waiting_levels(LEAVES) * ROWS * WIDTH)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
@@ -134,7 +140,7 @@ def _waiting(waiting, LEVEL: gl.constexpr):
 
 @gluon.jit
 def _places(COLUMNS: gl.constexpr, width):
-    """Offsets of an accumulator's elements in rows of so many, which each thread reads and writes."""
+    """Offsets of an accumulator's elements in rows of so many."""
     layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -152,7 +158,9 @@ def _store_fp32(result, values, row, column, work):
     gl.store(result + _places(QUARTER, work.columns), values, mask=there)
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "leaf_steps", "rows", "columns"])
+@gluon.jit(
+    do_not_specialize=["row_tiles", "column_tiles", "steps", "leaf_steps", "rows", "columns"]
+)
 def multiply_leaves(
     left,
     right,

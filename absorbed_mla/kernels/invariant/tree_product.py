@@ -21,8 +21,8 @@ from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
 _GROUP = tl.constexpr(GROUP)
 _place_in_groups = triton.jit(groups.place_in_groups)
-# In registers up to four sums of a tile are kept, of 32 numbers of a thread each. Of a tile there are
-# so many subtrees that there are ``enough`` programs.
+# In registers up to four sums of a tile are kept, of 32 numbers of a thread each. There are as many
+# subtrees of a tile as make ``enough`` programs.
 TILES = (
     Tile(128, 64, num_warps=8, num_stages=4, least_rows=65, enough=264),
     Tile(64, 64, num_warps=4, num_stages=5, enough=200),
@@ -232,10 +232,11 @@ def _tree_product_kernel(
 def _subtree(sums, count, inside, FIRST: tl.constexpr, NUMBER: tl.constexpr):
     """The sum of so many subtrees of an element, by the tree over them."""
     if NUMBER == 1:
-        return tl.load(sums + tl.cast(count, tl.int64) * FIRST, mask=inside, other=0.0)
+        total = tl.load(sums + tl.cast(count, tl.int64) * FIRST, mask=inside, other=0.0)
     else:
-        left = _subtree(sums, count, inside, FIRST, NUMBER // 2)
-        return left + _subtree(sums, count, inside, FIRST + NUMBER // 2, NUMBER // 2)
+        total = _subtree(sums, count, inside, FIRST, NUMBER // 2)
+        total += _subtree(sums, count, inside, FIRST + NUMBER // 2, NUMBER // 2)
+    return total
 
 
 @triton.jit

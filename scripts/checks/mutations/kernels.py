@@ -110,8 +110,14 @@ absorbed_mla/kernels/invariant/row_topk.py
   topk_puts_minus_zero_behind_zero: key = tl.where(key == -1, 0, key) ->
   topk_takes_the_last_of_equal_ones: first = -_greatest(tl.where(wanted, -column, -BLOCK))
     -> first = _greatest(tl.where(wanted, column, -BLOCK))
+absorbed_mla/kernels/hopper/tree_product_kernel.py
+  wide_leaves_in_the_order_of_memory: (leaf % RUNS * RUN + leaf // RUNS) -> leaf
+  waiting_sums_of_another_level: target = waiting + (level + 1) * -> target = waiting + level *
+absorbed_mla/kernels/invariant/tree_product.py
+  subtrees_added_in_another_order: FIRST + NUMBER // 2, NUMBER // 2) -> FIRST, NUMBER // 2)
 absorbed_mla/kernels/invariant/tree.py
-  leaves_beside_other_ones: place // RUNS, tl.int64) -> place // RUNS ^ 1, tl.int64)
+  leaves_beside_other_ones: place // RUNS, tl.int64)
+    -> place // RUNS * 3 % RUN, tl.int64)
   leaf_with_summands_of_the_next: k < leaf_length - first -> k < BLOCK_K
 absorbed_mla/kernels/launch.py
   launch_of_any_alignment: append(arg.data_ptr() % _ALIGNMENT == 0) ->

@@ -85,7 +85,8 @@ absorbed_mla/serving/experts/permuted_tokens.py
   grouped_experts_of_other_ranks: masked_fill(others.unsqueeze(1), 0) -> clone()
   parity_experts_order_of_choices: if parity: -> if False:
 absorbed_mla/serving/experts/product.py
-  parts_of_experts_summed_as_one: summed_product(rows, weight, number -> summed_product(rows, weight, 1
+  parts_of_experts_summed_as_one: summed_product(rows, weight, number
+    -> summed_product(rows, weight, 1
   grouped_experts_of_too_many_parts: if (tensor_parallel_parts or 1) > MOST_LEAVES: -> if False:
 absorbed_mla/serving/experts/router.py
   generation_chooses_without_megatron: if self.options.chooses_experts: -> if True:

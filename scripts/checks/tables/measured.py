@@ -397,7 +397,7 @@ def _of_serving(file: str, *tables: Callable[[ServingReport], str]) -> Callable[
     return made
 
 
-@_of("long-context/long.json")
+@_of("long-context/long.json", "long-context/dense-1m.json")
 def long_table(*files: Path) -> str:
     """One rank's step at long contexts, with the settings; what was not measured says why."""
     numbers = ("step", "select", "attention_forward", "attention_backward", "loss", "other")

@@ -66,7 +66,7 @@ STACK = {
     "attend_fp8_decode_pieces": 96,
     # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
     "multiply_rows": 32,
-    # Where sums of eight leaves wait in memory their addresses do on the stack, from eight to eight.
+    # Where sums of eight leaves wait in memory, their addresses do on the stack.
     "multiply_leaves": 272,
 }
 # The instructions of products: tiles that had them of two kinds would not have the same bits.
