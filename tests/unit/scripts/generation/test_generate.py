@@ -130,16 +130,14 @@ class TestPrompts:
 
 
 def test_options_reach_the_requests(run):
-    with mock.patch.object(
-        Engine, "add_request", autospec=True, side_effect=InterruptedError
-    ) as add:
+    with mock.patch.object(Engine, "_add", autospec=True, side_effect=InterruptedError) as add:
         run("--prompt", "ab", "--temperature", 0.5, "--top-p", 0.25, "--ignore-eos", *FEW)
         run("--prompt", "ab", "--top-k", 3, "--top-p", 0.5, *FEW)
         run("--prompt", "ab", "--greedy", "--json", "--return-log-probs")
-    _, prompts, found = zip(*(call.args[:3] for call in add.call_args_list))
-    assert list(map(list, prompts)) == [[97, 98]] * 3
+    requests = [call.args[1] for call in add.call_args_list]
+    assert [list(request.prompt) for request in requests] == [[97, 98]] * 3
     names = ("temperature", "top_k", "top_p", "stop_token_ids", "max_tokens", "logprobs")
-    assert [tuple(getattr(sampling, name) for name in names) for sampling in found] == [
+    assert [tuple(getattr(one.params, name) for name in names) for one in requests] == [
         (0.5, 0, 0.25, (), 8, None),
         (1.0, 3, 0.5, (256,), 8, None),
         (0, 0, 1.0, (256,), 128, 0),
