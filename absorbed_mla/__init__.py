@@ -4,11 +4,11 @@ The stages of one layer, and where each is:
 
     hidden_states          attention.py puts the stages together
     -> projections         linear.py, norm.py (built in attention.py)
-    -> absorb              core_attention/forms/absorbed.py: W_UK into the query
+    -> absorb              absorb.py: W_UK into the query
     -> rope                rope.py
     -> [context parallel]  context_parallel/: ranks exchange latents
     -> core attention      core_attention/: forms, masks, backends; kernels/
-    -> V up-projection     core_attention/forms/absorbed.py: W_UV
+    -> V up-projection     absorb.py: W_UV
     -> linear_proj
 
 ``naive.py`` has the same equations straight from the paper. ``inference/`` is the attention over

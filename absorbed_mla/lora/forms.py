@@ -2,7 +2,7 @@
 
 Neither has a merged weight, which in bf16 would round most of a small update away.
 
-absorbed: two small products beside each of the two of ``AbsorbedForm``, ::
+absorbed: two small products beside each of the two of ``absorb.py``, ::
 
     q_nope . (W_UK + B_k A_k) = q_nope . W_UK + (q_nope . B_k) . A_k
     o_latent . (W_UV + B_v A_v)^T = o_latent . W_UV^T + (o_latent . A_v^T) . B_v^T
@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import is_enabled
-from absorbed_mla.core_attention.forms.absorbed import (
-    AbsorbedForm,
+from absorbed_mla.absorb import (
     absorb_query,
     absorb_query_in_inference,
     up_project_value,
     up_project_value_in_inference,
 )
+from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.base import BlockGradients
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.lora.low_rank import LowRank

@@ -6,7 +6,7 @@ from checks.mutations.table import read
 
 MUTATIONS = read(
     r"""
-absorbed_mla/core_attention/forms/absorbed.py
+absorbed_mla/absorb.py
   last_token_of_head_weights_lost: (x[:-1], x[-1:]) -> (x[:-1], 0 * x[-1:])
   head_product_of_one_token: x[part], grad[part] -> x[part][:1], grad[part][:1]
   inference_copies_heads_first: _contiguous_product(q_nope, w_uk) -> absorb_query(q_nope, w_uk)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from absorbed_mla.core_attention.forms.absorbed import absorb_query
+from absorbed_mla.absorb import absorb_query
 from tests.support import world
 from tests.support.cases import WIDE
 from tests.support.harness import Setup, random_attention

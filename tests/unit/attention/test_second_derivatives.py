@@ -91,7 +91,7 @@ def test_recomputation_refuses_a_graph_of_gradients(form, recompute):
 
 def test_head_product_of_parity_mode(monkeypatch):
     """Its kernel is for GPUs; its autograd function is not."""
-    from absorbed_mla.core_attention.forms import absorbed
+    from absorbed_mla import absorb
     from absorbed_mla.kernels.invariant import product
 
     def head_product(x, weight):
@@ -100,7 +100,7 @@ def test_head_product_of_parity_mode(monkeypatch):
     monkeypatch.setattr(product, "head_product", head_product)
     x = torch.randn(3, 2, 4, 5, requires_grad=True)
     weight = torch.randn(4, 5, 6, requires_grad=True)
-    found = absorbed._HeadProduct.apply(x, weight)
+    found = absorb._HeadProduct.apply(x, weight)
     [grad] = torch.autograd.grad(found.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=MESSAGE):
         torch.autograd.grad(grad.sum(), weight)

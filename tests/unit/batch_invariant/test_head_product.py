@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from absorbed_mla import absorb
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.core_attention.forms import absorbed
 from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.cases import INTERPRETED
@@ -33,7 +33,7 @@ STEPS = {
 @pytest.fixture
 def own_product(monkeypatch):
     """Both steps through the product of parity mode, whatever the device."""
-    monkeypatch.setattr(absorbed, "_needs_own_product", lambda x: True)
+    monkeypatch.setattr(absorb, "_needs_own_product", lambda x: True)
     with triton_interpreter():
         yield
 
@@ -44,7 +44,7 @@ def test_value_and_gradients(own_product, step):
     width, matrix, equation = STEPS[step]
     leaves = [random(TOKENS, BATCH, HEADS, width, seed=1), random(HEADS, *matrix, seed=2)]
     exact = partial(torch.einsum, equation)
-    found = check_gradients(getattr(absorbed, step), exact, leaves, 1e-5)
+    found = check_gradients(getattr(absorb, step), exact, leaves, 1e-5)
     assert "HeadProduct" in str(found.grad_fn), "einsum ran instead"
 
 
@@ -74,9 +74,9 @@ def test_parity_mode_takes_the_product_on_a_gpu():
     """The tests above look at what runs."""
     x, w = random(TOKENS, BATCH, HEADS, NOPE, seed=1), random(HEADS, NOPE, LATENT, seed=2)
     x.requires_grad_()
-    assert "HeadProduct" not in str(absorbed.absorb_query(x, w).grad_fn)
+    assert "HeadProduct" not in str(absorb.absorb_query(x, w).grad_fn)
     with batch_invariant_mode():
-        assert "HeadProduct" in str(absorbed.absorb_query(x, w).grad_fn)
+        assert "HeadProduct" in str(absorb.absorb_query(x, w).grad_fn)
 
 
 class OnGPU(torch.Tensor):
@@ -88,13 +88,13 @@ class OnGPU(torch.Tensor):
 @pytest.fixture
 def contiguous(monkeypatch) -> list[Tensor]:
     """What the contiguous product has returned."""
-    found, product = [], absorbed._contiguous_product
+    found, product = [], absorb._contiguous_product
 
     def recorded(x: Tensor, matrices: Tensor) -> Tensor:
         found.append(product(x.as_subclass(Tensor), matrices))
         return found[-1]
 
-    monkeypatch.setattr(absorbed, "_contiguous_product", recorded)
+    monkeypatch.setattr(absorb, "_contiguous_product", recorded)
     return found
 
 
@@ -106,7 +106,7 @@ def test_generation_writes_tokens_first(step, tokens, contiguous):
     # A part of wider rows, as q_nope is of the query.
     x = torch.randn(tokens, BATCH, HEADS, width + 3, dtype=torch.float64)[..., :width]
     w = torch.randn(HEADS, *matrix, dtype=torch.float64)
-    in_inference, expected = getattr(absorbed, f"{step}_in_inference"), torch.einsum(equation, x, w)
+    in_inference, expected = getattr(absorb, f"{step}_in_inference"), torch.einsum(equation, x, w)
     torch.testing.assert_close(in_inference(x, w), expected)
     assert not contiguous, "on a CPU it is the product of training"
     found = in_inference(x.as_subclass(OnGPU), w)
@@ -122,8 +122,8 @@ def test_training_does_not_look_whether_gradients_are_on(step, contiguous):
     x, w = random(TOKENS, BATCH, HEADS, width, seed=1), random(HEADS, *matrix, seed=2)
     x = x.requires_grad_().as_subclass(OnGPU)
     with torch.no_grad():
-        first = getattr(absorbed, step)(x, w)
-    again = getattr(absorbed, step)(x, w)
+        first = getattr(absorb, step)(x, w)
+    again = getattr(absorb, step)(x, w)
     assert again.requires_grad and not first.requires_grad
     assert torch.equal(first, again) and first.stride() == again.stride()
     assert not contiguous

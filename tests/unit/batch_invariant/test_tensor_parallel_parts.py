@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import optimizer
 from torch import nn
 
+from absorbed_mla import absorb
 from absorbed_mla.batch_invariant import (
     batch_invariant_mode,
     enable_batch_invariant_mode,
@@ -19,7 +20,6 @@ from absorbed_mla.batch_invariant import (
 from absorbed_mla.batch_invariant.cross_entropy import VocabParallelCrossEntropy
 from absorbed_mla.batch_invariant.gradients import require_complete_gradients
 from absorbed_mla.batch_invariant.tree import tree_sum
-from absorbed_mla.core_attention.forms import absorbed
 from absorbed_mla.serving.llm_options import LLMOptions
 from tests.support import needs
 from tests.support.backends import triton_interpreter
@@ -136,7 +136,7 @@ class TestKernels:
         ("function", "shapes"),
         [
             (lambda x, w: norms.rms_norm(x, w, 1e-5, True, x.dtype), [(7, 2, 24), (24,)]),
-            (absorbed._HeadProduct.apply, [(3, 2, PARTS, 16), (PARTS, 16, 24)]),
+            (absorb._HeadProduct.apply, [(3, 2, PARTS, 16), (PARTS, 16, 24)]),
         ],
         ids=["norm", "heads"],
     )

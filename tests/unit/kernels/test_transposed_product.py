@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from absorbed_mla.core_attention.forms import absorbed
+from absorbed_mla import absorb
 from absorbed_mla.kernels import transposed_product as module
 from tests.support import needs, world
 
@@ -49,12 +49,12 @@ def test_gradients_of_head_weights(shape, heads):
 
 
 def test_head_products_with_last_row_apart():
-    product = partial(absorbed._last_row_apart, "sbnd,ndc->sbnc")
+    product = partial(absorb._last_row_apart, "sbnd,ndc->sbnc")
     _compare(random(9, 3, 2, 8), random(2, 8, 5, seed=1), product)
 
 
 def _compare(
-    x: torch.Tensor, weight: torch.Tensor, product: Callable = absorbed.absorb_query
+    x: torch.Tensor, weight: torch.Tensor, product: Callable = absorb.absorb_query
 ) -> None:
     for tensor in (x, weight):
         tensor.requires_grad_()
