@@ -65,7 +65,7 @@ def tree_product(
     leaf = summands // leaves
     assert leaf * leaves == summands and not leaves & (leaves - 1), "equal leaves of a tree"
     if leaves == 1:
-        return matrix_product(left, right, dtype=dtype, part=max(_whole_steps(leaf), 1))
+        return matrix_product(left, right, dtype=dtype, part=max(leaf, 1))
     with not_filled():
         result = torch.empty(rows, columns, dtype=dtype or left.dtype, device=left.device)
     if not result.numel():
@@ -80,16 +80,11 @@ def tree_product(
         return result
     tile = tile or _tile_for(rows, left.dtype)
     subtrees = subtrees or _subtrees(tile, tile.count(rows, columns), leaves)
-    at_once = max(_MOST_WAITING // (subtrees * columns * 4) // tile.rows, 1) * tile.rows
-    for first in range(0, rows, at_once if subtrees > 1 else rows):
-        part = slice(first, first + at_once) if subtrees > 1 else slice(None)
-        _multiply(left[part], right, result[part], leaves, runs, tile, subtrees)
+    most = max(_MOST_WAITING // (subtrees * columns * 4) // tile.rows, 1) * tile.rows
+    at_once = most if subtrees > 1 else rows
+    for some, target in zip(left.split(at_once), result.split(at_once)):
+        _multiply(some, right, target, leaves, runs, tile, subtrees)
     return result
-
-
-def _whole_steps(summands: int) -> int:
-    step = max(SUMMANDS.values())
-    return -(-summands // step) * step
 
 
 def _is_wide_chosen(left: Tensor, right: Tensor, result: Tensor, leaf: int) -> bool:
@@ -126,9 +121,7 @@ def _multiply(
     tiles = tile.count(rows, columns)
     # As in matrix_product.py: what Triton is told of the number of rows.
     unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
-    leaf = summands // leaves
-    leaf_unit = 8 if leaf % 8 == 0 else 1
-    # Triton launches on the current device, whatever the tensors' is.
+    leaf_unit = 8 if summands % (8 * leaves) == 0 else 1
     with torch.cuda.device_of(left):
         _tree_product_kernel[(tiles * subtrees,)](
             left,
@@ -136,7 +129,7 @@ def _multiply(
             sums,
             rows // unit,
             columns,
-            leaf // leaf_unit,
+            summands // leaves // leaf_unit,
             tiles,
             *left.stride(),
             *right.stride(),
