@@ -1,9 +1,9 @@
 """Which exchange of latents ``cp_comm_type="auto"`` takes.
 
-Latents are small: all of them are gathered in one message that is a hundredth of what heads would
-send, every attention call then sees all its keys, and nothing is merged between ranks. So gathering
-is the faster one wherever its memory allows it (docs/context-parallel.md), and the choice is one of
-memory. It depends on numbers that all ranks have, so that all choose the same.
+Latents are small: all of them are gathered in one message of 576 numbers of a token, where each
+head would send 320; every attention call then sees all its keys, and nothing is merged between
+ranks. So gathering is mostly faster (docs/measurements/context-parallel.md), and the choice is one
+of memory. It depends on numbers that all ranks have, so that all choose the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from absorbed_mla.dims import MLADims
 
 AUTO = "auto"
-# Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, their
-# gradient in fp32, once in the order of the sequences and once in that of the ranks. More are fine
-# where they are not more than this rank's queries and outputs with their gradients.
+# Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, twice (by
+# sequence and by rank) their gradient in fp32. More are fine where they are not more than this
+# rank's queries and outputs with their gradients.
 _MOST_GATHERED = 2**32
 
 
@@ -29,7 +29,7 @@ def choose(
 
     Args:
         dims: Of the layer.
-        local_tokens: Of this rank, entries of the batch counted separately.
+        local_tokens: Of this rank, over all batch entries.
         cp_size: Ranks.
         dtype: Of the latents.
         keep: Whether what is gathered could be kept at all.

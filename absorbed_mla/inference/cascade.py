@@ -1,7 +1,7 @@
 """Cascade attention: rows that begin with the same cached blocks attend to these together.
 
-A group of such rows is one row more, of all their tokens, over the keys of the prefix. Their own
-rows have the keys behind it.
+A group adds one row: all its tokens over the keys of the prefix. Its own rows have the keys behind
+it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from absorbed_mla.inference.rows import Rows
 
 
 class CascadeTables(NamedTuple):
-    """The groups of a step, int32 on the device, [T] each, of which rows and groups use the first.
+    """The groups of a step, int32 on the device, [T] each; rows and groups use leading entries.
 
-    Tokens take places in which those of a group are neighbours.
+    Places reorder tokens so that those of a group are adjacent.
 
     Attributes:
         order: The token at each place; None: the one of its number.

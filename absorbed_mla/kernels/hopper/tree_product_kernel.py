@@ -2,8 +2,8 @@
 
 Its roles are those of product_kernel.py. A tile is 128 x 128 elements, so that a multiply role has
 registers for the leaf that it sums and for two others: the sum of four leaves is made of these. The
-sum of the four before waits in shared memory, that of eight and more in memory that belongs to the
-role, which the L2 cache holds.
+sum of the four before waits in shared memory, that of eight and more in the role's global scratch,
+which stays in L2.
 """
 
 from triton.experimental import gluon
@@ -26,7 +26,7 @@ from absorbed_mla.kernels.hopper.product_shared import QUARTER, ROWS, STEP, allo
 
 # Columns of a tile.
 WIDTH = gl.constexpr(128)
-# Leaves whose sum needs no memory but the multiprocessor's.
+# Leaves that are summed without global memory.
 _TOGETHER = gl.constexpr(8)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
@@ -89,12 +89,12 @@ def _multiply_role(
 
 @gluon.jit
 def _sum(work, shared, index, sums, waiting, ROLE: gl.constexpr, LEAVES: gl.constexpr):
-    """A tile's sums, of which step 0 is the program's ``index``-th, [64, 128]."""
+    """The sums of 64 rows of a tile, [64, 128], from the program's ``index``-th step on."""
     steps = work.part_steps
     if LEAVES <= _TOGETHER:
         total = _sum_leaves(shared, index, steps, sums, ROLE, LEAVES)
     else:
-        # Not a loop with its end in it, which Triton 3.6 does not compile for two groups.
+        # Levels by an if each: Triton 3.6 does not compile a while here for two groups.
         LEVELS: gl.constexpr = waiting_levels(LEAVES)
         for group in range(LEAVES // _TOGETHER - 1):
             some = _sum_leaves(shared, index, steps, sums, ROLE, _TOGETHER)
@@ -149,7 +149,7 @@ def _places(COLUMNS: gl.constexpr, width):
 
 @gluon.jit
 def _store_fp32(result, values, row, column, work):
-    """Write a quarter of a role's result in fp32."""
+    """Write half of a role's result in fp32."""
     layout: gl.constexpr = accumulator_layout(QUARTER, 1)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < work.rows
     columns = column + gl.arange(0, QUARTER, gl.SliceLayout(0, layout)) < work.columns

@@ -43,12 +43,12 @@ def sum_by_tree(
         stride_l_k: From summand to summand in ``left``.
         stride_r_k: In ``right``.
         LEAVES: 1, 2, 4 or 8.
-        RUNS: Leaf i is in run i % RUNS, at place i // RUNS of it.
+        RUNS: Contiguous runs of leaves; leaf i is number i // RUNS of run i % RUNS.
         RUN: Leaves of a run.
     """
     k = tl.arange(0, BLOCK_K)
     nothing = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-    # The last sums of so many leaves.
+    # The latest sums of 1, 2, 4 and 8 leaves.
     leaf, two, four, eight = nothing, nothing, nothing, nothing
     number, first = 0, 0
     # One loop, because one for each leaf would wait for its first operands.
@@ -62,14 +62,14 @@ def sum_by_tree(
         first += BLOCK_K
         is_whole = first >= leaf_length
         if LEAVES > 1 and is_whole:
-            # Selected, not assigned: a product whose result has two names is waited for each time.
+            # Selected, not assigned: an aliased wgmma accumulator is waited for at every step.
             two = tl.where(number % 2 == 0, leaf, two + leaf)
             if LEAVES > 2 and number % 2 == 1:
                 four = tl.where(number % 4 == 1, two, four + two)
             if LEAVES > 4 and number % 4 == 3:
                 eight = tl.where(number % 8 == 3, four, eight + four)
             leaf = nothing
-        # Apart from the sums, on which the loads ahead would else depend.
+        # Outside of the if: else prefetched loads depend on the sums.
         number = tl.where(is_whole, number + 1, number)
         first = tl.where(is_whole, 0, first)
     if LEAVES == 1:

@@ -1,8 +1,8 @@
 """Matrix product whose sums are those of every tensor-parallel size: a binary tree over leaves.
 
 A program sums a subtree of a tile's leaves. Where one subtree for each tile would leave a part of
-the device idle there are several, which are stored in fp32 and added by a second kernel; products
-of many rows are hopper/tree_product_kernel.py's. All have the same bits.
+the device idle there are several, which are stored in fp32 and added by a second kernel. On Hopper
+products of many tiles are hopper/tree_product_kernel.py's. All have the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TILES = (
     Tile(128, 64, num_warps=8, num_stages=4, least_rows=65, enough=264),
     Tile(64, 64, num_warps=4, num_stages=5, enough=200),
 )
-# Of many rows on Hopper.
+# On Hopper, for products of ``enough`` tiles.
 WIDE_TILE = Tile(128, 128, num_warps=12, num_stages=4, enough=96)
 # Elements of a program that adds subtrees.
 _ADDED = 512
@@ -51,8 +51,8 @@ def tree_product(
         left: [rows, summands], bf16, fp16 or fp32, any strides.
         right: [summands, columns], in the dtype of ``left``, any strides.
         leaves: A power of 2 that divides the summands.
-        runs: Leaf i has the summands of place i // runs of run i % runs: with 2 the gates and
-            up-projections of a part are neighbours, which lie half of the summands apart.
+        runs: Leaf i has the summands of place i // runs of run i % runs: with 2 a part's gates and
+            up-projections, half of the summands apart, become neighbours.
         dtype: Of the result; None: that of ``left``.
         tile: Instead of the one that is chosen; no bit depends on it. A wide one takes what
             ``can_multiply_by_tree`` of hopper/product.py says.

@@ -1,6 +1,6 @@
-"""Merge the results of each token's two rows, a prefix and another, by their LSE.
+"""Merge the results of each token's two rows, a prefix and a suffix, by their LSE.
 
-Those of splits wait, and are combined by the way.
+Partial results of split-KV are combined here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from absorbed_mla.kernels.paged.plan import Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, LOG2_E, interpreted, narrow
 
-# That are on their way at the same time.
+# Partial results that are loaded at once.
 _SPLITS = 8
 
 

@@ -1,13 +1,13 @@
 """Scheduler metadata of paged attention: each program's tokens and keys, made once a step.
 
-A tile is some tokens of one request. All tiles one after the other are cut into parts
+A tile is some tokens of one row. All tiles one after the other are cut into parts
 (split_kv.py), each a range of tiles of which the first may begin, and the last may end, between two
 blocks of keys. A program goes through one part, for some heads. Tables:
 
-* ``tiles``, int32 [tiles, 8]: request, first token on the token axis, number of tokens, keys that
-  the first token sees (each token sees one more than the one before it; not above 0: none), keys
-  that any of them sees at most, parts that the tile is in, the first of these, if there are
-  several, and how far behind its tokens' places results lie, if it is in one (``merge_rows.py``).
+* ``tiles``, int32 [tiles, 8]: row, first token on the token axis, number of tokens, keys that the
+  first token sees (each next token sees one more, up to the next column; not above 0: none), keys
+  that any of them sees at most, parts that hold the tile; the first part, if there are several;
+  else the offset of its results in tokens: T for prefixes (``merge_rows.py``).
 * ``starts``, int32 [parts + 1, 2]: the tile and the block of its keys where a part begins, which is
   where the part before it ends. Parts without work are at the end.
 * ``token_tiles``, int32 [T, 2], where there are prefixes: each token's tile of a prefix, and its
