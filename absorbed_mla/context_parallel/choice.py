@@ -13,8 +13,8 @@ import torch
 from absorbed_mla.dims import MLADims
 
 AUTO = "auto"
-# Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, twice (by
-# sequence and by rank) their gradient in fp32. More are fine where they are not more than this
+# Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, their
+# gradient in fp32 twice, by sequence and by rank. More are fine where they are not more than this
 # rank's queries and outputs with their gradients.
 _MOST_GATHERED = 2**32
 

@@ -327,6 +327,7 @@ class CachedAttention:
         backend, total = over or self._paged_backend(step, q), None
         cascade = step.cascade if over is None and rows is None else None
         if cascade is not None:
+            [_] = step.parts()  # the engine refuses it with others
             rows = step.tables.get("cascade", partial(cascade.rows, step.rows, step.block_size))
             q_content, q_rope = cascade.by_place(q_content), cascade.by_place(q_rope)
         if self.window is not None:

@@ -343,7 +343,9 @@ class LLMEngine:
 
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, name: str | None) -> str:
         self._require_awake()
-        if params.structured_outputs is not None:
+        if prompt.encoder is not self.prompt_encoder:
+            raise ValueError("prompt must be encoded by this LLM's prompt_encoder, not another's")
+        if prompt.of_engine.structured_outputs is not None:
             self._requests.set_vocabulary(self.prompt_encoder.grammars.vocabulary)
         return self._requests.add(prompt, params, name)
 

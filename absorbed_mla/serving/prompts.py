@@ -29,6 +29,7 @@ class EncodedPrompt:
     """A prompt that can run.
 
     Attributes:
+        encoder: That has found so.
         text: If it was given as one.
         tokens: Token ids.
         of_engine: See :func:`of_output`.
@@ -38,6 +39,7 @@ class EncodedPrompt:
         priority: Smaller ones come earlier.
     """
 
+    encoder: PromptEncoder
     text: str | None
     tokens: list[int]
     of_engine: SamplingParams
@@ -125,7 +127,7 @@ class PromptEncoder:
         if why_not:
             raise ValueError(f"{where}{why_not}")
         ends = self._ends(params)
-        return EncodedPrompt(text, tokens, of_engine, ends, salt, lora_request, priority)
+        return EncodedPrompt(self, text, tokens, of_engine, ends, salt, lora_request, priority)
 
     def check_lora(self, requests: Collection[LoRARequest | None], where: str = "") -> None:
         """Check adapters of requests that arrive together.

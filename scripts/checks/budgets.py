@@ -54,7 +54,7 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("absorbed_mla", "lines", 66_680, 46_000),
+    Budget("absorbed_mla", "lines", 66_690, 46_000),
     Budget("checkpoint_conversion", "lines", 11_592, 9_000),
     Budget("specs", "lines", 800, 800),
     Budget("scripts", "lines", 23_170, 14_000),

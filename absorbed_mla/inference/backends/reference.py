@@ -125,6 +125,7 @@ def last_keys(
 
     Rows are all prefixes, or none is.
     """
+    assert rows.prefixes in (0, len(rows.query_starts)), "a token is in one row"
     token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
     index = token - rows.query_starts
     member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]

@@ -76,6 +76,7 @@ def forward(call: PagedCall, table: Schedule | None = None) -> tuple[Tensor, Ten
         ValueError: The scale is not positive, or the copy engine cannot load the cache as it lies.
     """
     q_content, q_rope, cache = call[:3]
+    assert not (call.prefixes and call.batch_invariant), "pieces of prefixes are not merged"
     if call.scale <= 0:
         raise ValueError(f"scale must be positive, got {call.scale}")
     tokens = len(q_content)

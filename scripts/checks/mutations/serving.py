@@ -129,6 +129,7 @@ absorbed_mla/serving/llm.py
   beams_without_their_salt: "cache_salt": search.cache_salt} -> "cache_salt": None}
   rows_of_a_matrix_are_one_prompt: and not getattr(prompts[0], "ndim", 0): -> :
 absorbed_mla/serving/llm_engine.py
+  prompts_of_any_encoder: if prompt.encoder is not self.prompt_encoder: -> if False:
   part_of_the_weights_generates: self._lacks_weights = message -> pass
   threads_run_steps_at_once: with interrupts_deferred(), self._lock: -> if True:
   one_thread_keeps_the_lock: with self._waiting: -> if True:

@@ -72,6 +72,13 @@ def test_tokens_of_bad_words_are_found_once():
     assert llm.prompt_encoder.encode("a", PARAMS).of_engine.bad_words == []
 
 
+def test_prompts_of_another_encoder():
+    """Another model's limits say nothing about this one's steps."""
+    llm, other = fake_llm(tokenizer=ChatBytes()), fake_llm(tokenizer=ChatBytes())
+    with pytest.raises(ValueError, match="by this LLM's prompt_encoder"):
+        llm.add_request(other.prompt_encoder.encode("a", PARAMS), PARAMS)
+
+
 class TestThreads:
     @pytest.mark.parametrize("awake", [True, False])
     def test_requests_run_together(self, awake):

@@ -138,7 +138,7 @@ class TestOutputs:
     def steps(self, **params):
         processor = OutputProcessor(ByteTokenizer(), waits_for_results=True)
         params = SamplingParams(**params)
-        prompt = EncodedPrompt("ab", [97, 98], of_output(params, (), ByteTokenizer()))
+        prompt = EncodedPrompt(None, "ab", [97, 98], of_output(params, (), ByteTokenizer()))
         processor.add(prompt, params, "it")
         processor.commands()
         return processor
